@@ -1,0 +1,69 @@
+"""Everything that can be refused, one class for each fact.
+
+A person at the command line sees `str(error)`: one line that names the field, the value it had, what was expected
+and, where there is one, the fix. Code that fails for a reason not listed here has a defect, and shows its traceback.
+"""
+
+from __future__ import annotations
+
+
+class CloisterError(Exception):
+    """Something was wrong that a person can put right; `str()` is one line for that person.
+
+    Args:
+        field: What was wrong: a plan field such as `local.steps`, an option, a path.
+        value: The value it had, shown with `repr`; leave it out where there was none.
+        expected: What would have been accepted.
+        fix: What to do about it, where that is more than giving what was expected.
+    """
+
+    _ABSENT = object()
+
+    def __init__(self, field: str, value: object = _ABSENT, *, expected: str, fix: str = "") -> None:
+        self.field = field
+        self.value = None if value is self._ABSENT else value
+        self.expected = expected
+        self.fix = fix
+        shown = field if value is self._ABSENT else f"{field} is {_short(value)}"
+        parts = [f"{shown}: expected {expected}"]
+        if fix:
+            parts.append(fix)
+        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+
+
+class PlanError(CloisterError):
+    """A plan is not sound: a field is unknown, of the wrong type, or contradicts another."""
+
+
+class ModelError(CloisterError):
+    """A model, tokenizer or adapter cannot be loaded or does not fit the plan."""
+
+
+class DataError(CloisterError):
+    """A site's data is missing, empty or not of the format that the plan names."""
+
+
+class RunFolderError(CloisterError):
+    """A run folder cannot be used: it holds another run, is locked, or lacks what a resume needs."""
+
+
+class StorageError(CloisterError):
+    """The disk refused a write; what was there before is untouched."""
+
+
+class UpdateError(CloisterError):
+    """A site's update cannot be summed: not finite, of the wrong length, or for another round."""
+
+
+class QuorumError(CloisterError):
+    """Too few sites finished a round in every attempt that the plan allows."""
+
+
+class EngineError(CloisterError):
+    """An engine cannot be started or has lost what it needs to go on."""
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    text = repr(text) if isinstance(value, str) else text
+    return text if len(text) <= 120 else text[:117] + "..."
