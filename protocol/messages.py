@@ -7,6 +7,7 @@ is defined by the plan's model (`lm/layout.py`) and `aggregation/average.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,7 @@ class Contribution:
     """Round it belongs to."""
     model_hash: str
     """The model it was computed from."""
-    vector: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    vector: npt.NDArray[np.unsignedinteger[Any]]
     """Ring integers of the plan's width."""
 
 

@@ -17,7 +17,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -283,7 +283,9 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError("plan", str(path), expected=f"a readable TOML file ({error})") from error
     if not text.strip():
-        raise PlanError("plan", str(path), expected="a TOML file with at least one section, and this one is empty")
+        raise PlanError(
+            "plan", str(path), expected="a TOML file with at least one section, and this one is empty"
+        )
     return parse(text, overrides, origin=str(path))
 
 
@@ -302,7 +304,9 @@ def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> 
     try:
         encoded = json.dumps(tree)
     except TypeError:
-        raise PlanError("plan", origin, expected="numbers, strings, booleans and lists; TOML dates have no use here") from None
+        raise PlanError(
+            "plan", origin, expected="numbers, strings, booleans and lists, and no dates"
+        ) from None
     return Plan.from_json(encoded)
 
 
@@ -325,13 +329,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 def _check_sound(plan: Plan) -> None:
     """Refuse what each section allows alone but the sections do not allow together."""
-    size, bits = plan.cohort.size(), plan.aggregation.ring_bits
-    if size * 2 > 2 ** (bits - 1) - 1:
+    sites, bits = plan.cohort.sites, plan.aggregation.ring_bits
+    if sites * 2 > 2 ** (bits - 1) - 1:
         raise PlanError(
             "aggregation.ring_bits",
             bits,
-            expected=f"a ring in which {size} updates cannot wrap",
-            fix="set aggregation.ring_bits = 32 or draw fewer sites with cohort.fraction",
+            expected=f"a ring in which the sum of {sites} sites cannot wrap",
+            fix="set aggregation.ring_bits = 32",
         )
     if plan.model.config and not plan.model.name.startswith("builtin:"):
         raise PlanError(
@@ -377,7 +381,9 @@ def _check_sound(plan: Plan) -> None:
 
 
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def _explain(error: ErrorDetails) -> PlanError:
@@ -397,8 +403,8 @@ def _explain(error: ErrorDetails) -> PlanError:
 
 def _unknown_key(location: tuple[str, ...]) -> PlanError:
     known = dict(_keys(Plan, ()))
-    here = known.get(location[:-1], set())
-    name = location[-1]
+    section = tuple(part for part in location[:-1] if not part.isdigit())  # profiles are numbered
+    here, name = known[section], location[-1]
     nearest = difflib.get_close_matches(name, here, n=1)
     elsewhere = [".".join((*path, name)) for path, names in known.items() if name in names]
     if nearest:
@@ -407,12 +413,14 @@ def _unknown_key(location: tuple[str, ...]) -> PlanError:
         fix = f"did you mean {elsewhere[0]}?"
     else:
         fix = ""
-    where = f"the keys of [{'.'.join(location[:-1])}]" if location[:-1] else "the sections"
+    where = f"the keys of [{'.'.join(section)}]" if section else "the sections"
     return PlanError(".".join(location), expected=f"one of {where} ({', '.join(sorted(here))})", fix=fix)
 
 
 def _keys(section: type[BaseModel], path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], set[str]]]:
+    """The keys of a section and of every section below it, by their path."""
     yield path, set(section.model_fields)
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, (*path, name))
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*path, name))

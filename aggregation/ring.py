@@ -1,0 +1,135 @@
+"""Floats as integers modulo 2^b, so that a sum does not depend on the order in which its terms arrive.
+
+A value is clipped to ±bound, scaled to at most `levels` steps and rounded stochastically: the result is unbiased, and
+the sum of `terms` of them cannot leave (-2^(b-1), 2^(b-1)), so it decodes without ambiguity. Counters are exact: a
+64-bit integer travels as limbs that are short enough for `terms` of them to add up without wrapping.
+
+Floating-point addition was refused: it is not associative, so the mean would depend on who answered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.protocol.errors import UpdateError
+
+RingVector = npt.NDArray[np.unsignedinteger[Any]]
+
+_BLOCK = 1 << 16  # elements coded at a time: the float64 temporaries stay in cache
+_COUNTER_BITS = 64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The integers modulo 2^bits, and the fixed-point code of `terms` values in ±bound that are summed in them.
+
+    Args:
+        bits: 16 or 32.
+        bound: Largest absolute value that is carried.
+        terms: Largest number of vectors in a sum.
+    """
+
+    bits: Literal[16, 32]
+    bound: float
+    terms: int
+
+    def __post_init__(self) -> None:
+        if self.levels < 1:
+            raise ValueError(f"a ring of {self.bits} bits cannot hold the sum of {self.terms} terms")
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """The unsigned type whose overflow is the reduction modulo 2^bits."""
+        return np.uint16 if self.bits == 16 else np.uint32
+
+    @property
+    def levels(self) -> int:
+        """Steps between 0 and `bound`: the largest L with terms × L <= 2^(bits-1) - 1."""
+        return int((2 ** (self.bits - 1) - 1) // self.terms)
+
+    @property
+    def scale(self) -> float:
+        """Steps for each unit of value."""
+        return self.levels / self.bound
+
+    def encode(
+        self, values: npt.NDArray[np.float32], random: np.random.Generator, *, factor: float = 1.0
+    ) -> tuple[RingVector, int]:
+        """Code `factor` × clip(values, ±bound), rounded to one of the two nearest steps without bias.
+
+        Args:
+            values: (d,) float32, finite.
+            random: Source of the rounding; public, not a secret.
+            factor: The term's weight in [0, 1].
+
+        Returns:
+            (d,) ring integers, and the number of values that were clipped.
+
+        Raises:
+            UpdateError: a value is not finite.
+        """
+        coded: RingVector = np.empty(values.shape, dtype=self.dtype)
+        clipped = 0
+        for start in range(0, values.size, _BLOCK):
+            block = values[start : start + _BLOCK].astype(np.float64)
+            if not np.isfinite(block).all():
+                where = start + int(np.flatnonzero(~np.isfinite(block))[0])
+                raise UpdateError(f"update[{where}]", float(values[where]), expected="a finite number")
+            clipped += int(np.count_nonzero(np.abs(block) > self.bound))
+            np.clip(block, -self.bound, self.bound, out=block)
+            block *= self.scale * factor
+            block += random.random(block.size)
+            np.floor(block, out=block)
+            # Rounding of the product may lift the end of the range by one step: `levels` must hold, or sums wrap.
+            np.clip(block, -self.levels, self.levels, out=block)
+            coded[start : start + _BLOCK] = block.astype(np.int64).astype(self.dtype)
+        return coded, clipped
+
+    def decode(self, total: RingVector) -> npt.NDArray[np.float64]:
+        """The sum of the values behind a sum of coded vectors.
+
+        Args:
+            total: (d,) sum modulo 2^bits of at most `terms` vectors from `encode`.
+
+        Returns:
+            (d,) float64.
+        """
+        signed = total.view(np.int16 if self.bits == 16 else np.int32)
+        return signed.astype(np.float64) / self.scale
+
+    @property
+    def limbs(self) -> int:
+        """Ring elements that one counter takes."""
+        return -(-_COUNTER_BITS // self._limb_bits)
+
+    @property
+    def _limb_bits(self) -> int:
+        return self.bits - (self.terms - 1).bit_length()
+
+    def encode_counters(self, counters: Sequence[int]) -> RingVector:
+        """Code integers in [0, 2^64) exactly.
+
+        Returns:
+            (len(counters) × limbs,) ring integers.
+        """
+        width = self._limb_bits
+        if any(not 0 <= counter < 1 << _COUNTER_BITS for counter in counters):
+            raise ValueError(f"counters {list(counters)}: expected integers in [0, 2^64)")
+        mask = (1 << width) - 1
+        limbs = [counter >> (width * limb) & mask for counter in counters for limb in range(self.limbs)]
+        coded: RingVector = np.array(limbs, dtype=self.dtype)
+        return coded
+
+    def decode_counters(self, total: RingVector) -> list[int]:
+        """The exact sums of counters behind a sum of at most `terms` vectors from `encode_counters`."""
+        width = self._limb_bits
+        limbs = [int(limb) for limb in total]
+        return [
+            sum(limbs[first + limb] << (width * limb) for limb in range(self.limbs))
+            for first in range(0, len(limbs), self.limbs)
+        ]

@@ -1,0 +1,302 @@
+"""What a person sees of a run: a live screen on a terminal, plain lines elsewhere, one line of JSON for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cloister.protocol.errors import CloisterError
+from cloister.protocol.plan import Plan
+from cloister.server.folder import RunFolder
+from cloister.server.progress import (
+    AttemptFailed,
+    Evaluated,
+    Event,
+    Finished,
+    Preparing,
+    RoundDone,
+    RoundStarted,
+    SiteAnswered,
+    SiteFailed,
+    Started,
+)
+
+_SHOWN_ROUNDS = 10
+_SHOWN_FAILURES = 3
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def event(self, event: Event) -> None:
+        """Something happened."""
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """A site started or stopped working."""
+
+
+def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
+    """Run a folder's plan, show it, and print what came of it; a new run that is refused leaves no folder."""
+    from cloister.server.journal import DONE
+    from cloister.server.run import reached
+    from cloister.simulations.federation import per_site, simulate
+
+    console = Console(stderr=arguments.json)
+    display: Display = (
+        LiveDisplay(console, folder) if console.is_terminal and not arguments.json else LineDisplay(console)
+    )
+    started = time.monotonic()
+    try:
+        with display:
+            outcome = simulate(
+                folder, display.event, engine=arguments.engine, workers=arguments.workers, watch=display.watch
+            )
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True)
+        raise
+    except CloisterError:
+        if reached(folder, DONE):
+            console.print(f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True)
+        elif new:
+            folder.discard()
+        raise
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "run": str(folder.path),
+                    "rounds": outcome.rounds,
+                    "initial_loss": outcome.initial_loss,
+                    "final_loss": outcome.final_loss,
+                    "perplexity": outcome.perplexity,
+                    "epsilon": None,
+                    "delta": None,
+                    "seconds": time.monotonic() - started,
+                    "tokens_per_second": outcome.tokens_per_second,
+                    "params_sha256": outcome.params_sha256,
+                }
+            )
+        )
+        return 0
+    table = Table(title="Each site's own held-out loss", title_justify="left")
+    for heading in ("site", "sequences", "before", "after"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    for site in per_site(folder):
+        table.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
+    console.print(table)
+    console.print(
+        f"held-out loss {outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token, "
+        f"perplexity {outcome.perplexity:.2f}, {outcome.bits_per_byte:.3f} bits per byte, "
+        f"accuracy {outcome.accuracy:.1%}",
+        style="bold",
+    )
+    _print_sample(console, folder)
+    for line in (
+        f"weights {outcome.params_sha256}",
+        f"run     {folder.path}",
+        f"try     cloister generate {folder.path} --prompt 'The '",
+    ):
+        console.print(line, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _print_sample(console: Console, folder: RunFolder) -> None:
+    from cloister.lm.generate import generate
+
+    text = generate(folder.final, "The ", max_new_tokens=160, temperature=0.6, seed=0)
+    console.print(
+        Text("the final model writes: ", style="bold") + Text(" ".join(text.split()), style="italic")
+    )
+
+
+class LineDisplay:
+    """One plain line for each thing that happened; for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        """Print the event."""
+        line = describe(event)
+        if line:
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Nothing: a line for each would drown the rest."""
+
+
+def describe(event: Event) -> str:
+    """An event as one plain line; empty for those that are too many to print."""
+    match event:
+        case Preparing(what):
+            return f"preparing {what}"
+        case Started(plan, sites, parameters, done):
+            resumed = f", from round {done}" if done else ""
+            return (
+                f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
+                f"{parameters:,} trained parameters, plan {plan.digest()[:12]}"
+            )
+        case SiteFailed(number, site, reason):
+            return f"round {number}: {site} dropped out: {reason}"
+        case AttemptFailed(number, attempt, done, needed):
+            return f"round {number}: attempt {attempt} ended with {done} sites, {needed} needed; trying again"
+        case RoundDone():
+            rate = event.tokens / event.seconds if event.seconds else 0.0
+            return (
+                f"round {event.round}: {event.sites} sites, training loss {event.train_loss:.3f}, "
+                f"{rate:,.0f} tokens/s{_clipped(event)}"
+            )
+        case Evaluated():
+            return (
+                f"round {event.round}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:.2f}, "
+                f"accuracy {event.accuracy:.1%}, {event.bits_per_byte:.3f} bits/byte"
+            )
+        case Finished(rounds):
+            return f"finished {rounds} rounds"
+    return ""
+
+
+def _clipped(event: RoundDone) -> str:
+    return f", {event.clipped:,} coordinates clipped at aggregation.bound" if event.clipped else ""
+
+
+class LiveDisplay:
+    """The live screen: progress, sites at work, the last rounds, what went wrong."""
+
+    def __init__(self, console: Console, folder: RunFolder) -> None:
+        self._console = console
+        self._path = folder.path
+        self._plan: Plan = folder.plan
+        self._lock = threading.Lock()
+        self._status = "starting"
+        self._done = 0
+        self._first = 0
+        self._cohort: tuple[str, ...] = ()
+        self._answered: set[str] = set()
+        self._working: set[str] = set()
+        self._rounds: dict[int, RoundDone | None] = {}
+        self._losses: dict[int, Evaluated] = {}
+        self._failures: deque[str] = deque(maxlen=_SHOWN_FAILURES)
+        self._clock = time.monotonic()
+        self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def event(self, event: Event) -> None:
+        """Take the event into the picture."""
+        with self._lock:
+            match event:
+                case Preparing(what):
+                    self._status = f"preparing {what}"
+                case Started(done=done):
+                    self._done = self._first = done
+                    self._status = "evaluating"
+                    self._clock = time.monotonic()
+                case RoundStarted(number, attempt, cohort):
+                    again = f", attempt {attempt}" if attempt > 1 else ""
+                    self._status = f"round {number}{again}"
+                    self._cohort, self._answered = cohort, set()
+                case SiteAnswered(site=site):
+                    self._answered.add(site)
+                case SiteFailed() | AttemptFailed():
+                    self._failures.append(describe(event))
+                case RoundDone():
+                    self._done = event.round
+                    self._rounds[event.round] = event
+                    self._status = f"round {event.round}, evaluating"
+                case Evaluated():
+                    self._losses[event.round] = event
+                    self._rounds.setdefault(event.round, None)
+                case Finished():
+                    self._status = "finished"
+        self._live.refresh()
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Keep the list of sites at work."""
+        with self._lock:
+            (self._working.add if at_work else self._working.discard)(site)
+
+    def _screen(self) -> RenderableType:
+        with self._lock:
+            return Group(*self._parts())
+
+    def _parts(self) -> list[RenderableType]:
+        plan = self._plan
+        head = Text.assemble(("cloister ", "bold cyan"), (plan.run.name, "bold"), f"  {self._path}")
+        head.truncate(self._console.width, overflow="ellipsis")
+        progress = Table.grid(padding=(0, 1), expand=True)
+        progress.add_column(no_wrap=True)
+        progress.add_column(ratio=1)
+        progress.add_column(no_wrap=True)
+        progress.add_row(
+            f"{self._done}/{plan.run.rounds}",
+            ProgressBar(total=plan.run.rounds, completed=self._done),
+            self._time_left(),
+        )
+        state = Text(self._status)
+        if self._cohort and self._status.startswith("round"):
+            state.append(f"  {len(self._answered)} of {len(self._cohort)} sites answered", style="green")
+        if self._working:
+            state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
+        state.truncate(self._console.width, overflow="ellipsis")
+        parts: list[RenderableType] = [head, progress, state]
+        shown = sorted(self._rounds)[-max(1, min(_SHOWN_ROUNDS, self._console.height - 10)) :]
+        if shown:
+            parts.append(self._table(shown))
+        for failure in self._failures:
+            line = Text(failure, style="yellow")
+            line.truncate(self._console.width, overflow="ellipsis")
+            parts.append(line)
+        return parts
+
+    def _table(self, shown: list[int]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in ("round", "loss", "perplexity", "bits/byte", "train loss", "tokens/s", "sites"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for number in shown:
+            done, loss = self._rounds[number], self._losses.get(number)
+            table.add_row(
+                str(number),
+                f"{loss.loss:.3f}" if loss else "",
+                f"{loss.perplexity:.2f}" if loss else "",
+                f"{loss.bits_per_byte:.3f}" if loss else "",
+                f"{done.train_loss:.3f}" if done else "",
+                f"{done.tokens / done.seconds:,.0f}" if done and done.seconds else "",
+                str(done.sites) if done else "",
+            )
+        return table
+
+    def _time_left(self) -> str:
+        here = self._done - self._first
+        if not here:
+            return ""
+        left = (time.monotonic() - self._clock) / here * (self._plan.run.rounds - self._done)
+        minutes, seconds = divmod(round(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"

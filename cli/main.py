@@ -1,0 +1,118 @@
+"""The `cloister` command: finds the verb, and turns every refusal into one line and exit code 2.
+
+Verbs are imported when they are called, so that `cloister --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from cloister.protocol.errors import CloisterError
+
+_SET_HELP = "override a field of the plan, such as local.steps=50 (repeatable)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code: 0 done, 2 refused, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return int(importlib.import_module(f"cloister.cli.{arguments.verb}").run(arguments))
+    except CloisterError as error:
+        if arguments.traceback:
+            raise
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("cloister: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output is gone, such as `head`; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if arguments.traceback or error.errno != errno.ENOSPC:
+            raise
+        return _refuse(
+            f"disk is full ({error.filename or 'unknown file'}): expected room to write; free space"
+        )
+
+
+def _refuse(line: str) -> int:
+    print(f"cloister: {line}", file=sys.stderr)
+    return 2
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cloister", description="Train language models across sites that may not share their data."
+    )
+    parser.add_argument("--traceback", action="store_true", help="on an error, show the Python traceback too")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    simulate = verbs.add_parser("simulate", help="run a whole federation on this machine")
+    simulate.set_defaults(verb="simulate")
+    simulate.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
+    simulate.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    simulate.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    simulate.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
+    simulate.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
+    simulate.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
+    _add_engine(simulate)
+
+    resume = verbs.add_parser("resume", help="go on with a run that was stopped")
+    resume.set_defaults(verb="resume")
+    resume.add_argument("run", metavar="RUN", help="the run's folder")
+    _add_engine(resume)
+
+    generate = verbs.add_parser("generate", help="let the final model of a run write")
+    generate.set_defaults(verb="generate")
+    generate.add_argument("run", metavar="RUN", help="the run's folder")
+    generate.add_argument("--prompt", required=True, help="text to go on from")
+    generate.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="tokens to write (default: 200)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
+    )
+    generate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
+    )
+
+    plan = verbs.add_parser("plan", help="work with plans").add_subparsers(metavar="ACTION", required=True)
+    check = plan.add_parser(
+        "check", help="print a plan as it will run, and what it will cost; refuse it if unsound"
+    )
+    check.set_defaults(verb="plan")
+    check.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
+    check.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
+    check.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
+    check.add_argument("--json", action="store_true", help="print one line of JSON")
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes (default: what the machine has)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "flower"),
+        default="local",
+        help="what carries the messages (default: local)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one last line of JSON")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

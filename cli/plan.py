@@ -1,0 +1,59 @@
+"""`cloister plan check`: the plan as it will run, and what it will cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cloister.cli.simulate import find_plan
+from cloister.protocol.plan import Plan
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the resolved plan and its cost."""
+    sites = [] if arguments.sites is None else [f"cohort.sites={arguments.sites}"]
+    plan = find_plan(arguments.plan, [*arguments.set, *sites])
+    from cloister.lm.model import count_parameters
+    from cloister.server.cost import cost
+
+    estimate = cost(plan, *count_parameters(plan))
+    if arguments.json:
+        print(json.dumps({"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}))
+        return 0
+    console = Console()
+    _print_plan(console, plan)
+    table = Table(title="What it costs", title_justify="left", show_header=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    table.add_row("parameters", f"{estimate.parameters:,}")
+    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
+    table.add_row("sites in a round", f"{estimate.cohort:,}")
+    table.add_row("to a site, each round", size(estimate.bytes_down))
+    table.add_row("from a site, each round", size(estimate.bytes_up))
+    table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
+    table.add_row("tokens learned from in a round, at most", f"{estimate.tokens_per_round:,}")
+    console.print(table)
+    console.print(Text(f"digest {plan.digest()}", style="dim"))
+    return 0
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    for section, fields in json.loads(plan.to_json()).items():
+        console.print(Text(f"[{section}]", style="bold"))
+        for name, value in fields.items():
+            console.print(Text(f"{name} = {json.dumps(value, ensure_ascii=False)}"), soft_wrap=True)
+        console.print()
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,242 @@
+"""One site: its own configuration, and what it does when it is asked.
+
+A site's configuration is a TOML file on its own machine; nothing of it travels. Its state folder holds what outlives a
+message: the tokenised data, kept optimizer state, and the finished update of the round at hand, so that a second
+attempt at a round does not train again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cloister.aggregation.sums import (
+    BYTES,
+    CORRECT,
+    LOSS,
+    LOSS_SCALE,
+    TOKENS,
+    evaluation_layout,
+    training_layout,
+)
+from cloister.clients.train import Trainer
+from cloister.lm.data import Prepared, cached, prepare, prepared_key, read_records
+from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.model import LanguageModel, device_for, load_model
+from cloister.protocol.errors import DataError, PlanError
+from cloister.protocol.messages import Contribution, Evaluate, Join, Joined, Train
+from cloister.protocol.plan import Plan, Section
+from cloister.protocol.storage import write_file
+
+Vector = npt.NDArray[np.float32]
+
+_log = logging.getLogger(__name__)
+
+
+class SiteConfig(Section):
+    """What belongs to one site alone."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """The site's name in the federation."""
+    data: Annotated[str, Field(min_length=1)]
+    """Its records: a file, a folder of files, or a hub name."""
+    split: str = "train"
+    """Split of a hub data set."""
+    state: Annotated[str, Field(min_length=1)]
+    """Folder for what the site keeps between messages."""
+    device: str = "auto"
+    """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+
+
+def load_site(path: Path) -> Site:
+    """Read a site's TOML; relative paths in it are relative to its folder.
+
+    Raises:
+        PlanError: the file is missing, or a field is wrong.
+    """
+    try:
+        config = SiteConfig(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise PlanError("site", str(path), expected=f"a readable TOML file ({error.strerror})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError("site", str(path), expected=f"valid TOML ({error})") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise PlanError(f"{path}: {field}", first["input"], expected=first["msg"]) from error
+    data = path.parent / config.data
+    config = config.model_copy(
+        update={
+            "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
+            "state": str(path.parent / config.state),
+        }
+    )
+    return Site(config)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Answers the coordinator's requests from its own data.
+
+    Model and trainer stay resident in the process and serve every site that runs in it.
+    """
+
+    config: SiteConfig
+
+    def join(self, request: Join) -> Joined:
+        """Check the plan, and get model and data ready.
+
+        Raises:
+            CloisterError: why this site cannot take part.
+        """
+        resident = _resident(request.plan, self.config.device)
+        prepared = self._prepared(resident)
+        if not len(prepared.train):
+            raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
+        return Joined(self.config.name, resident.model.layout.size)
+
+    def train(self, request: Train) -> Contribution:
+        """The site's contribution to a round: trained, or taken from an earlier attempt at the same round.
+
+        Raises:
+            CloisterError: why there is none.
+        """
+        resident = _resident(request.plan, self.config.device)
+        update = self._finished_update(resident, request) or self._new_update(resident, request)
+        layout = training_layout(resident.plan, resident.model.layout.size)
+        weight = update.tokens if resident.plan.aggregation.weighting == "tokens" else 1
+        counters = {TOKENS: update.tokens, LOSS: round(update.loss * update.tokens * LOSS_SCALE)}
+        random = np.random.Generator(np.random.Philox(self._seed(resident.plan, "rounding", request.round)))
+        vector = layout.contribution(update.vector, weight, counters, random)
+        return Contribution(self.config.name, request.round, request.model_hash, vector)
+
+    def evaluate(self, request: Evaluate) -> Contribution:
+        """Totals of the model on the site's held-out records.
+
+        Raises:
+            CloisterError: why there are none.
+        """
+        plan = Plan.from_json(request.plan)
+        found = self.held_out(plan, request.model)
+        counters = {
+            LOSS: round(found.loss_nats * LOSS_SCALE),
+            CORRECT: found.correct,
+            TOKENS: found.tokens,
+            BYTES: found.bytes,
+        }
+        layout = evaluation_layout(plan)
+        vector = layout.ring.encode_counters([counters[name] for name in layout.counters])
+        return Contribution(self.config.name, request.round, request.model_hash, vector)
+
+    def held_out(self, plan: Plan, weights: Vector) -> HeldOut:
+        """The model's sums on the site's held-out records; for the site's own eyes.
+
+        Raises:
+            CloisterError: why there are none.
+        """
+        resident = _resident(plan.to_json(), self.config.device)
+        resident.model.layout.scatter(weights, resident.model.module)
+        sequences = self._prepared(resident).held_out
+        return evaluate(
+            resident.model.module, sequences, plan.local.batch_size, resident.device, plan.local.precision
+        )
+
+    def sequences(self, plan: Plan) -> int:
+        """Number of the site's training sequences; for the site's own eyes."""
+        return len(self._prepared(_resident(plan.to_json(), self.config.device)).train)
+
+    def _prepared(self, resident: _Resident) -> Prepared:
+        """The site's records as sequences: tokenised once, mapped from disk after that."""
+        source, split, seed = self.config.data, self.config.split, resident.plan.run.seed
+        tokenizer, data = resident.model.tokenizer, resident.plan.data
+        cache = self._state / "data"
+
+        def make() -> Prepared:
+            made = prepare(read_records(source, split=split, cache=cache), tokenizer, data, seed=seed)
+            if made.dropped:
+                _log.warning("%s: nothing can be learned from %d records", self.config.name, made.dropped)
+            return made
+
+        return cached(cache, prepared_key(source, tokenizer, data, seed=seed, split=split), make)
+
+    def _new_update(self, resident: _Resident, request: Train) -> _Update:
+        local = resident.trainer.train(
+            request.model,
+            self._prepared(resident).train,
+            round=request.round,
+            site_seed=(self._seed(resident.plan, "training", request.round),),
+            state=self._state,
+        )
+        update = _Update(local.vector, local.tokens, local.loss)
+        facts = {"model": request.model_hash, "tokens": str(update.tokens), "loss": update.loss.hex()}
+        # Losing this file only costs training again, so it is not synced to disk.
+        write_file(
+            self._update_path(request),
+            lambda path: save_file({"update": update.vector}, path, metadata=facts),
+            durable=False,
+        )
+        for old in self._state.glob("update-*.safetensors"):
+            if old != self._update_path(request):
+                old.unlink(missing_ok=True)
+        return update
+
+    def _finished_update(self, resident: _Resident, request: Train) -> _Update | None:
+        try:
+            with safe_open(self._update_path(request), framework="np") as file:
+                facts, vector = file.metadata() or {}, file.get_tensor("update")
+        except (OSError, SafetensorError):
+            return None
+        if facts.get("model") != request.model_hash or vector.shape != (resident.model.layout.size,):
+            return None
+        return _Update(vector, int(facts["tokens"]), float.fromhex(facts["loss"]))
+
+    def _update_path(self, request: Train) -> Path:
+        return self._state / f"update-{request.round:05d}.safetensors"
+
+    @property
+    def _state(self) -> Path:
+        return Path(self.config.state)
+
+    def _seed(self, plan: Plan, purpose: str, round_number: int) -> int:
+        """A public seed that is different for every purpose, site and round of a run, on any machine."""
+        text = f"{purpose}/{plan.run.seed}/{self.config.name}/{round_number}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+@dataclass(frozen=True)
+class _Update:
+    vector: Vector
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class _Resident:
+    """What a process keeps between messages, for all sites that it runs."""
+
+    plan: Plan
+    model: LanguageModel
+    trainer: Trainer
+    device: torch.device
+
+
+@lru_cache(maxsize=1)
+def _resident(plan_json: str, device_name: str) -> _Resident:
+    plan = Plan.from_json(plan_json)
+    torch.set_num_threads(plan.local.threads)
+    device = device_for(device_name)
+    model = load_model(plan)
+    model.module.to(device)
+    return _Resident(plan, model, Trainer(plan, model, device), device)

@@ -1,0 +1,310 @@
+"""Local training: a site's steps of AdamW from the global model, and the change that they make.
+
+A `Trainer` lives in its process as long as the process does and serves any site and round: what a site's round gives
+depends on the plan, the round, the site's seed, data and kept optimizer state, and on nothing that ran before.
+
+One step minimises, over the learned tokens of `accumulation` micro-batches,
+
+    (1 / tokens) sum of -log p(token)  +  mu/2 ||w - w_global||^2
+
+where the mean is over all tokens of the step, so that 2 micro-batches of 8 are 1 of 16 whatever their padding; the
+second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
+gradient as mu (w - w_global). The gradient of the whole is clipped, and AdamW (Loshchilov & Hutter 2019) steps on
+float32 weights. The learning rate follows the steps of the whole run, not of the round.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from cloister.lm.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel, seeded
+from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
+from cloister.protocol.plan import LocalSection, Plan
+from cloister.protocol.storage import write_file
+
+_BLOCK_TOKENS = (
+    2**22
+)  # moved to the device at a time: 32 MB, and no transfer between the steps of a usual round
+_Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """What one site's round gives."""
+
+    vector: Vector
+    """Local minus global parameters, float32, shape (layout.size,); finite; zero where the round trains nothing."""
+    tokens: int
+    """Labels learned from, counted each time they were."""
+    loss: float
+    """Mean training loss over those labels, in nats per token, without the proximal term."""
+    steps: int
+    """Optimizer steps taken."""
+
+
+class Trainer:
+    """Trains any site's round of one plan on one device.
+
+    Args:
+        plan: The plan.
+        model: The plan's model; it moves to `device` and is the trainer's from then on, though its parameters may be
+            overwritten or read between rounds.
+        device: Where to train.
+    """
+
+    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+        self._plan = plan
+        self._model = model
+        self._device = device
+        self._module = model.module.to(device)
+        self._forward = Forward(self._module, device, plan.local.precision)
+        self._buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+
+    def train(
+        self,
+        start: Vector,
+        sequences: Sequences,
+        *,
+        round: int,
+        site_seed: tuple[int, ...],
+        state: Path | None = None,
+        steps_before: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> LocalUpdate:
+        """Train `local.steps` steps from `start` and return the change.
+
+        Args:
+            start: The global model, float32, shape (layout.size,); not modified.
+            sequences: The site's training sequences.
+            round: The round, from 1; with `site_seed` and the plan's seed it decides batches and dropout.
+            site_seed: What tells this site's random choices from another's.
+            state: The site's folder for AdamW's moments, used when `local.optimizer_state` is `keep`. The newest
+                state of an earlier round is read and that of this round written, so a round that is done again, after
+                a crash or in a new attempt, begins from the same moments. Without a state they begin at zero.
+            steps_before: Local steps of the run before this round, for the learning rate; (round - 1) * local.steps
+                unless given.
+            progress: Called with the number of steps launched so far, after each one.
+
+        Raises:
+            DataError: there are no sequences.
+            ModelError: the device has too little memory.
+            StorageError: the optimizer's state cannot be read or written.
+            UpdateError: `start` does not have the model's layout, or training gave numbers that are not finite.
+        """
+        if len(sequences) == 0:
+            raise DataError(
+                "sequences", 0, expected="at least one training sequence", fix="give the site more records"
+            )
+        local, layout = self._plan.local, self._model.layout
+        torch.set_num_threads(local.threads)
+        self._reset(start)
+        trained = self._model.trainable_in_round(round)
+        optimizer = _adamw(trained, local, self._device)
+        kept = state if local.optimizer_state == "keep" else None
+        if kept is not None:
+            _load_state(optimizer, trained, kept, round, layout.digest())
+        steps_before = (round - 1) * local.steps if steps_before is None else steps_before
+        seeds = (self._plan.run.seed, round, *site_seed)
+        try:
+            with seeded("train", *seeds, device=self._device):
+                tokens, loss = self._steps(sequences, trained, optimizer, steps_before, seeds, progress)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                "local.batch_size",
+                local.batch_size,
+                expected=f"sequences that fit in the memory of {self._device}",
+                fix="lower local.batch_size and raise local.accumulation as much",
+            ) from error
+        finally:
+            self._module.zero_grad(set_to_none=True)
+        update = layout.flatten(self._module)
+        with np.errstate(invalid="ignore", over="ignore"):  # refused below, in words
+            update -= start
+        if not (math.isfinite(loss) and np.isfinite(update).all()):
+            raise UpdateError(
+                f"the update of round {round}",
+                f"not finite, with a training loss of {loss}",
+                expected="finite numbers",
+                fix="lower local.learning_rate, or local.clip_norm, or set local.precision = 'float32'",
+            )
+        if kept is not None:
+            _save_state(optimizer, trained, kept, round, layout.digest())
+        return LocalUpdate(update, tokens, loss, local.steps)
+
+    def _reset(self, start: Vector) -> None:
+        """Make the module what it would be in a new process that was given `start`."""
+        self._model.layout.scatter(start, self._module)
+        for name, buffer in self._module.named_buffers():
+            buffer.copy_(self._buffers[name])
+        self._module.zero_grad(set_to_none=True)
+        self._module.train()
+
+    def _steps(
+        self,
+        sequences: Sequences,
+        trained: _Named,
+        optimizer: torch.optim.Optimizer,
+        steps_before: int,
+        seeds: tuple[int, ...],
+        progress: Callable[[int], None] | None,
+    ) -> tuple[int, float]:
+        """Take the round's steps; learned tokens and mean loss. Nothing in the loop waits for the device."""
+        local = self._plan.local
+        whole_run = self._plan.run.rounds * local.steps
+        parameters = [parameter for _, parameter in trained]
+        anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
+        total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        total_tokens = 0
+        for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
+            rate = learning_rate(local, steps_before + step, whole_run)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for tokens, targets, positions in micro_batches:
+                loss = summed_loss(self._forward(tokens, positions), targets)
+                (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+                total_loss += loss.detach()
+            with torch.no_grad():
+                for parameter, anchor in zip(parameters, anchors, strict=False):
+                    if parameter.grad is not None:
+                        parameter.grad.add_(parameter - anchor, alpha=local.proximal)
+            if local.clip_norm:
+                clip_grad_norm_(parameters, local.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            total_tokens += learned
+            if progress is not None:
+                progress(step + 1)
+        return total_tokens, total_loss.item() / max(total_tokens, 1)
+
+    def _micro_batches(
+        self, sequences: Sequences, seeds: tuple[int, ...]
+    ) -> Iterator[tuple[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]]:
+        """For each step: how many labels it learns, and its (tokens, targets, positions), each (B, L) int64."""
+        local = self._plan.local
+        per_step = local.batch_size * local.accumulation
+        length = sequences.tokens.shape[1]
+        drawn = batches(len(sequences), per_step, seeds)
+        block = max(1, _BLOCK_TOKENS // (per_step * length))
+        for first in range(0, local.steps, block):
+            rows = np.concatenate([next(drawn) for _ in range(min(block, local.steps - first))])
+            targets = next_tokens(sequences.labels[rows])
+            learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
+            columns = [to_device(sequences.tokens[rows], self._device), to_device(targets, self._device)]
+            if sequences.positions is not None:
+                columns.append(to_device(sequences.positions[rows], self._device))
+            micro_batches = zip(*(torch.split(column, local.batch_size) for column in columns), strict=True)
+            for count in learned:
+                step = [next(micro_batches) for _ in range(local.accumulation)]
+                yield (
+                    int(count),
+                    [(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
+                )
+
+
+def learning_rate(local: LocalSection, step: int, total: int) -> float:
+    """Learning rate of local step `step` (from 0) of a run of `total`.
+
+    Warm-up gives (step + 1) / (warmup_steps + 1) of the peak; then the peak, or the cosine of Loshchilov & Hutter 2017
+    ("SGDR", eq. 5) from the peak at step `warmup_steps` to `final_learning_rate` of it at the last step, and there it
+    stays.
+    """
+    if step < local.warmup_steps:
+        return local.learning_rate * (step + 1) / (local.warmup_steps + 1)
+    if local.schedule == "constant":
+        return local.learning_rate
+    done = min(1.0, (step - local.warmup_steps) / max(1, total - 1 - local.warmup_steps))
+    final = local.final_learning_rate
+    return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _adamw(trained: _Named, local: LocalSection, device: torch.device) -> torch.optim.AdamW:
+    matrices = [parameter for _, parameter in trained if parameter.ndim >= 2]
+    others = [parameter for _, parameter in trained if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": local.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=local.learning_rate,
+        betas=local.betas,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+# --- kept optimizer state: <folder>/optimizer-<round>.safetensors, tensors "<moment>:<parameter>" ---------------------
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _load_state(
+    optimizer: torch.optim.Optimizer, trained: _Named, folder: Path, round: int, layout: str
+) -> None:
+    """Read the newest state of a round before this one, if there is one, and remove those older than it."""
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
+    earlier = sorted(number for number in found if number < round)
+    if not earlier:
+        return
+    path = found[earlier[-1]]
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("layout") != layout:
+                raise StorageError(
+                    str(path),
+                    expected="the optimizer state of this plan's model",
+                    fix="give each run its own folder",
+                )
+            names = set(file.keys())
+            for name, parameter in trained:
+                if f"step:{name}" in names:
+                    optimizer.state[parameter] = {
+                        moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
+                        for moment in _MOMENTS
+                    }
+        for number in earlier[:-1]:
+            found[number].unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            str(path),
+            expected=f"a whole optimizer state ({error})",
+            fix="remove the file to go on from an earlier state, or from none",
+        ) from error
+
+
+def _save_state(
+    optimizer: torch.optim.Optimizer, trained: _Named, folder: Path, round: int, layout: str
+) -> None:
+    """Write this round's state: whole, or not at all."""
+    tensors = {
+        f"{moment}:{name}": optimizer.state[parameter][moment].cpu().contiguous()
+        for name, parameter in trained
+        if parameter in optimizer.state
+        for moment in _MOMENTS
+    }
+    write_file(folder / f"optimizer-{round}.safetensors", lambda path: _write_state(tensors, path, layout))
+
+
+def _write_state(tensors: dict[str, torch.Tensor], path: Path, layout: str) -> None:
+    try:
+        save_file(tensors, path, metadata={"layout": layout})
+    except SafetensorError as error:  # it wraps the refusals of the disk
+        raise OSError(errno.EIO, str(error)) from error
+
+
+_STATE = re.compile(r"optimizer-(\d+)\.safetensors")

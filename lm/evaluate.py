@@ -1,0 +1,157 @@
+"""Held-out evaluation: sums over sequences, from which loss, perplexity, accuracy and bits per byte follow.
+
+Sums, because they add up over batches, over sites, and under a secure sum, and because no mean of means is wrong then.
+
+A label is scored when the model has a token before it to predict it from: all that are not -100, but for the first of a
+sequence, which nothing predicts (and which `lm/data.py` therefore never labels). `tokens` counts exactly the scored
+labels, and `bytes` the text that they stand for.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cloister.lm.data import NOT_LEARNED, Sequences
+from cloister.lm.model import takes_positions
+from cloister.protocol.errors import DataError
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sums over scored labels; two of them add up."""
+
+    loss_nats: float = 0.0
+    """Sum of -log p(label), in nats."""
+    correct: int = 0
+    """Labels that were the likeliest token."""
+    tokens: int = 0
+    """Labels scored."""
+    bytes: int = 0
+    """UTF-8 bytes of the learned text."""
+
+    def __add__(self, other: HeldOut) -> HeldOut:
+        return HeldOut(
+            self.loss_nats + other.loss_nats,
+            self.correct + other.correct,
+            self.tokens + other.tokens,
+            self.bytes + other.bytes,
+        )
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; not a number where nothing was scored."""
+        return self.loss_nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that exceeds a float."""
+        return math.exp(self.loss) if not self.loss > 700 else math.inf
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of labels that were the likeliest token; not a number where nothing was scored."""
+        return self.correct / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """loss_nats / (ln 2 x bytes), comparable between tokenizers; not a number where there are no bytes."""
+        return self.loss_nats / (math.log(2) * self.bytes) if self.bytes else math.nan
+
+
+def evaluate(
+    module: nn.Module,
+    sequences: Sequences,
+    batch_size: int,
+    device: torch.device,
+    precision: Precision = "auto",
+) -> HeldOut:
+    """Score every sequence once, in order, without gradients; the module is left in the mode it came in.
+
+    Args:
+        module: A causal language model, already on `device`.
+        sequences: N sequences of L tokens; none gives a `HeldOut` of zeros.
+        batch_size: Sequences at a time.
+        device: Where the module lies.
+        precision: Arithmetic of the forward pass; losses are taken in float32 and summed in float64.
+
+    Raises:
+        DataError: `batch_size` is below 1.
+    """
+    if batch_size < 1:
+        raise DataError("batch_size", batch_size, expected="at least 1 sequence")
+    targets = next_tokens(sequences.labels)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    forward = Forward(module, device, precision)
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            for begin in range(0, len(targets), batch_size):
+                rows = slice(begin, begin + batch_size)
+                wanted = to_device(targets[rows], device)  # (B, L)
+                positions = (
+                    None if sequences.positions is None else to_device(sequences.positions[rows], device)
+                )
+                logits = forward(to_device(sequences.tokens[rows], device), positions)  # (B, L, V)
+                loss += summed_loss(logits, wanted)
+                correct += (logits.argmax(-1) == wanted).sum()
+    finally:
+        module.train(training)
+    return HeldOut(loss.item(), int(correct.item()), int((targets != NOT_LEARNED).sum()), sequences.n_bytes)
+
+
+def next_tokens(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """What each position is to predict: `labels` (N, L) moved one to the left, -100 at the end; (N, L) int64."""
+    targets = np.full(labels.shape, NOT_LEARNED, dtype=np.int64)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
+    """A copy as int64 on the device: torch indexes with nothing shorter in every operation, nor reads shared arrays."""
+    return torch.from_numpy(array.astype(np.int64)).to(device)
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in float32, summed over the targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
+    )
+
+
+class Forward:
+    """The forward pass of a causal language model as training and evaluation both take it.
+
+    Sequences are padded on the right or not at all, so the causal mask alone keeps padding out of what is scored.
+    `position_ids` that start again at 0 tell transformers where a packed record begins, and attention stays within it.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
+        self._module = module
+        self._device = device
+        self._bfloat16 = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+        self._positions = takes_positions(module)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Logits (B, L, V) of tokens (B, L), with position_ids (B, L) for packed records."""
+        packed: dict[str, Any] = {}
+        if positions is not None and self._positions:
+            packed["position_ids"] = positions
+        with self._arithmetic():
+            logits: torch.Tensor = self._module(input_ids=tokens, **packed).logits
+        return logits
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16)

@@ -1,0 +1,102 @@
+"""Text from a saved model: what a person looks at to see whether a run has learned anything."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cloister.lm.model import from_pretrained, locate, seeded
+from cloister.protocol.errors import ModelError
+
+
+def generate(
+    folder: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> str:
+    """Continue `prompt` with the model that `lm.model.save_pretrained` wrote to `folder`, or any folder like it.
+
+    Args:
+        folder: A full model, or an adapter with its base beside it or named in its configuration.
+        prompt: Text to continue; where it is empty the model begins after its first special token.
+        max_new_tokens: Most tokens to add; fewer when the model ends the text itself.
+        temperature: Divides the logits before sampling from all tokens; 0 takes the likeliest token each time.
+        seed: Seed of the sampling; the process's own random state is left as it was.
+        device: Where to run; the CPU unless named.
+
+    Returns:
+        The prompt and its continuation, without special tokens.
+
+    Raises:
+        ModelError: the folder holds no model, or prompt and new tokens exceed its positions.
+    """
+    if temperature < 0 or max_new_tokens < 1:
+        raise ModelError(
+            "temperature" if temperature < 0 else "max_new_tokens",
+            temperature if temperature < 0 else max_new_tokens,
+            expected="at least 0" if temperature < 0 else "at least 1",
+        )
+    device = device or torch.device("cpu")
+    module, tokenizer = _load(folder)
+    module.to(device).eval()
+    first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
+    tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
+    config = module.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < len(tokens) + max_new_tokens:
+        raise ModelError(
+            "prompt",
+            f"{len(tokens)} tokens, and {max_new_tokens} more",
+            expected=f"at most the model's {longest} positions together",
+        )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    beyond = list(range(len(tokenizer), config.vocab_size))  # rows that only round the vocabulary up
+    given = torch.tensor([tokens], device=device)  # (1, T)
+    with seeded("generate", seed, device=device), torch.no_grad():
+        output = module.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=max_new_tokens,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id,
+            suppress_tokens=beyond or None,
+            **sampling,
+        )
+    return prompt + str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    adapter = folder / "adapter_config.json"
+    module: Any
+    if adapter.is_file():
+        from peft import PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(str(folder))
+        base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
+        plain = from_pretrained(locate(base, config.revision or "main"))
+        with warnings.catch_warnings():
+            # PEFT asks transformers for a property that transformers is renaming.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            module = PeftModel.from_pretrained(plain, str(folder))
+    elif folder.is_dir():
+        module = from_pretrained(locate(str(folder)))
+    else:
+        raise ModelError("model", str(folder), expected="a folder with a saved model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # whatever transformers' readers meet in files that they cannot use
+        raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
+    return module, tokenizer

@@ -1,0 +1,125 @@
+"""The layout: where each trained parameter lies in the one flat vector that the parties exchange.
+
+It is defined by the unsharded model: trained parameters sorted by name, each flattened in row-major order, one after
+the other, float32. Tied weights are one parameter and appear once, under the name that `named_parameters` gives them
+first. A vector without names, shapes or types on the wire is what lets updates be summed as plain integers; a dict of
+arrays would carry the same numbers with a container to agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from cloister.protocol.errors import UpdateError
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes of the trained parameters, in the order in which they lie in a vector."""
+
+    names: tuple[str, ...]
+    """Parameter names, sorted."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each parameter."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:
+        """The layout of those of `module.named_parameters()` that require a gradient."""
+        trained = sorted((name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
+        return cls(tuple(name for name, _ in trained), tuple(shape for _, shape in trained))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in a vector, and, as one more element, where the last one ends."""
+        return tuple(itertools.accumulate((math.prod(shape) for shape in self.shapes), initial=0))
+
+    @property
+    def size(self) -> int:
+        """Elements in a vector."""
+        return self.offsets[-1]
+
+    def digest(self) -> str:
+        """SHA-256, in hex, over names and shapes: two parties with equal digests lay out vectors alike."""
+        listed = json.dumps(list(zip(self.names, self.shapes, strict=True)), separators=(",", ":"))
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    def flatten(self, module: nn.Module) -> Vector:
+        """A copy of the trained parameters of `module`, on whatever device, as a float32 vector of shape (size,)."""
+        parameters = dict(module.named_parameters())
+        parts = [parameters[name].detach().reshape(-1) for name in self.names]
+        flat: Vector = torch.cat(parts).float().cpu().numpy()
+        return flat
+
+    def split(self, vector: Vector) -> dict[str, Vector]:
+        """Views of `vector`, one for each parameter, in its shape.
+
+        Raises:
+            UpdateError: the vector is not float32 of shape (size,).
+        """
+        self.check(vector)
+        ends = itertools.pairwise(self.offsets)
+        return {
+            name: vector[begin:end].reshape(shape)
+            for name, shape, (begin, end) in zip(self.names, self.shapes, ends, strict=True)
+        }
+
+    def join(self, parts: Mapping[str, npt.NDArray[np.generic]]) -> Vector:
+        """The vector whose `split` is `parts`, float32.
+
+        Raises:
+            UpdateError: a parameter is missing, unknown, or of another shape.
+        """
+        if set(parts) != set(self.names):
+            different = sorted(set(parts) ^ set(self.names))
+            raise UpdateError(
+                "the model's parameters", different[0], expected="exactly the parameters of the plan's model"
+            )
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if parts[name].shape != shape:
+                raise UpdateError(
+                    f"the model's parameter {name}", parts[name].shape, expected=f"shape {shape}"
+                )
+        flat = [np.asarray(parts[name], np.float32).reshape(-1) for name in self.names]
+        return np.concatenate(flat) if flat else np.empty(0, np.float32)
+
+    def scatter(self, vector: Vector, module: nn.Module) -> None:
+        """Copy `vector` into the trained parameters of `module`, in place, in one transfer to their device.
+
+        Raises:
+            UpdateError: the vector is not float32 of shape (size,).
+        """
+        self.check(vector)
+        parameters = dict(module.named_parameters())
+        targets = [parameters[name].detach() for name in self.names]
+        # torch has no read-only tensors: a vector that lies in a message or a read-only map is copied once more.
+        own = vector if vector.flags.writeable and vector.flags.c_contiguous else vector.copy()
+        flat = torch.from_numpy(own).to(targets[0].device)
+        for target, (begin, end) in zip(targets, itertools.pairwise(self.offsets), strict=True):
+            target.copy_(flat[begin:end].view(target.shape))
+
+    def check(self, vector: npt.NDArray[np.generic]) -> None:
+        """Refuse what is not a vector of this layout.
+
+        Raises:
+            UpdateError: the vector is not float32 of shape (size,).
+        """
+        if vector.dtype != np.float32 or vector.shape != (self.size,):
+            raise UpdateError(
+                "the model's vector",
+                f"{vector.dtype} of shape {vector.shape}",
+                expected=f"float32 of shape ({self.size},)",
+                fix="the parties do not have the same model",
+            )

@@ -1,0 +1,501 @@
+"""The language model of a plan: built or loaded, given its adapter, laid out flat, and saved for `transformers` again.
+
+`load_model` gives every party the same model for the same plan: fresh weights and adapters are drawn from the plan's
+public seed, without touching the process's own random state, and nothing that is missing from a checkpoint is quietly
+made up. What is trained is chosen by the plan's adapter scheme:
+
+- `full`: every parameter.
+- `ffa-lora`: LoRA with A frozen at its public initial value, so that the mean of the B's is exact (Sun et al. 2024,
+  "Improving LoRA in privacy-preserving federated learning").
+- `rolora`: B in odd rounds, A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated finetuning
+  of LLMs via alternating optimization of LoRA").
+- `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
+
+Code that comes with a model repository is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import errno
+import hashlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from cloister.lm.layout import Layout, Vector
+from cloister.lm.tokenizer import load_tokenizer, looks_like_path, on_hub
+from cloister.protocol.errors import ModelError
+from cloister.protocol.plan import AdapterSection, ModelSection, Plan
+from cloister.protocol.storage import write_folder
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+BUILTIN = "builtin:"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model with its tokenizer and the layout of what is trained."""
+
+    module: nn.Module
+    """The transformers model, float32, inside a PEFT model when the plan names an adapter."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer."""
+    layout: Layout
+    """Layout of every parameter that some round trains."""
+    section: ModelSection
+    """What the plan says of it."""
+
+    def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
+        """Set `requires_grad` to what the round (from 1) trains; its names and parameters in layout order.
+
+        The rest of the layout is frozen in this round, so that its update is exactly zero.
+        """
+        parameters = dict(self.module.named_parameters())
+        scheme = self.section.adapter.scheme
+        half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
+        for name in self.layout.names:
+            parameters[name].requires_grad_(half in name)
+        return [(name, parameters[name]) for name in self.layout.names if half in name]
+
+
+def load_model(plan: Plan) -> LanguageModel:
+    """Build or load the plan's model on the CPU in float32, the same on every party.
+
+    Raises:
+        ModelError: there is no such model, its files are not whole, or it does not fit the plan.
+    """
+    config, place = _configure(plan)
+    tokenizer = load_tokenizer(plan.model)
+    _check_fits(plan, config, tokenizer)
+    module: nn.Module
+    with seeded("weights", plan.run.seed):
+        module = _build(plan.model, config) if place is None else from_pretrained(place, config)
+    if place is None:
+        _check_runs(plan.model, module)
+    module, layout = _adapt(module, plan)
+    return LanguageModel(module, tokenizer, layout, plan.model)
+
+
+def count_parameters(plan: Plan) -> tuple[int, int]:
+    """Parameters of the plan's model with its adapter, and how many of them are trained; allocates no weights.
+
+    Raises:
+        ModelError: as `load_model`, as far as it can be known without the weights.
+    """
+    config, _ = _configure(plan)
+    _check_fits(plan, config, load_tokenizer(plan.model))
+    with torch.device("meta"):
+        module, layout = _adapt(_build(plan.model, config), plan)
+    return sum(parameter.numel() for parameter in module.parameters()), layout.size
+
+
+def device_for(name: str) -> torch.device:
+    """The device that `auto` (the first GPU, else the CPU) or a torch device name such as `cuda:1` means.
+
+    Raises:
+        ModelError: it is no device of this machine.
+    """
+    count = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda:0" if count else "cpu"
+    present = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    if name not in present and not (name == "cuda" and count):
+        raise ModelError("device", name, expected=f"auto, or a device of this machine: {', '.join(present)}")
+    return torch.device(name)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether the model's forward pass takes `position_ids`; one that does not lets packed records see each other."""
+    get_base: Any = getattr(module, "get_base_model", None)
+    forward = (get_base() if get_base is not None else module).forward
+    return "position_ids" in inspect.signature(forward).parameters
+
+
+@contextmanager
+def seeded(*parts: str | int, device: torch.device | None = None) -> Iterator[None]:
+    """Random draws inside depend on `parts` alone; outside, torch's random state is as if nothing had been drawn.
+
+    Covers the CPU's default generator, and that of `device` where it is a CUDA device.
+    """
+    digest = hashlib.sha256("/".join(["cloister", *map(str, parts)]).encode()).digest()
+    seed = int.from_bytes(digest[:8], "big")
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for each in cuda:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+# --- where the model comes from ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint that can be read: a folder, or a hub name at a commit."""
+
+    name: str
+    """Folder or hub name."""
+    revision: str = "main"
+    """Commit, branch or tag of a hub name."""
+    local_files_only: bool = True
+    """Whether the hub may not be asked, because it is a folder or the network is away."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained` for transformers and PEFT."""
+        return {
+            "revision": self.revision,
+            "local_files_only": self.local_files_only,
+            "trust_remote_code": False,
+        }
+
+
+def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
+    """The configuration of the plan's model and where its weights lie: None for a fresh model."""
+    section = plan.model
+    if section.name.startswith(BUILTIN):
+        return _builtin_config(section), None
+    place = locate(section.name, section.revision)
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    try:
+        config = AutoConfig.from_pretrained(place.name, **place.options())
+    except Exception as error:  # whatever transformers' readers meet in a file that they cannot use
+        raise ModelError(
+            "model.name", section.name, expected=f"a causal LM of transformers ({_first_line(error)})"
+        ) from error
+    if config.model_type not in CAUSAL:
+        raise ModelError(
+            "model.name",
+            section.name,
+            expected=f"a causal LM of transformers, and this is of type {config.model_type}",
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            "model.name", section.name, expected="a model that is not quantized: it is trained in float32"
+        )
+    return _for_training(config), place
+
+
+def _builtin_config(section: ModelSection) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    kind = section.name.removeprefix(BUILTIN)
+    if kind not in CAUSAL:
+        nearest = difflib.get_close_matches(kind, CAUSAL, n=3) or ["llama", "gpt2", "qwen3"]
+        raise ModelError(
+            "model.name",
+            section.name,
+            expected="builtin: and a causal LM type of transformers",
+            fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
+        )
+    cls = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    known |= {"rope_theta"} if "rope_parameters" in known else set()
+    known -= {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "dtype"}
+    for key, value in section.config.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            raise ModelError(
+                f"model.config.{key}",
+                value,
+                expected=f"a field that a plan may set in the configuration of {kind}",
+                fix=f"did you mean {nearest[0]}?"
+                if nearest
+                else f"the known ones are {', '.join(sorted(known))}",
+            )
+    tokenizer = load_tokenizer(section)
+    chosen: dict[str, Any] = {
+        **section.config,
+        "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8 keeps the matrix products on fast paths
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        config = AutoConfig.for_model(kind, **chosen)
+    except Exception as error:  # each of transformers' 200 types checks its own fields in its own way
+        raise _inconsistent(section, error) from error
+    return _for_training(config)
+
+
+def _for_training(config: PreTrainedConfig) -> PreTrainedConfig:
+    config.use_cache = False
+    if getattr(config, "is_decoder", True) is False and not config.is_encoder_decoder:
+        config.is_decoder = True  # BERT and its kin attend to the future unless told that they are decoders
+    return config
+
+
+def locate(name: str, revision: str = "main") -> Place:
+    """Find a checkpoint; at most a few seconds also where the network is away, when only the cache can answer.
+
+    Raises:
+        ModelError: it is a folder without a model, or a hub name that neither the hub nor the cache has.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists() or looks_like_path(name):
+        if not folder.is_dir():
+            raise ModelError("model.name", name, expected="an existing folder with a model, or a hub name")
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                "model.name", name, expected="a folder that holds config.json, as save_pretrained writes"
+            )
+        return Place(str(folder))
+    if on_hub(name, kind="model", revision=revision, field="model.name", error=ModelError):
+        return Place(name, revision, local_files_only=False)
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        raise ModelError(
+            "model.name",
+            name,
+            expected="an existing folder, or a name in the hub's local cache because the hub cannot be reached",
+            fix="download the model where there is a network and name its folder",
+        )
+    return Place(name, revision)
+
+
+# --- the module -------------------------------------------------------------------------------------------------------
+
+
+def _build(section: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        return _from_config(config)
+    except Exception as error:  # see `_builtin_config`
+        raise _inconsistent(section, error) from error
+
+
+def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
+    return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))
+
+
+def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """Read a whole checkpoint in float32.
+
+    Raises:
+        ModelError: its weights cannot be read, or do not have every parameter in its shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
+    try:
+        with _no_progress_bars():
+            module, info = auto.from_pretrained(
+                place.name, config=config, dtype=torch.float32, output_loading_info=True, **place.options()
+            )
+    except Exception as error:  # see `_configure`
+        raise ModelError(
+            "model.name", place.name, expected=f"a whole checkpoint of a causal LM ({_first_line(error)})"
+        ) from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if absent or info.get("error_msgs"):
+        named = ", ".join(absent[:3]) or _first_line(info["error_msgs"][0])
+        raise ModelError(
+            "model.name",
+            place.name,
+            expected=f"a checkpoint with every parameter in its shape, and {max(len(absent), 1)} are not ({named})",
+        )
+    return cast("PreTrainedModel", module)
+
+
+def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    builtin = plan.model.name.startswith(BUILTIN)
+    if isinstance(longest, int) and 0 < longest < plan.data.sequence_length:
+        fix = "raise model.config.max_position_embeddings or " if builtin else ""
+        raise ModelError(
+            "data.sequence_length",
+            plan.data.sequence_length,
+            expected=f"at most the {longest} positions of {plan.model.name}",
+            fix=f"{fix}lower data.sequence_length",
+        )
+    if len(tokenizer) > text.vocab_size:
+        raise ModelError(
+            "model.tokenizer",
+            plan.model.tokenizer,
+            expected=f"at most the {text.vocab_size} tokens of {plan.model.name}, and it has {len(tokenizer)}",
+        )
+    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if builtin and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        raise ModelError(
+            "model.config.num_key_value_heads",
+            groups,
+            expected=f"a divisor of num_attention_heads = {heads}",
+        )
+
+
+def _check_runs(section: ModelSection, module: nn.Module) -> None:
+    """Two tokens through a fresh model: many types find contradictions in their configuration only here."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            module(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # see `_builtin_config`
+        raise _inconsistent(section, error) from error
+
+
+def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
+    """Put the adapter on, choose what is trained, and lay it out."""
+    adapter = plan.model.adapter
+    if adapter.scheme == "full":
+        module.requires_grad_(True)
+        return module, Layout.of(module.named_parameters())
+    targets = _targets(module, adapter)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=cast(int, adapter.alpha),  # PEFT only ever divides by the rank: a float is as good
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        revision=None if plan.model.name.startswith(BUILTIN) else plan.model.revision,
+    )
+    with warnings.catch_warnings(), seeded("adapter", plan.run.seed):
+        # PEFT turns its own switch for GPT-2's transposed layers and says so; and it asks transformers for a
+        # property that transformers is renaming. Neither is of use to the person who reads it.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+        )
+        adapted = get_peft_model(cast("PreTrainedModel", module), config)
+    trained = ".lora_B." if adapter.scheme == "ffa-lora" else ".lora_"
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_(trained in name)
+    return adapted, Layout.of(adapted.named_parameters())
+
+
+def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
+    """PEFT's `target_modules`, every name of which is a linear layer of the model."""
+    from transformers.pytorch_utils import Conv1D
+
+    if adapter.targets == ("all-linear",):
+        return "all-linear"
+    linear = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for target in adapter.targets:
+        hit = {name for name, _ in module.named_modules() if name == target or name.endswith(f".{target}")}
+        if not hit or not hit <= linear:
+            nearest = difflib.get_close_matches(target, known, n=1)
+            raise ModelError(
+                "model.adapter.targets",
+                target,
+                expected=f"all-linear alone, or names of linear layers of the model ({', '.join(known)})",
+                fix=f"did you mean {nearest[0]}?" if nearest else "",
+            )
+    if not adapter.targets:
+        raise ModelError("model.adapter.targets", [], expected=f"all-linear, or some of {', '.join(known)}")
+    return list(adapter.targets)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
+    """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT to load.
+
+    A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`. The adapter of a fresh model has that model's weights beside it
+    in `folder/base`, named in its configuration by the absolute path of the final folder; when the folder has moved,
+    `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
+
+    The folder is replaced whole (`protocol.storage.write_folder`).
+
+    Raises:
+        StorageError: the disk is full or refuses; an existing folder is untouched.
+        UpdateError: the vector does not have the model's layout.
+    """
+    model.layout.scatter(vector, model.module)
+    folder = folder.absolute()
+    with _no_progress_bars():
+        write_folder(folder, lambda staging: _write(model, staging, folder))
+
+
+def _write(model: LanguageModel, staging: Path, final: Path) -> None:
+    module: Any = model.module
+    module.config.use_cache = True  # who loads it wants to generate
+    try:
+        if model.section.adapter.scheme == "full":
+            module.save_pretrained(staging)
+        else:
+            base = model.section.name
+            if base.startswith(BUILTIN):
+                base = str(final / "base")
+                _without_adapter(module).save_pretrained(staging / "base")
+                model.tokenizer.save_pretrained(staging / "base")
+            elif Path(base).expanduser().is_dir():
+                base = str(Path(base).expanduser().absolute())
+            module.peft_config["default"].base_model_name_or_path = base
+            module.save_pretrained(staging, save_embedding_layers=False)
+        model.tokenizer.save_pretrained(staging)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+    finally:
+        module.config.use_cache = False
+
+
+def _without_adapter(module: Any) -> PreTrainedModel:
+    """The model under a PEFT model, sharing its weights and undisturbed by its adapters."""
+    adapted = module.get_base_model()
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in adapted.state_dict().items()
+        if ".lora_" not in name
+    }
+    with torch.device("meta"):
+        plain = _from_config(adapted.config)
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    return plain
+
+
+def _inconsistent(section: ModelSection, error: Exception) -> ModelError:
+    return ModelError(
+        "model.config",
+        dict(section.config),
+        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({_first_line(error)})",
+    )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars out of the terminal, where many sites load at once and a run shows its own progress."""
+    from transformers.utils import logging as module
+
+    logging: Any = module  # half of it is untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: object) -> str:
+    """The telling line of a message; transformers' validators put the name of the validator before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = (
+        lines[1]
+        if lines[0].startswith(("Class validation error", "Validation error")) and len(lines) > 1
+        else lines[0]
+    )
+    return line if len(line) <= 200 else line[:197] + "..."

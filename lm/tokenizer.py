@@ -1,0 +1,142 @@
+"""Text <-> tokens: bytes for models that start from nothing, a model's own tokenizer for those that do not.
+
+Bytes as tokens need no file, no training and no network, lose nothing of any text, and make a loss per token a loss
+per byte. They are built from the same library as every other tokenizer here, so that whatever loads a saved model
+(`AutoTokenizer`, an inference server) loads them too; a class of our own would need this package on the other end.
+
+The hub is asked once, with a short timeout, before a library that would retry for a minute is let near it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import httpx
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cloister.protocol.errors import CloisterError, ModelError
+from cloister.protocol.plan import ModelSection
+
+END = "<|end|>"
+PAD = "<|pad|>"
+_CHAT = (
+    "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
+_HUB_TIMEOUT_S = 5.0
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer whose tokens 0..255 are the bytes of UTF-8, 256 is `<|end|>` (eos) and 257 `<|pad|>`.
+
+    Encoding then decoding gives back any text exactly. `<|end|>` and `<|pad|>` written out in a text become their
+    token, as the special tokens of every tokenizer do.
+    """
+    # Byte-level BPE names each byte by a printable character: itself where it is printable, else the next from 256.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    backend = Tokenizer(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=_CHAT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the plan names; it has an end-of-text token and a padding token.
+
+    A tokenizer without a padding token pads with its end-of-text token: padding comes last in a sequence and is
+    never learned, so which token it is makes no difference.
+
+    Raises:
+        ModelError: a folder without a tokenizer, a name that the hub does not have, no hub and no copy in its
+            cache, or a tokenizer without an end-of-text token.
+    """
+    builtin = model.name.startswith("builtin:")
+    if model.tokenizer == "bytes" or (model.tokenizer == "auto" and builtin):
+        return byte_tokenizer()
+    own = model.tokenizer == "auto"
+    field, name = ("model.name", model.name) if own else ("model.tokenizer", model.tokenizer)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        tokenizer = _load(field, str(folder), "main", local=True)
+    elif folder.exists() or looks_like_path(name):
+        raise ModelError(field, name, expected="an existing folder that holds a tokenizer, or a hub name")
+    else:
+        revision = model.revision if own else "main"
+        online = on_hub(name, kind="model", revision=revision, field=field, error=ModelError)
+        tokenizer = _load(field, name, revision, local=not online)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            field,
+            name,
+            expected="a tokenizer with an end-of-text token (eos_token)",
+            fix="set eos_token in its tokenizer_config.json",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether `name` can only be meant as a path: no hub name is absolute, relative, or has two slashes."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def on_hub(
+    name: str, *, kind: Literal["model", "dataset"], revision: str, field: str, error: type[CloisterError]
+) -> bool:
+    """Ask the hub for `name`, once, for at most 5 s: True if it has it, False if the hub cannot be reached.
+
+    Raises:
+        error: the hub answers that there is no such repository or revision, or that it is not public.
+    """
+    try:
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=_HUB_TIMEOUT_S)
+    except HFValidationError:
+        raise error(field, name, expected="a hub name such as owner/name, or an existing path") from None
+    except HfHubHTTPError as answer:
+        status = answer.response.status_code
+        if status == 429 or status >= 500:
+            return False
+        raise error(
+            field,
+            name,
+            expected=f"an existing path, or a {kind} that the hub gives out at revision {revision} (it said {status})",
+            fix="check the name, and HF_TOKEN if it is not public",
+        ) from None
+    except (httpx.HTTPError, OSError):
+        return False
+    return True
+
+
+def _load(field: str, name: str, revision: str, *, local: bool) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, revision=revision, local_files_only=local, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises whatever the file it did not expect led to
+        if local and not Path(name).expanduser().is_dir():
+            expected = "a name in the hub's local cache, because the hub cannot be reached"
+            raise ModelError(
+                field, name, expected=expected, fix="download it first, or give a folder"
+            ) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            field, name, expected=f"a tokenizer that transformers can load ({reason})"
+        ) from error
+    if len(tokenizer) == 0:
+        raise ModelError(
+            field, name, expected="a folder that holds a tokenizer, and this one holds no vocabulary"
+        )
+    return tokenizer

@@ -1,0 +1,106 @@
+"""Models on disk, each in one safetensors file that is whole or not there.
+
+A checkpoint holds the trained parameters by name, the server optimizer's state, and the SHA-256 of the flat vector,
+which is checked when it is read. Old ones are removed only after a newer one is in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cloister.lm.layout import Layout
+from cloister.protocol.errors import RunFolderError
+from cloister.protocol.storage import write_file
+
+Vector = npt.NDArray[np.float32]
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The global model after a round."""
+
+    round: int
+    weights: Vector
+    """(d,) float32, the trained parameters."""
+    optimizer: dict[str, torch.Tensor]
+    """The server optimizer's state."""
+
+
+def params_sha256(weights: Vector) -> str:
+    """SHA-256, in hex, of the flat float32 vector's little-endian bytes."""
+    return hashlib.sha256(np.ascontiguousarray(weights, dtype="<f4").data).hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: Where they stand.
+        layout: Names and shapes of the trained parameters.
+        keep: How many of the newest are kept; the initial model is kept besides.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, keep: int) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._keep = keep
+
+    def path(self, round_number: int) -> Path:
+        """The file of a round's model."""
+        return self._folder / f"round-{round_number:05d}.safetensors"
+
+    def save(self, round_number: int, weights: Vector, optimizer: Mapping[str, torch.Tensor]) -> str:
+        """Write the model after a round, then remove what is older than the `keep` newest.
+
+        Returns:
+            The SHA-256 of `weights`.
+
+        Raises:
+            StorageError: the disk is full; earlier checkpoints are untouched.
+        """
+        digest = params_sha256(weights)
+        tensors = {_MODEL + name: part for name, part in self._layout.split(weights).items()}
+        tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
+        facts = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
+        write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=facts))
+        stored = sorted(self._folder.glob("round-*.safetensors"))
+        for old in stored[1 : -self._keep]:
+            old.unlink(missing_ok=True)
+        return digest
+
+    def load(self, round_number: int) -> Checkpoint:
+        """Read the model after a round.
+
+        Raises:
+            RunFolderError: it is missing, damaged, or of another model.
+        """
+        path = self.path(round_number)
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})") from error
+        if facts.get("layout") != self._layout.digest():
+            raise RunFolderError(str(path), expected="a checkpoint of the model that the plan names")
+        model = {
+            name.removeprefix(_MODEL): t.numpy() for name, t in tensors.items() if name.startswith(_MODEL)
+        }
+        weights = self._layout.join(model)
+        if params_sha256(weights) != facts.get("params_sha256"):
+            raise RunFolderError(str(path), expected="weights with the SHA-256 that was recorded with them")
+        state = {
+            name.removeprefix(_OPTIMIZER): t for name, t in tensors.items() if name.startswith(_OPTIMIZER)
+        }
+        return Checkpoint(round_number, weights, state)

@@ -1,0 +1,167 @@
+"""The run folder: everything that a run leaves behind, in one place that is named in one place.
+
+plan.json          the plan, canonical
+journal.sqlite     what was begun and what was done
+metrics.jsonl      one line for each round
+tensorboard/       the same as TensorBoard events
+checkpoints/       the global model, one safetensors file a round
+final/             the last model, for `from_pretrained`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from cloister.protocol.errors import RunFolderError, StorageError
+from cloister.protocol.plan import Plan
+from cloister.protocol.storage import write_bytes
+
+
+class RunFolder:
+    """A run folder that this process alone works in, until it is closed; a context manager.
+
+    Build it with `create` or `reopen`.
+    """
+
+    def __init__(self, path: Path, plan: Plan, lock: IO[bytes]) -> None:
+        self.path = path
+        self.plan = plan
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path, plan: Plan) -> RunFolder:
+        """Make a folder for a new run.
+
+        Raises:
+            RunFolderError: there is something in it already, or it cannot be made.
+        """
+        if (path / "plan.json").exists():
+            raise RunFolderError(
+                str(path),
+                expected="a new folder, and this one holds another run",
+                fix=f"go on with it by `cloister resume {path}`, or choose another --out",
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(
+                str(path),
+                expected="a new or empty folder, and this one holds other files",
+                fix="choose another --out",
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                str(path), expected=f"a folder that can be made ({error.strerror})"
+            ) from error
+        lock = _take(path)
+        write_bytes(path / "plan.json", plan.to_json().encode())
+        return cls(path, plan, lock)
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """Open the folder of an earlier run, to resume it.
+
+        Raises:
+            RunFolderError: it is no run folder, or another process works in it.
+        """
+        plan = read_plan(path)
+        return cls(path, plan, _take(path))
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def discard(self) -> None:
+        """Remove what is in the folder: for a run that was refused before it had anything to lose."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._lock.close()
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.path / "journal.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The folder of the final model."""
+        return self.path / "final"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rounds' metrics; a last line that was cut off by a crash is left out."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = []
+        for line in lines:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def truncate_metrics(self, last_round: int) -> None:
+        """Drop the metrics of rounds after `last_round`, which will be done again."""
+        kept = [json.dumps(row) + "\n" for row in self.metrics() if row["round"] <= last_round]
+        write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
+
+    def add_metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one round's metrics.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        path = self.path / "metrics.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(row)) + "\n")
+        except OSError as error:
+            raise StorageError(
+                str(path),
+                expected=f"a disk that takes the write ({error.strerror})",
+                fix="free space, then resume",
+            ) from error
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of the run in a folder.
+
+    Raises:
+        RunFolderError: there is no run in it.
+    """
+    try:
+        text = (path / "plan.json").read_text(encoding="utf-8")
+    except OSError:
+        raise RunFolderError(
+            str(path), expected="the folder of a run, with a plan.json in it", fix="runs are kept under runs/"
+        ) from None
+    return Plan.from_json(text)
+
+
+def _take(path: Path) -> IO[bytes]:
+    lock = (path / ".lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RunFolderError(str(path), expected="a run that no other process is working on") from None
+    return lock

@@ -1,0 +1,99 @@
+"""What survives a crash of the coordinator: a list of what was begun and what was done, in SQLite.
+
+Each step of each attempt is recorded before its effect. The list is only ever added to; what it says is the truth
+about a run, and checkpoints, metrics and reports are brought in line with it when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloister.protocol.errors import RunFolderError, StorageError
+
+BEGUN = "begun"
+"""An attempt at a round is about to ask its sites."""
+FAILED = "failed"
+"""An attempt ended without a quorum."""
+DONE = "done"
+"""A round is done, and its checkpoint on disk; round 0 is the initial model."""
+FINISHED = "finished"
+"""The last round is done, and the final model on disk."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the journal."""
+
+    round: int
+    attempt: int
+    step: str
+    detail: dict[str, Any]
+
+
+class Journal:
+    """An open journal; use it as a context manager.
+
+    Args:
+        path: The SQLite file, made when it is not there.
+        clock: Seconds since the epoch, for the time stamps.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS entries (id INTEGER PRIMARY KEY, time REAL NOT NULL,"
+                " round INTEGER NOT NULL, attempt INTEGER NOT NULL, step TEXT NOT NULL, detail TEXT NOT NULL)"
+            )
+        except sqlite3.DatabaseError as error:
+            raise RunFolderError(str(path), expected=f"a journal that SQLite can open ({error})") from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def record(
+        self, round_number: int, attempt: int, step: str, detail: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add an entry; it is on disk when this returns.
+
+        Raises:
+            StorageError: the disk is full; the journal is as it was.
+        """
+        try:
+            self._db.execute(
+                "INSERT INTO entries (time, round, attempt, step, detail) VALUES (?, ?, ?, ?, ?)",
+                (self._clock(), round_number, attempt, step, json.dumps(dict(detail or {}), sort_keys=True)),
+            )
+        except sqlite3.OperationalError as error:
+            raise StorageError(
+                str(self._path),
+                expected=f"a disk that takes the write ({error})",
+                fix="free space, then go on with: cloister resume",
+            ) from error
+
+    def entries(self) -> list[Entry]:
+        """Everything recorded, oldest first."""
+        rows = self._db.execute("SELECT round, attempt, step, detail FROM entries ORDER BY id")
+        return [Entry(row[0], row[1], row[2], json.loads(row[3])) for row in rows]
+
+    def last(self, step: str) -> Entry | None:
+        """The newest entry of a step."""
+        found = [entry for entry in self.entries() if entry.step == step]
+        return found[-1] if found else None
+
+    def count(self, step: str, round_number: int) -> int:
+        """How often a step was recorded for a round, in this process or an earlier one."""
+        return sum(1 for entry in self.entries() if entry.round == round_number and entry.step == step)

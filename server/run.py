@@ -1,0 +1,144 @@
+"""A whole run of the coordinator: from joined sites to a final model, from the beginning or from where it stopped."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from cloister.lm.model import load_model, save_pretrained
+from cloister.protocol.errors import RunFolderError
+from cloister.server import journal as steps
+from cloister.server.checkpoint import Checkpoints, params_sha256
+from cloister.server.evaluate import Evaluation, at_coordinator, at_sites
+from cloister.server.folder import RunFolder
+from cloister.server.journal import Journal
+from cloister.server.optimizer import ServerOptimizer
+from cloister.server.progress import Evaluated, Finished, Observer, Preparing, Started
+from cloister.server.round import Channel, RoundContext, run_round
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    rounds: int
+    initial_loss: float
+    final_loss: float
+    """Held-out loss, nats per token."""
+    perplexity: float
+    accuracy: float
+    bits_per_byte: float
+    tokens: int
+    """Tokens learned from, over all rounds and sites."""
+    seconds: float
+    """Time in rounds, from the first request to the decoded mean, over all processes that worked on the run."""
+    params_sha256: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens learned from in a second of a round."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def run(
+    folder: RunFolder,
+    channel: Channel,
+    observe: Observer,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Run the folder's plan to its end, from the last round that was done.
+
+    Raises:
+        CloisterError: what stopped the run; what was done is on disk, and a later call goes on from there.
+    """
+    plan = folder.plan
+    observe(Preparing("model"))
+    model = load_model(plan)
+    checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
+    with Journal(folder.journal) as journal:
+        done = journal.last(steps.DONE)
+        if done is None:
+            optimizer = ServerOptimizer(plan.server, model.layout.flatten(model.module))
+            digest = checkpoints.save(0, optimizer.weights, {})
+            journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
+        else:
+            checkpoint = checkpoints.load(done.round)
+            optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
+        last = done.round if done else 0
+        evaluate = at_coordinator(plan, model) if plan.server.evaluation else at_sites(plan, channel, observe)
+        context = RoundContext(plan, channel, journal, checkpoints, optimizer, observe, clock)
+        observe(Started(plan, tuple(channel.sites), model.layout.size, last))
+        folder.truncate_metrics(last)
+        with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
+            if not any(row["round"] == last for row in folder.metrics()):
+                # A process that was killed may have journaled a round and not yet reported it.
+                _report(context, folder, board, done.detail if done else {"round": 0}, evaluate)
+            for number in range(last + 1, plan.run.rounds + 1):
+                _report(context, folder, board, asdict(run_round(context, number)), evaluate)
+        save_pretrained(model, optimizer.weights, folder.final)
+        digest = params_sha256(optimizer.weights)
+        journal.record(plan.run.rounds, 1, steps.FINISHED, {"params_sha256": digest})
+        observe(Finished(plan.run.rounds))
+    return outcome(folder)
+
+
+def reached(folder: RunFolder, step: str) -> bool:
+    """Whether the run's journal has come to a step."""
+    if not folder.journal.exists():
+        return False
+    with Journal(folder.journal) as journal:
+        return journal.last(step) is not None
+
+
+def outcome(folder: RunFolder) -> Outcome:
+    """Read what came of a finished run."""
+    with Journal(folder.journal) as journal:
+        end = journal.last(steps.FINISHED)
+    rows = folder.metrics()
+    evaluated = [row for row in rows if "loss" in row]
+    if end is None or not evaluated:
+        raise RunFolderError(
+            str(folder.path), expected="a run that has come to its end", fix=f"cloister resume {folder.path}"
+        )
+    first, last = evaluated[0], evaluated[-1]
+    return Outcome(
+        rounds=end.round,
+        initial_loss=first["loss"],
+        final_loss=last["loss"],
+        perplexity=last["perplexity"],
+        accuracy=last["accuracy"],
+        bits_per_byte=last["bits_per_byte"],
+        tokens=sum(row.get("tokens", 0) for row in rows),
+        seconds=sum(row.get("seconds", 0.0) for row in rows),
+        params_sha256=end.detail["params_sha256"],
+    )
+
+
+def _report(
+    context: RoundContext,
+    folder: RunFolder,
+    board: SummaryWriter,
+    facts: dict[str, Any],
+    evaluate: Evaluation,
+) -> None:
+    """Evaluate the model after a round where that is due, and write its line of metrics."""
+    number, plan = facts["round"], context.plan
+    row = dict(facts)
+    if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
+        held_out = evaluate(number, context.optimizer.weights.copy())
+        found = Evaluated(
+            number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
+        )
+        context.observe(found)
+        row |= asdict(found)
+    for name, value in row.items():
+        if name != "round" and isinstance(value, int | float) and math.isfinite(value):
+            board.add_scalar(name, value, number)
+    board.flush()
+    folder.add_metrics(row)

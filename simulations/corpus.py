@@ -1,0 +1,78 @@
+"""Where simulated sites get their records from: text that every Python already has, or what the user names.
+
+The two embedded corpora need no download, and each has natural groups that differ as sites do: the language reference
+by topic, the standard library's source by package. Everything else is read as a site would read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sysconfig
+import tokenize
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.lm.data import Records, read_records
+from cloister.protocol.errors import DataError
+
+_NOT_SOURCE = {
+    "site-packages", "dist-packages",  # not the standard library
+    "test", "tests", "idlelib", "turtledemo",  # tests and demonstrations
+    "pydoc_data",  # prose, and the other embedded corpus
+    "__pycache__",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Records to distribute over sites, and the field by which they fall into groups of their own accord."""
+
+    records: Records
+    """The records."""
+    field: str = ""
+    """Field that says which group a record belongs to; empty if the source has none of its own."""
+
+
+def corpus_records(source: str, split: str = "train", cache: Path | None = None) -> Corpus:
+    """Read `builtin:python-docs`, `builtin:python-stdlib`, or whatever `cloister.lm.data.read_records` reads.
+
+    Raises:
+        DataError: an unknown `builtin:` name, or what `read_records` raises.
+    """
+    if not source.startswith("builtin:"):
+        return Corpus(read_records(source, split=split, cache=cache))
+    builtin = {"builtin:python-docs": _python_docs, "builtin:python-stdlib": _python_stdlib}
+    if source not in builtin:
+        nearest = difflib.get_close_matches(source, builtin, n=1, cutoff=0)
+        raise DataError(
+            "simulation.source",
+            source,
+            expected=f"one of {', '.join(builtin)}",
+            fix=f"did you mean {nearest[0]}?",
+        )
+    return builtin[source]()
+
+
+def _python_docs() -> Corpus:
+    """The language reference as `help()` shows it: about 80 topics, 0.5 MB of English prose."""
+    topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return Corpus([{"text": text, "topic": topic} for topic, text in sorted(topics.items())], "topic")
+
+
+def _python_stdlib() -> Corpus:
+    """The standard library's Python source without its tests: about 700 files, 11 MB, 200 packages and modules."""
+    root = Path(sysconfig.get_path("stdlib"))
+    records = []
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        if _NOT_SOURCE & set(path.parts):
+            continue
+        with tokenize.open(file) as source:  # reads the encoding that the file declares
+            text = source.read()
+        if text:
+            records.append({"text": text, "path": path.as_posix(), "package": path.with_suffix("").parts[0]})
+    if not records:
+        raise DataError("simulation.source", "builtin:python-stdlib", expected=f"Python source in {root}")
+    return Corpus(records, "package")

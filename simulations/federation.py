@@ -1,0 +1,203 @@
+"""A whole federation on one machine: real sites with folders of their own, the real apps, one engine that carries them.
+
+A simulated site is an ordinary site: it has its own folder with its records, its TOML and its state, and is served by
+the same `ClientApp` as a deployed one. What is simulated is only where it runs, and how fast its hardware is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from cloister.clients.app import client_app
+from cloister.clients.site import Site, load_site
+from cloister.lm.model import load_model
+from cloister.protocol.errors import EngineError
+from cloister.protocol.messages import Contribution, Train
+from cloister.protocol.plan import Plan, ProfileSection
+from cloister.protocol.storage import write_bytes, write_folder
+from cloister.server.app import GridChannel, server_app
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.folder import RunFolder
+from cloister.server.journal import FINISHED
+from cloister.server.progress import Observer, Preparing, SiteFailed
+from cloister.server.run import Outcome, outcome, reached, run
+from cloister.simulations.corpus import corpus_records
+from cloister.simulations.flower import run_on_flower
+from cloister.simulations.grid import LocalGrid
+from cloister.simulations.partition import partition, site_name, write_sites
+
+_RUN_ID = 1
+
+
+def simulate(
+    folder: RunFolder,
+    observe: Observer,
+    *,
+    engine: str = "local",
+    workers: int | None = None,
+    watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
+) -> Outcome:
+    """Run a folder's plan to its end, from the beginning or from where an earlier process stopped.
+
+    Args:
+        folder: The run folder; the sites' folders are made in it, under `sites/`.
+        observe: Told what happens.
+        engine: `local` or `flower`.
+        workers: Worker processes; what the machine has when None.
+        watch: Told when a site starts and stops working, where the engine knows.
+
+    Raises:
+        CloisterError: what stopped the run; it can be resumed.
+    """
+    plan = folder.plan
+    if workers is not None and workers < 1:
+        raise EngineError("--workers", workers, expected="1 or more")
+    if reached(folder, FINISHED):
+        return outcome(folder)
+    sites = folder.path / "sites"
+    if not sites.exists():
+        observe(Preparing("data of the sites"))
+        write_folder(sites, partial(_lay_out, plan))
+    outcomes: list[Outcome] = []
+
+    def coordinate(grid: Grid, _context: Context) -> None:
+        observe(Preparing("sites"))
+        channel = GridChannel(
+            grid, plan, lambda failure: observe(SiteFailed(0, failure.site, failure.reason))
+        )
+        outcomes.append(run(folder, channel, observe))
+
+    app = server_app(coordinate)
+    if engine == "flower":
+        places = len(_places(plan, workers))
+        cpus, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
+        run_on_flower(
+            app,
+            make_client_app(sites, plan),
+            plan.cohort.sites,
+            cpus_per_site=max(1, cpus // places),
+            gpus_per_site=gpus / places,
+        )
+    else:
+        with LocalGrid(
+            partial(make_client_app, sites, plan),
+            [{"partition-id": index} for index in range(plan.cohort.sites)],
+            workers=_places(plan, workers),
+            slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
+            preload=["cloister.clients.app"],
+            log=folder.path / "workers.log",
+            watch=lambda node, at_work: watch(site_name(node - 1), at_work),
+        ) as grid:
+            app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
+    return outcomes[0]
+
+
+@dataclass(frozen=True)
+class SiteOutcome:
+    """What the run did for one simulated site: its own held-out loss, nats per token, before and after."""
+
+    site: str
+    sequences: int
+    before: float
+    after: float
+
+
+def per_site(folder: RunFolder) -> list[SiteOutcome]:
+    """Evaluate the initial and the final model on each site's own held-out records, and keep it in `sites.json`.
+
+    Only a simulation can do this: one process reads every site's folder. In a deployment nobody sees it.
+    """
+    plan = folder.plan
+    checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
+    first, last = checkpoints.load(0), checkpoints.load(plan.run.rounds)
+    found = []
+    for index in range(plan.cohort.sites):
+        site = load_site(folder.path / "sites" / site_name(index) / "site.toml")
+        before, after = (site.held_out(plan, model.weights) for model in (first, last))
+        found.append(SiteOutcome(site.config.name, site.sequences(plan), before.loss, after.loss))
+    write_bytes(folder.path / "sites.json", json.dumps([asdict(site) for site in found], indent=1).encode())
+    return found
+
+
+def make_client_app(sites: Path, plan: Plan) -> ClientApp:
+    """The `ClientApp` of every simulated site of a run."""
+    return client_app(partial(_open_site, sites, plan))
+
+
+def profile_of(plan: Plan, index: int) -> ProfileSection:
+    """The profile of the site with a number: profiles take their share of the sites in order."""
+    reached = 0.0
+    for profile in plan.simulation.profiles:
+        reached += profile.share
+        if index < round(reached * plan.cohort.sites):
+            return profile
+    return ProfileSection(share=1.0)
+
+
+@dataclass(frozen=True)
+class PacedSite(Site):
+    """A site whose hardware is slower than this machine."""
+
+    speed: float
+
+    def train(self, request: Train) -> Contribution:
+        """Train, and answer only when hardware of that speed would have."""
+        started = time.monotonic()
+        contribution = super().train(request)
+        spent = time.monotonic() - started
+        threading.Event().wait(spent * (1 / self.speed - 1))
+        return contribution
+
+
+def _open_site(sites: Path, plan: Plan, context: Context) -> Site:
+    index = int(context.node_config["partition-id"])
+    site = load_site(sites / site_name(index) / "site.toml")
+    speed = profile_of(plan, index).speed
+    return site if speed == 1 else PacedSite(site.config, speed)
+
+
+def _lay_out(plan: Plan, folder: Path) -> None:
+    """Write every site's folder: its records and its TOML."""
+    simulation = plan.simulation
+    corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
+    parts = partition(corpus.records, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
+    for index, data in enumerate(write_sites(folder, corpus.records, parts)):
+        toml = f'name = "{site_name(index)}"\ndata = "{data.name}"\nstate = "state"\n'
+        (data.parent / "site.toml").write_text(toml, encoding="utf-8")
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:
+    """One environment for each worker: its threads, and its GPU where there are any."""
+    gpus = torch.cuda.device_count()
+    count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else _cpu_workers(plan))
+    count = min(count, plan.cohort.sites)
+    threads = {name: str(plan.local.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads["TOKENIZERS_PARALLELISM"] = "false"
+    return [
+        {**threads, **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
+        for worker in range(count)
+    ]
+
+
+def _gpu(index: int) -> str:
+    """The name of a GPU by its number among those this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+def _cpu_workers(plan: Plan) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // plan.local.threads)

@@ -1,0 +1,156 @@
+"""The `flower` engine: the same two apps on Flower's own simulation runtime, which Ray spreads over a cluster.
+
+The idea: nothing of a run knows its engine, so this file only hands the apps over and makes the runtime behave as
+`grid.py` does towards them: a site's exception is the same `Error` reply, the coordinator's reaches the caller as
+itself, and vectors may be memoryviews. Refused: a Ray grid of our own; where there is no cluster, `grid.py` is faster.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib.util
+import logging
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import telemetry
+
+from cloister.protocol.errors import EngineError
+from cloister.simulations.grid import environment, identify, one_line
+
+_ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray warns will be its default
+}
+
+_REGISTRATION_S = 60
+
+
+def run_on_flower(
+    server_app: ServerApp,
+    client_app: ClientApp,
+    sites: int,
+    *,
+    cpus_per_site: float,
+    gpus_per_site: float = 0.0,
+) -> None:
+    """Run the two apps on Flower's simulation runtime until the `ServerApp` is done.
+
+    Node ids are Flower's own; a site finds its number, from 0, in its `Context.node_config["partition-id"]`. Ray joins
+    the cluster that its environment names, or starts one on this machine.
+
+    Args:
+        server_app: The coordinator; it runs in a thread of this process.
+        client_app: A site; it is pickled (by `cloudpickle`) to Ray's actors.
+        sites: Number of sites.
+        cpus_per_site: CPUs that Ray sets aside for a site while it works.
+        gpus_per_site: GPUs that Ray sets aside for a site while it works.
+
+    Raises:
+        EngineError: Ray is not installed, or the runtime failed.
+        Exception: what the `ServerApp` raised, the same object.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError(
+            "engine", "flower", expected="ray to be installed", fix="run: pip install 'cloister[ray]'"
+        )
+    raised: list[BaseException] = []
+    guarded = ServerApp()
+
+    # Flower prints the traceback of what leaves a ServerApp and, in some of its paths, loses it.
+    @guarded.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            _await_nodes(grid, sites)
+            server_app(grid=grid, context=context)
+        except BaseException as error:
+            raised.append(error)
+
+    with _quietly():
+        from flwr.simulation import run_simulation
+
+        try:
+            run_simulation(
+                guarded,
+                _Site(client_app),
+                sites,
+                backend_config={
+                    "init_args": {"logging_level": logging.ERROR, "log_to_driver": False},
+                    "client_resources": {"num_cpus": cpus_per_site, "num_gpus": gpus_per_site},
+                },
+            )
+        except RuntimeError as error:
+            if not raised:
+                cause = _root(error)
+                raise EngineError(
+                    "engine", "flower", expected=f"Flower's runtime to go on ({one_line(cause)})"
+                ) from error
+    if raised:
+        raise raised[0]
+
+
+def _await_nodes(grid: Grid, sites: int) -> None:
+    """Return when all sites are registered: the runtime starts the `ServerApp` first, and has no event to wait for."""
+    pause = threading.Event()
+    last = time.monotonic() + _REGISTRATION_S
+    while len(list(grid.get_node_ids())) < sites:
+        if time.monotonic() > last:
+            raise EngineError(
+                "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
+            )
+        pause.wait(0.02)
+
+
+class _Site(ClientApp):
+    """A client app in a Ray actor: its exception becomes the reply that `LocalGrid` makes of it."""
+
+    def __init__(self, app: ClientApp) -> None:
+        super().__init__()
+        self._app = app
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        identify(message.metadata.run_id, message.metadata.dst_node_id)
+        try:
+            return self._app(message, context)
+        except Exception as error:
+            traceback.print_exc()
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, one_line(error)), reply_to=message)
+
+
+def _reduce_view(view: memoryview) -> tuple[type[memoryview], tuple[pickle.PickleBuffer]]:
+    return memoryview, (pickle.PickleBuffer(view),)
+
+
+# Ray pickles messages, and an Array's data may be a memoryview, which pickle refuses by default. Actors import this
+# module with `_Site`, so both ends know how.
+copyreg.pickle(memoryview, _reduce_view)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No telemetry, and no log of Flower's: its errors are raised, and would be shown twice."""
+    logger = logging.getLogger("flwr")
+    level, enabled = logger.level, telemetry.FLWR_TELEMETRY_ENABLED
+    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # it read the environment when it was imported
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with environment(_ENVIRONMENT):
+            yield
+    finally:
+        logger.setLevel(level)
+        telemetry.FLWR_TELEMETRY_ENABLED = enabled

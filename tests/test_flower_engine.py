@@ -1,0 +1,139 @@
+"""The same two apps on `LocalGrid` and on Flower's own runtime: the same replies, the same exceptions."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from cloister.protocol.errors import DataError, EngineError
+from cloister.simulations.flower import run_on_flower
+from cloister.simulations.grid import LocalGrid
+
+SITES = 3
+VECTOR = np.arange(100_000, dtype=np.float32)
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
+# Ray leaves to the garbage collector the processes it started, while they still shut down, and their standard streams.
+ray_leaves = [
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning"),
+]
+
+
+def on_ray(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in (*ray_leaves, pytest.mark.usefixtures("collected"), needs_ray):
+        test = mark(test)
+    return test
+
+
+def make_app() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number = cast(int, context.node_config["partition-id"])
+        if number == 1:
+            raise DataError("site.data", "nowhere", expected="a file")
+        data = cast(ArrayRecord, message.content["model"])["vector"].data
+        record = ArrayRecord()
+        record["vector"] = raw(np.frombuffer(data, np.float32) * number)
+        calls = cast(ConfigRecord, context.state.setdefault("calls", ConfigRecord({"count": 0})))
+        calls["count"] = cast(int, calls["count"]) + 1
+        fields = ConfigRecord({"number": number, "calls": calls["count"]})
+        return Message(RecordDict({"model": record, "fields": fields}), reply_to=message)
+
+    return app
+
+
+def raw(vector: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
+    array = Array("float32", vector.shape, "raw", b"")
+    array.data = vector.data.cast("B")  # type: ignore[assignment]  # Flower says bytes, and takes any buffer
+    return array
+
+
+def server_app(heard: list[object]) -> ServerApp:
+    """Two rounds; what every site answers is put in `heard`, in the order of their numbers."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        nodes = list(grid.get_node_ids())
+        while len(nodes) < SITES:
+            nodes = list(grid.get_node_ids())
+        record = ArrayRecord()
+        record["vector"] = raw(VECTOR)
+        for _ in range(2):
+            replies = list(
+                grid.send_and_receive([Message(RecordDict({"model": record}), n, "train") for n in nodes])
+            )
+            heard.append(sorted(map(digest, replies), key=repr))
+
+    return app
+
+
+def digest(reply: Message) -> object:
+    if reply.has_error():
+        return reply.error.code, reply.error.reason
+    array = cast(ArrayRecord, reply.content["model"])["vector"]
+    fields = dict(cast(ConfigRecord, reply.content["fields"]))
+    return fields, array.dtype, array.shape, array.stype, bytes(array.data)
+
+
+@pytest.fixture
+def apps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This module under a name by which other processes can import it; pytest's own name for it is not one."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module(Path(__file__).stem)
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """What Ray leaves is collected inside the test that allows it, not in some later one."""
+    yield
+    gc.collect()
+
+
+@on_ray
+def test_both_engines_give_the_same_replies(apps: Any) -> None:
+    local: list[object] = []
+    with LocalGrid(apps.make_app, [{"partition-id": n} for n in range(SITES)], workers=[{}, {}]) as grid:
+        server_app(local)(grid, Context(1, 0, {}, RecordDict(), {}))
+    flower: list[object] = []
+    run_on_flower(server_app(flower), apps.make_app(), SITES, cpus_per_site=1.0)
+    assert local == flower
+    assert len(local) == 2
+    assert "site.data is 'nowhere': expected a file" in repr(local)
+
+
+@on_ray
+def test_exception_of_the_coordinator_is_the_callers(apps: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    error = DataError("plan", expected="another one")
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        raise error
+
+    with pytest.raises(DataError) as raised:
+        run_on_flower(app, apps.make_app(), SITES, cpus_per_site=1.0)
+    assert raised.value is error
+    out = capfd.readouterr()
+    assert "Traceback" not in out.out + out.err
+
+
+def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        EngineError, match=r"engine is 'flower': expected ray .*pip install 'cloister\[ray\]'"
+    ):
+        run_on_flower(ServerApp(), ClientApp(), SITES, cpus_per_site=1.0)

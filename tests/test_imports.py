@@ -1,0 +1,73 @@
+"""The directions in which the packages may import each other (docs/architecture.md), and who may know Flower."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each package may import those named for it, and itself.
+ALLOWED = {
+    "protocol": set(),
+    "aggregation": {"protocol"},
+    "lm": {"protocol"},
+    "clients": {"protocol", "aggregation", "lm"},
+    "server": {"protocol", "aggregation", "lm"},
+    "simulations": {"protocol", "aggregation", "lm", "clients", "server"},
+    "cli": {"protocol", "aggregation", "lm", "clients", "server", "simulations"},
+}
+KNOWS_FLOWER = {"app.py", "exchange.py"}
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def modules() -> list[Path]:
+    return [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def wrong_imports(package: str, file_name: str, names: set[str]) -> set[str]:
+    own = {name.split(".")[1] for name in names if name.startswith("cloister.")}
+    wrong = {f"cloister.{name}" for name in own - ALLOWED[package] - {package}}
+    if package in ("clients", "server") and file_name not in KNOWS_FLOWER:
+        wrong |= {name for name in names if name.split(".")[0] in ("flwr", "grpc")}
+    return wrong
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_architecture(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    assert not wrong_imports(package, path.name, imported(path))
+
+
+def test_every_package_is_covered() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(ALLOWED)
+
+
+def test_the_check_finds_a_wrong_import() -> None:
+    assert wrong_imports("clients", "train.py", {"cloister.server.round"}) == {"cloister.server"}
+    assert wrong_imports("server", "round.py", {"flwr.serverapp"}) == {"flwr.serverapp"}
+    assert not wrong_imports("server", "app.py", {"flwr.serverapp", "cloister.protocol.plan"})
+
+
+def test_training_code_runs_without_flower() -> None:
+    """Importing a site's own code must not drag Flower in by way of another module."""
+    import subprocess
+    import sys
+
+    code = "import sys, cloister.clients.site, cloister.server.run\n"
+    code += "print([name for name in sys.modules if name.startswith('flwr')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"

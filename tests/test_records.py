@@ -1,0 +1,58 @@
+"""Messages survive Flower's records, and records that are not the message are refused."""
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.messages import Contribution, Evaluate, Join, Joined, Train
+from cloister.protocol.records import from_records, to_records
+
+VECTOR = np.arange(5, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Join("{}"),
+        Joined("site-0", 7),
+        Train("{}", 1, 2, "abc", VECTOR),
+        Evaluate("{}", 0, "abc", VECTOR),
+        Contribution("site-0", 3, "abc", VECTOR.astype(np.uint32)),
+        Contribution("site-0", 3, "abc", VECTOR.astype(np.uint16)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_round_trip(message: Join | Joined | Train | Evaluate | Contribution) -> None:
+    again = from_records(type(message), to_records(message))
+    assert type(again) is type(message)
+    for name, value in vars(message).items():
+        other = getattr(again, name)
+        if isinstance(value, np.ndarray):
+            assert other.dtype == value.dtype
+            assert np.array_equal(other, value)
+            assert not other.flags.writeable
+        else:
+            assert other == value
+
+
+def test_records_that_are_not_the_message_are_refused() -> None:
+    good = to_records(Train("{}", 1, 2, "abc", VECTOR))
+    with pytest.raises(UpdateError, match="the records 'fields' and 'vectors'"):
+        from_records(Train, RecordDict({}))
+    with pytest.raises(UpdateError, match="the fields"):
+        from_records(Evaluate, good)
+    wrong_type = to_records(Train("{}", 1, 2, "abc", VECTOR))
+    fields = wrong_type["fields"]
+    assert isinstance(fields, ConfigRecord)
+    fields["round"] = "x"
+    with pytest.raises(UpdateError, match=r"Train.round is 'x': expected int"):
+        from_records(Train, wrong_type)
+    for change in ({"dtype": "float64"}, {"shape": (4,)}, {"stype": "numpy.ndarray"}, {"data": b"123"}):
+        broken = to_records(Train("{}", 1, 2, "abc", VECTOR))
+        vectors = broken["vectors"]
+        assert isinstance(vectors, ArrayRecord)
+        for name, value in change.items():
+            setattr(vectors["model"], name, value)
+        with pytest.raises((UpdateError, ValueError)):
+            from_records(Train, broken)

@@ -1,0 +1,356 @@
+"""The main job, from the command line: real processes, real training, real crashes."""
+
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cloister.cli.main import main
+from cloister.protocol.errors import StorageError
+from cloister.protocol.plan import load
+from cloister.server.folder import RunFolder
+from cloister.server.journal import DONE, Journal
+from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
+from cloister.simulations.federation import simulate
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(list(arguments))
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = run_cli(capsys, *arguments, "--json")
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code, _, err = run_cli(capsys, *arguments)
+    assert code == 2
+    assert "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert last.startswith("cloister: ")
+    return last
+
+
+@pytest.fixture(scope="module")
+def whole(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that nothing disturbed: what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["simulate", str(small_plan), "--out", str(out), "--workers", "2", "--json"]) == 0
+    found = json.loads(printed.getvalue().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
+    folder = Path(whole["run"])
+    assert whole["rounds"] == 3
+    assert whole["epsilon"] is None
+    assert whole["delta"] is None
+    assert 0 < whole["final_loss"] < whole["initial_loss"]
+    assert whole["perplexity"] == pytest.approx(np.exp(whole["final_loss"]))
+    assert whole["tokens_per_second"] > 0
+    assert whole["seconds"] > 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["tokens"] == 4 * 2 * 4 * 31 for row in rows[1:])
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == [0, 1, 2, 3]
+    # The digest is that of the parameters that are on disk, by name in sorted order.
+    tensors = load_file(folder / "checkpoints" / "round-00003.safetensors")
+    model = [tensors[name].ravel() for name in sorted(tensors) if name.startswith("model/")]
+    assert hashlib.sha256(np.concatenate(model).tobytes()).hexdigest() == whole["params_sha256"]
+
+
+def test_the_final_model_loads_with_transformers_and_writes(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = Path(whole["run"]) / "final"
+    model = AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    assert tokenizer.decode(tokenizer("héllo").input_ids) == "héllo"
+    tensors = load_file(Path(whole["run"]) / "checkpoints" / "round-00003.safetensors")
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), tensors["model/" + name])
+    arguments = [
+        "generate",
+        whole["run"],
+        "--prompt",
+        "record",
+        "--tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    code, out, _ = run_cli(capsys, *arguments)
+    assert code == 0
+    assert out.startswith("record")
+    assert run_cli(capsys, *arguments)[1] == out
+
+
+def test_the_number_of_workers_does_not_change_the_weights(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = result(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "alone"), "--workers", "1")
+    assert alone["params_sha256"] == whole["params_sha256"]
+    other = result(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "other"), "--seed", "1")
+    assert other["params_sha256"] != whole["params_sha256"]
+
+
+def test_flower_runs_the_same_apps_to_the_same_weights(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--json"]
+    command += ["--out", str(tmp_path / "flower"), "--engine", "flower"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
+
+
+# Crashes
+
+
+def die_at(moment: Callable[[Event], bool]) -> Callable[[Event], None]:
+    """An observer that kills this process, as `kill -9` would, at a moment of the run."""
+
+    def observe(event: Event) -> None:
+        if moment(event):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return observe
+
+
+MOMENTS: dict[str, Callable[[Event], bool]] = {
+    "before anything": lambda event: True,
+    "initial model evaluated": lambda event: isinstance(event, Evaluated) and event.round == 0,
+    "first round begun": lambda event: isinstance(event, RoundStarted) and event.round == 1,
+    "one site answered": lambda event: isinstance(event, SiteAnswered) and event.round == 2,
+    "round done, not reported": lambda event: isinstance(event, RoundDone) and event.round == 2,
+    "round evaluated, not reported": lambda event: isinstance(event, Evaluated) and event.round == 2,
+    "finished": lambda event: isinstance(event, Finished),
+}
+
+
+def killed_run(plan: Path, out: Path, moment: str) -> None:
+    simulate(RunFolder.create(out, load(plan)), die_at(MOMENTS[moment]), workers=2)
+
+
+def killed_between_checkpoint_and_journal(plan: Path, out: Path) -> None:
+    record = Journal.record
+
+    def die(journal: Journal, number: int, attempt: int, step: str, *rest: Any) -> None:
+        if (number, step) == (2, DONE):
+            os.kill(os.getpid(), signal.SIGKILL)
+        record(journal, number, attempt, step, *rest)
+
+    Journal.record = die  # type: ignore[method-assign] -- only in the process that is about to die
+    simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
+
+
+def kill_while(target: Callable[..., None], *arguments: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_goes_on_to_the_same_weights(
+    moment: str, whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_run, small_plan, out, moment)
+    resumed = result(capsys, "resume", str(out), "--workers", "1")
+    assert_as_if_undisturbed(out, resumed, whole)
+
+
+def test_a_run_killed_between_checkpoint_and_journal_goes_on_to_the_same_weights(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_between_checkpoint_and_journal, small_plan, out)
+    assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
+
+
+def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    for name in ("params_sha256", "initial_loss", "final_loss", "rounds"):
+        assert resumed[name] == whole[name], name
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_kept_optimizer_state_survives_a_kill(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "keep.toml"
+    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
+    kept = result(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"))
+    kill_while(killed_run, plan, tmp_path / "killed", "one site answered")
+    resumed = result(capsys, "resume", str(tmp_path / "killed"))
+    assert resumed["params_sha256"] == kept["params_sha256"]
+    assert kept["params_sha256"] != whole["params_sha256"]
+
+
+def test_a_finished_run_is_not_run_again(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (Path(whole["run"]) / "metrics.jsonl").read_text()
+    again = result(capsys, "resume", whole["run"])
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert (Path(whole["run"]) / "metrics.jsonl").read_text() == before
+
+
+def test_a_full_disk_while_checkpointing_loses_nothing(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel refuses this process's large writes from round 2 on, as a full disk would; workers are not touched."""
+    out = tmp_path / "full"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_disk(event: Event) -> None:
+        if isinstance(event, RoundStarted) and event.round == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
+
+    try:
+        with (
+            RunFolder.create(out, load(small_plan)) as folder,
+            pytest.raises(StorageError, match=r"round-00002.*expected a disk that takes the write.*resume"),
+        ):
+            simulate(folder, fill_disk, workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "round-00000.safetensors",
+        "round-00001.safetensors",
+    ]
+    assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
+
+
+# What a person gets wrong
+
+
+def test_wrong_inputs_are_one_line_each(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.toml").touch()
+    (tmp_path / "model.toml").write_text(f"[model]\nname = '{tmp_path}/no-model'\n")
+    base = ["simulate", str(small_plan), "--out", str(tmp_path / "refused")]
+    for arguments, parts in [
+        (["simulate", str(tmp_path / "none.toml")], ["none.toml", "an existing TOML file"]),
+        (["simulate", str(tmp_path / "empty.toml")], ["empty.toml", "empty"]),
+        ([*base, "--set", "local.stepz=1"], ["local.stepz", "did you mean local.steps?"]),
+        ([*base, "--set", "local.steps=few"], ["local.steps", "'few'", "integer"]),
+        (["simulate", str(tmp_path / "model.toml"), *base[2:]], ["no-model", "existing"]),
+        ([*base, "--rounds", "0"], ["run.rounds", "0"]),
+        ([*base, "--workers", "0"], ["--workers", "0", "1 or more"]),
+        (["resume", str(tmp_path / "nowhere")], ["nowhere", "the folder of a run"]),
+        (["generate", str(tmp_path / "nowhere"), "--prompt", "x"], ["nowhere", "the folder of a run"]),
+    ]:
+        line = refusal(capsys, *arguments)
+        for part in parts:
+            assert part in line, line
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("simulation.source={folder}/none.jsonl", ["none.jsonl", "existing"]),
+        ("simulation.source={folder}/empty.jsonl", ["empty.jsonl", "empty"]),
+        ("simulation.source=builtin:python-doc", ["builtin:python-doc", "did you mean builtin:python-docs?"]),
+        ("simulation.source={folder}/two.jsonl", ["4 sites", "cohort.sites"]),
+        ("data.text_field=body", ["body", "text"]),
+        ("model.name=builtin:lama", ["lama", "llama"]),
+        ("model.config.hidden_sise=32", ["hidden_sise", "hidden_size"]),
+        ("data.sequence_length=100000", ["sequence_length"]),
+    ],
+)
+def test_what_cannot_be_run_is_refused_and_can_be_mended(
+    override: str, parts: list[str], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "two.jsonl").write_text('{"text": "one record"}\n{"text": "another record"}\n')
+    out = tmp_path / "refused"
+    setting = override.format(folder=tmp_path)
+    line = refusal(capsys, "simulate", str(small_plan), "--out", str(out), "--set", setting)
+    for part in parts:
+        assert part in line, line
+    assert not out.exists()
+
+
+def test_a_folder_with_another_run_is_left_alone(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (Path(whole["run"]) / "metrics.jsonl").read_bytes()
+    line = refusal(capsys, "simulate", str(small_plan), "--out", whole["run"])
+    assert "holds another run" in line
+    assert "cloister resume" in line
+    assert (Path(whole["run"]) / "metrics.jsonl").read_bytes() == before
+
+
+def test_updates_that_are_not_finite_are_dropouts_and_no_quorum_ends_the_run(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--out", str(tmp_path / "nan"), "--set", "local.learning_rate=1e38"]
+    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
+    assert code == 2
+    assert "dropped out" in out
+    assert "not finite" in out
+    assert "3 of 4 sites to finish" in err.splitlines()[-1]
+    assert "Traceback" not in out + err
+    with Journal(tmp_path / "nan" / "journal.sqlite") as journal:
+        assert journal.last(DONE) is not None
+
+
+def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom cloister.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'datasets', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "simulate" in done.stdout
+
+
+def test_plan_check_prints_the_plan_and_its_cost(
+    small_plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run_cli(capsys, "plan", "check", str(small_plan), "--json", "--sites", "5")
+    assert code == 0
+    found = json.loads(out)
+    assert found["plan"]["cohort"]["sites"] == 5
+    assert found["cohort"] == 5
+    assert found["bytes_down"] == 4 * found["trained_parameters"]
+    assert found["trained_parameters"] == found["parameters"] > 0
+    code, out, _ = run_cli(capsys, "plan", "check", str(small_plan))
+    assert code == 0
+    assert f"{found['parameters']:,}" in out
+    assert "learning_rate = 0.003" in out
+    assert "did you mean" in refusal(capsys, "plan", "check", str(small_plan), "--set", "run.round=3")
