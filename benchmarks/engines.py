@@ -125,7 +125,10 @@ def measure_alone(case: Case, engine: str, rounds: int) -> Result:
 
 def table(results: list[Result]) -> Table:
     found = {(result.case, result.engine): result for result in results}
-    shown = Table("", *(f"{what}, {engine}" for what in ("start", "round") for engine in (*ENGINES, "ratio")))
+    shown = Table(
+        "", *(f"{what} {engine}" for what in ("start", "round") for engine in (*ENGINES, "x")), box=None
+    )
+    shown.columns[0].no_wrap = True
     for column in shown.columns[1:]:
         column.justify = "right"
     for case in CASES:

@@ -54,7 +54,8 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
     """Run a folder's plan, show it, and print what came of it; a new run that is refused leaves no folder."""
     from cloister.server.journal import DONE
     from cloister.server.run import reached
-    from cloister.simulations.federation import per_site, simulate
+    from cloister.simulations.federation import simulate
+    from cloister.simulations.inspection import aggregation_error, per_site
 
     console = Console(stderr=arguments.json)
     display: Display = (
@@ -71,7 +72,9 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
         raise
     except CloisterError:
         if reached(folder, DONE):
-            console.print(f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True)
+            console.print(
+                f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True
+            )
         elif new:
             folder.discard()
         raise
@@ -99,6 +102,11 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
     for site in per_site(folder):
         table.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
     console.print(table)
+    error = aggregation_error(folder)
+    if error is not None:
+        console.print(
+            f"lora averages A and B apart: {error:.1%} off the mean of their products in the last round"
+        )
     console.print(
         f"held-out loss {outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token, "
         f"perplexity {outcome.perplexity:.2f}, {outcome.bits_per_byte:.3f} bits per byte, "
@@ -234,7 +242,7 @@ class LiveDisplay:
                     self._losses[event.round] = event
                     self._rounds.setdefault(event.round, None)
                 case Finished():
-                    self._status = "finished"
+                    self._status, self._cohort = "finished", ()
         self._live.refresh()
 
     def watch(self, site: str, at_work: bool) -> None:
@@ -260,7 +268,7 @@ class LiveDisplay:
             self._time_left(),
         )
         state = Text(self._status)
-        if self._cohort and self._status.startswith("round"):
+        if self._cohort and not self._status.endswith("evaluating"):
             state.append(f"  {len(self._answered)} of {len(self._cohort)} sites answered", style="green")
         if self._working:
             state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
@@ -276,20 +284,30 @@ class LiveDisplay:
         return parts
 
     def _table(self, shown: list[int]) -> Table:
+        """The rounds; a narrow terminal gets fewer columns instead of cut ones."""
+        headings = ["round", "loss", "tokens/s", "sites", "perplexity", "train loss", "bits/byte"]
+        width = self._console.width
+        headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in ("round", "loss", "perplexity", "bits/byte", "train loss", "tokens/s", "sites"):
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for number in shown:
             done, loss = self._rounds[number], self._losses.get(number)
-            table.add_row(
-                str(number),
-                f"{loss.loss:.3f}" if loss else "",
-                f"{loss.perplexity:.2f}" if loss else "",
-                f"{loss.bits_per_byte:.3f}" if loss else "",
-                f"{done.train_loss:.3f}" if done else "",
-                f"{done.tokens / done.seconds:,.0f}" if done and done.seconds else "",
-                str(done.sites) if done else "",
-            )
+            cells = {"round": str(number)}
+            if loss:
+                cells |= {
+                    "loss": f"{loss.loss:.3f}",
+                    "perplexity": f"{loss.perplexity:.2f}",
+                    "bits/byte": f"{loss.bits_per_byte:.3f}",
+                }
+            if done:
+                rate = done.tokens / done.seconds if done.seconds else 0.0
+                cells |= {
+                    "train loss": f"{done.train_loss:.3f}",
+                    "tokens/s": f"{rate:,.0f}",
+                    "sites": str(done.sites),
+                }
+            table.add_row(*(cells.get(heading, "") for heading in headings))
         return table
 
     def _time_left(self) -> str:

@@ -32,9 +32,10 @@ from cloister.aggregation.sums import (
     training_layout,
 )
 from cloister.clients.train import Trainer
-from cloister.lm.data import Prepared, cached, prepare, prepared_key, read_records
+from cloister.lm.data import Prepared, cached, prepare, prepared_key
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, device_for, load_model
+from cloister.lm.records import read_records
 from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.messages import Contribution, Evaluate, Join, Joined, Train
 from cloister.protocol.plan import Plan, Section
@@ -84,6 +85,11 @@ def load_site(path: Path) -> Site:
         }
     )
     return Site(config)
+
+
+def update_path(state: Path, round_number: int) -> Path:
+    """Where a site with a state folder keeps its finished update of a round."""
+    return state / f"update-{round_number:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -182,28 +188,24 @@ class Site:
         update = _Update(local.vector, local.tokens, local.loss)
         facts = {"model": request.model_hash, "tokens": str(update.tokens), "loss": update.loss.hex()}
         # Losing this file only costs training again, so it is not synced to disk.
+        kept = update_path(self._state, request.round)
         write_file(
-            self._update_path(request),
-            lambda path: save_file({"update": update.vector}, path, metadata=facts),
-            durable=False,
+            kept, lambda path: save_file({"update": update.vector}, path, metadata=facts), durable=False
         )
         for old in self._state.glob("update-*.safetensors"):
-            if old != self._update_path(request):
+            if old != kept:
                 old.unlink(missing_ok=True)
         return update
 
     def _finished_update(self, resident: _Resident, request: Train) -> _Update | None:
         try:
-            with safe_open(self._update_path(request), framework="np") as file:
+            with safe_open(update_path(self._state, request.round), framework="np") as file:
                 facts, vector = file.metadata() or {}, file.get_tensor("update")
         except (OSError, SafetensorError):
             return None
         if facts.get("model") != request.model_hash or vector.shape != (resident.model.layout.size,):
             return None
         return _Update(vector, int(facts["tokens"]), float.fromhex(facts["loss"]))
-
-    def _update_path(self, request: Train) -> Path:
-        return self._state / f"update-{request.round:05d}.safetensors"
 
     @property
     def _state(self) -> Path:

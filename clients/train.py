@@ -15,7 +15,6 @@ float32 weights. The learning rate follows the steps of the whole run, not of th
 
 from __future__ import annotations
 
-import errno
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -297,14 +296,10 @@ def _save_state(
         if parameter in optimizer.state
         for moment in _MOMENTS
     }
-    write_file(folder / f"optimizer-{round}.safetensors", lambda path: _write_state(tensors, path, layout))
-
-
-def _write_state(tensors: dict[str, torch.Tensor], path: Path, layout: str) -> None:
-    try:
-        save_file(tensors, path, metadata={"layout": layout})
-    except SafetensorError as error:  # it wraps the refusals of the disk
-        raise OSError(errno.EIO, str(error)) from error
+    write_file(
+        folder / f"optimizer-{round}.safetensors",
+        lambda path: save_file(tensors, path, metadata={"layout": layout}),
+    )
 
 
 _STATE = re.compile(r"optimizer-(\d+)\.safetensors")

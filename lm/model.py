@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import hashlib
 import inspect
 import warnings
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from cloister.lm.layout import Layout, Vector
@@ -446,8 +444,6 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
             module.peft_config["default"].base_model_name_or_path = base
             module.save_pretrained(staging, save_embedding_layers=False)
         model.tokenizer.save_pretrained(staging)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error)) from error
     finally:
         module.config.use_cache = False
 

@@ -205,7 +205,8 @@ class SimulationSection(Section):
 
     source: str = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, a .txt/.jsonl/.json/.parquet file, a
-    folder of such files, or a hub name."""
+    folder of such files, or a hub name. A single .txt file is distributed by its paragraphs, which end at blank lines
+    (without blank lines: by its lines); in a folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["natural", "iid", "dirichlet", "size"] = "natural"

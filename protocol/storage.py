@@ -57,18 +57,36 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside = path.with_name(f".{path.name}.{os.getpid()}.old")
     with _refusals_of_the_disk(path):
+        # What a killed process with the same number has left behind is nobody's.
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             fill(temporary)
             for written in sorted(temporary.rglob("*")):
                 _sync(written)
+            _sync(temporary)
             if path.exists():
                 path.rename(aside)
-            temporary.rename(path)
+            try:
+                temporary.rename(path)
+            except OSError:
+                if aside.exists():
+                    aside.rename(path)
+                raise
             _sync(path.parent)
+            shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(aside, ignore_errors=True)
+
+
+def disk_refusal(path: Path, error: Exception) -> StorageError:
+    """What a person is told when the disk refuses to write at `path`."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return StorageError(
+        str(path),
+        expected=f"a disk that takes the write ({reason})",
+        fix="nothing that was there is lost; free space or mend permissions, then go on with: cloister resume",
+    )
 
 
 @contextlib.contextmanager
@@ -76,12 +94,7 @@ def _refusals_of_the_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:  # safetensors does not pass the system's error on as it is
-        reason = getattr(error, "strerror", None) or str(error)
-        raise StorageError(
-            str(path),
-            expected=f"a disk that takes the write ({reason})",
-            fix="nothing that was there is lost; free space or mend permissions, then go on with: cloister resume",
-        ) from error
+        raise disk_refusal(path, error) from error
 
 
 def _fill(path: Path, content: bytes) -> None:

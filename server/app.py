@@ -12,6 +12,9 @@ from cloister.protocol.messages import Contribution, Evaluate, Failure, Join, Jo
 from cloister.protocol.plan import Plan
 from cloister.protocol.records import from_records, to_records
 
+_GRACE_S = 60.0
+"""How much longer than the deadline a message may live, so that it is the deadline that ends an attempt."""
+
 
 class GridChannel:
     """The sites behind a Flower grid, by name.
@@ -64,7 +67,7 @@ class GridChannel:
         kind, answer = _KINDS[type(request)]
         content = to_records(request)  # one object in every message: an engine may send its vectors once
         group = str(getattr(request, "round", 0))
-        messages = [Message(content, node, kind, ttl=deadline_s, group_id=group) for node in nodes]
+        messages = [Message(content, node, kind, ttl=deadline_s + _GRACE_S, group_id=group) for node in nodes]
         waiting = set(nodes)
         for message in self._grid.send_and_receive(messages, timeout=deadline_s):
             node = message.metadata.src_node_id

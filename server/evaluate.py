@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from cloister.aggregation.average import PlainSum
 from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS, evaluation_layout
-from cloister.lm.data import prepare, read_records
+from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, device_for
+from cloister.lm.records import read_records
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Evaluate
 from cloister.protocol.plan import Plan

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sysconfig
 import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.lm.data import Records, read_records
+from cloister.lm.records import Record, Records, read_records
 from cloister.protocol.errors import DataError
 
 _NOT_SOURCE = {
@@ -36,13 +37,18 @@ class Corpus:
 
 
 def corpus_records(source: str, split: str = "train", cache: Path | None = None) -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, or whatever `cloister.lm.data.read_records` reads.
+    """Read `builtin:python-docs`, `builtin:python-stdlib`, or whatever `cloister.lm.records.read_records` reads.
+
+    A single `.txt` file would be one record, which no two sites can share. It is distributed by paragraphs, which end
+    at blank lines; by lines, if there is no blank line between any two of them.
 
     Raises:
         DataError: an unknown `builtin:` name, or what `read_records` raises.
     """
     if not source.startswith("builtin:"):
-        return Corpus(read_records(source, split=split, cache=cache))
+        records = read_records(source, split=split, cache=cache)
+        one_text = Path(source).suffix == ".txt" and Path(source).expanduser().is_file()
+        return Corpus(_paragraphs(records[0]["text"]) if one_text else records)
     builtin = {"builtin:python-docs": _python_docs, "builtin:python-stdlib": _python_stdlib}
     if source not in builtin:
         nearest = difflib.get_close_matches(source, builtin, n=1, cutoff=0)
@@ -53,6 +59,13 @@ def corpus_records(source: str, split: str = "train", cache: Path | None = None)
             fix=f"did you mean {nearest[0]}?",
         )
     return builtin[source]()
+
+
+def _paragraphs(text: str) -> list[Record]:
+    parts = [part.strip("\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
+    if len(parts) == 1:
+        parts = [line for line in text.split("\n") if line.strip()]
+    return [{"text": part} for part in parts]
 
 
 def _python_docs() -> Corpus:

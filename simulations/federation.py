@@ -6,13 +6,12 @@ the same `ClientApp` as a deployed one. What is simulated is only where it runs,
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +22,11 @@ from flwr.serverapp import Grid
 
 from cloister.clients.app import client_app
 from cloister.clients.site import Site, load_site
-from cloister.lm.model import load_model
 from cloister.protocol.errors import EngineError
 from cloister.protocol.messages import Contribution, Train
 from cloister.protocol.plan import Plan, ProfileSection
-from cloister.protocol.storage import write_bytes, write_folder
+from cloister.protocol.storage import write_folder
 from cloister.server.app import GridChannel, server_app
-from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.journal import FINISHED
 from cloister.server.progress import Observer, Preparing, SiteFailed
@@ -103,33 +100,6 @@ def simulate(
         ) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
     return outcomes[0]
-
-
-@dataclass(frozen=True)
-class SiteOutcome:
-    """What the run did for one simulated site: its own held-out loss, nats per token, before and after."""
-
-    site: str
-    sequences: int
-    before: float
-    after: float
-
-
-def per_site(folder: RunFolder) -> list[SiteOutcome]:
-    """Evaluate the initial and the final model on each site's own held-out records, and keep it in `sites.json`.
-
-    Only a simulation can do this: one process reads every site's folder. In a deployment nobody sees it.
-    """
-    plan = folder.plan
-    checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
-    first, last = checkpoints.load(0), checkpoints.load(plan.run.rounds)
-    found = []
-    for index in range(plan.cohort.sites):
-        site = load_site(folder.path / "sites" / site_name(index) / "site.toml")
-        before, after = (site.held_out(plan, model.weights) for model in (first, last))
-        found.append(SiteOutcome(site.config.name, site.sequences(plan), before.loss, after.loss))
-    write_bytes(folder.path / "sites.json", json.dumps([asdict(site) for site in found], indent=1).encode())
-    return found
 
 
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister.lm.data import Records
+from cloister.lm.records import Records
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import SimulationSection
 from cloister.protocol.storage import write_file

@@ -42,6 +42,22 @@ def test_other_sources_are_read_as_a_site_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("\none\n  more\n\n  two\n \t\n\n\nthree\n\n", ["one\n  more", "  two", "three"]),
+        ("\n\none\n  two\nthree\u2028still three\n\n", ["one", "  two", "three\u2028still three"]),
+    ],
+)
+def test_a_single_text_file_is_distributed_by_paragraphs_or_lines(
+    text: str, parts: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    assert corpus_records(str(file)).records == [{"text": part} for part in parts]
+    assert [record["text"] for record in corpus_records(str(tmp_path)).records] == [text]
+
+
+@pytest.mark.parametrize(
     ("name", "nearest"), [("builtin:python-doc", "python-docs"), ("builtin:stdlib", "python-stdlib")]
 )
 def test_an_unknown_builtin_is_refused(name: str, nearest: str) -> None:

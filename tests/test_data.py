@@ -1,23 +1,18 @@
-"""What is read is what is there, each record is used once, and exactly the answers are learned."""
+"""Each record is used once, exactly what can be learned is labelled, and what is kept on disk is what was made."""
 
 import errno
 import itertools
-import json
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets  # type: ignore[import-untyped]  # it ships no types
-import httpx
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import HfApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from cloister.lm.data import (
     NOT_LEARNED,
@@ -28,7 +23,6 @@ from cloister.lm.data import (
     load_prepared,
     prepare,
     prepared_key,
-    read_records,
     save_prepared,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
@@ -41,29 +35,6 @@ EOS = 256
 PAD = 257
 PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|"))
 FORMATS: tuple[Literal["text", "prompt", "messages"], ...] = ("text", "prompt", "messages")
-
-
-def merged() -> PreTrainedTokenizerFast:
-    """A tokenizer with merges, a beginning-of-text token, and words that swallow the space before them."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<bos>", "<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(["the answer to the question is the other answer"] * 4, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
-        tokenizer_object=backend,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<eos>",
-        chat_template=BYTES.chat_template,
-    )
-
-
-MERGED = merged()
 
 
 def learned(sequences: Sequences) -> list[str]:
@@ -98,126 +69,6 @@ def check(sequences: Sequences, length: int) -> None:
         steps = np.diff(positions, axis=1)
         assert (positions[:, 0] == 0).all()
         assert ((steps == 1) | (positions[:, 1:] == 0)).all()
-
-
-# Reading
-
-
-def test_a_text_file_is_one_record(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_bytes("\ufeffhé\n\nllo\n".encode())
-    assert list(read_records(str(file))) == [{"text": "hé\n\nllo\n"}]
-
-
-def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    for name in ("b", "a", "c"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    (tmp_path / "README.md").write_text("not data")
-    assert [record["text"] for record in read_records(str(tmp_path))] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("with_cache", [True, False])
-@pytest.mark.parametrize("name", ["odd [1]*.jsonl", "list.json", "table.parquet"])
-def test_tables(name: str, with_cache: bool, tmp_path: Path) -> None:
-    rows = [{"text": f"é{index}\u2028\n", "n": index} for index in range(50)]
-    file = tmp_path / name
-    if file.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(file)
-    elif file.suffix == ".json":
-        file.write_text(json.dumps(rows))
-    else:
-        file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    records = read_records(str(file), cache=tmp_path / "cache" if with_cache else None)
-    assert len(records) == 50
-    assert records[7] == rows[7]
-    assert list(records) == rows
-    assert bool(getattr(records, "cache_files", [])) == with_cache
-
-
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes('\ufeff{"text": "é"}\n'.encode())
-    assert list(read_records(str(file))) == [{"text": "é"}]
-
-
-def test_private_files_stay_out_of_the_global_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = tmp_path / "global"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", elsewhere)
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "secret"}\n')
-    for cache in (None, tmp_path / "own"):
-        assert read_records(str(file), cache=cache)[0] == {"text": "secret"}
-    assert not elsewhere.exists()
-
-
-def test_changed_files_are_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    for text in ("one", "two", "six"):
-        file.write_text(json.dumps({"text": text}))
-        assert read_records(str(file), cache=tmp_path / "cache")[0] == {"text": text}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("a.jsonl", b"", "expected a file with records, and this one is empty"),
-        ("a.jsonl", b"\n \n", "a file with records, and this one has none"),
-        (
-            "a.jsonl",
-            b'{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n',
-            r"a\.jsonl, line 3: expected one JSON object \(Expecting",
-        ),
-        (
-            "a.jsonl",
-            b'{"a": "x"}\n{"a": "cut o',
-            r"a\.jsonl, line 2: expected one JSON object \(Unterminated",
-        ),
-        ("a.jsonl", b'{"a": "x"}\n"y"\n', r"a\.jsonl, line 2 is 'y': expected one JSON object"),
-        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl, line 1: expected one JSON object"),
-        ("a.json", b'[\n{"a": "x"},\n{"a" "y"}\n]', r"a\.json, line 3: expected a JSON list of objects"),
-        ("a.json", b'[{"a": "x"}, 3]', r"a\.json, record 2 is 3: expected one JSON object"),
-        ("a.json", b"[]", "expected .*record"),
-        ("a.parquet", b"PAR1 this is none", "expected readable parquet records"),
-        ("a.txt", b"", "this one is empty"),
-        ("a.txt", b"abc\xff", "expected UTF-8 text, and byte 3 is not"),
-        ("a.csv", b"a,b", r"expected a file that ends in \.txt, \.jsonl"),
-    ],
-)
-def test_a_broken_file_is_refused_in_one_line(
-    name: str, content: bytes, complaint: str, tmp_path: Path
-) -> None:
-    file = tmp_path / name
-    file.write_bytes(content)
-    for cache in (None, tmp_path / "cache"):
-        with pytest.raises(DataError, match=complaint) as refused:
-            read_records(str(file), cache=cache)
-        assert "\n" not in str(refused.value)
-
-
-def test_a_folder_without_data_or_with_two_kinds_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected a folder with files that end in"):
-        read_records(str(tmp_path))
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
-    with pytest.raises(DataError, match="this folder mixes json, text"):
-        read_records(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "missing", ["nothing.jsonl", "/nowhere/data", "./nowhere", "~/nowhere-at-all", "a/b/c"]
-)
-def test_a_missing_file_is_refused(missing: str) -> None:
-    with pytest.raises(DataError, match=r"^data is .*: expected an existing file or folder"):
-        read_records(missing)
-
-
-def test_without_a_hub_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def repo_info(*_: object, **__: object) -> None:
-        raise httpx.ConnectError("no network")
-
-    monkeypatch.setattr(HfApi, "repo_info", repo_info)
-    with pytest.raises(DataError, match=r"^data is 'no-such/data:en': .*the hub cannot be reached"):
-        read_records("no-such/data:en", cache=tmp_path)
 
 
 # Tokens and labels
@@ -317,125 +168,6 @@ def test_assistant_turns_and_nothing_else_are_learned(
     )  # the end token is in the template
 
 
-# A template like Qwen3's: thoughts stay only in what follows the last question, and what was said is stripped.
-THINKING = """{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'assistant' and '</think>' in m.content %}
-        {%- set said = m.content.split('</think>')[-1].strip() %}
-        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}
-    {%- else %}{% set said = m.content.strip() %}{% set thought = '' %}{% endif %}
-    {{- '[' + m.role + ']' }}
-    {%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>' + thought + '</think>' }}{% endif %}
-    {{- said + '[/]\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""
-
-
-def test_turns_are_found_in_a_template_that_rewrites_them() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = THINKING
-    said = ["yes", "<think>hm</think> yes ", "no", "<think>well</think>\nno\n"]
-    chat = [
-        {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
-    ]
-    data = DataSection(format="messages", sequence_length=200, held_out=0)
-    assert learned(prepare([{"messages": chat}], tokenizer, data, seed=0).train) == [
-        "yes[/]\n",
-        "well</think>no[/]\n",
-    ]
-
-
-def test_an_end_that_the_template_gives_only_once_is_learned_once() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ '<|end|>' }}"
-    chat = [{"role": role, "content": role.upper()} for role in ["user", "assistant"] * 2]
-    data = DataSection(format="messages", sequence_length=200, held_out=0)
-    train = prepare([{"messages": chat}], tokenizer, data, seed=0).train
-    assert learned(train) == ["ASSISTANT", "ASSISTANT" + END]
-
-
-def test_arrow_fills_of_missing_keys_do_not_reach_the_template(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.tool is defined %}TOOL{% endif %}{% endfor %}"
-    )
-    chats = [
-        [{"role": "assistant", "content": "a", "tool": "t"}],
-        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "cc"}],
-    ]
-    file = tmp_path / "a.parquet"
-    datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(file)
-    data = DataSection(format="messages", sequence_length=20, held_out=0, packing=False)
-    train = prepare(read_records(str(file)), tokenizer, data, seed=0).train
-    assert learned(train) == ["TOOL", "cc"]
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-@settings(deadline=None)
-@given(texts=st.lists(st.tuples(PLAIN, PLAIN), min_size=1, max_size=5))
-def test_reading_off_bytes_equals_the_tokenizer(
-    format_: Literal["text", "prompt", "messages"], texts: list[tuple[str, str]]
-) -> None:
-    slow = byte_tokenizer()
-    slow.add_special_tokens(
-        {"additional_special_tokens": ["<never in a text>"]}
-    )  # not known as the byte tokenizer
-    data = DataSection(format=format_, sequence_length=64, held_out=0)
-    rows = [
-        {
-            "text": first,
-            "prompt": first,
-            "completion": second + "!",
-            "messages": [{"role": "user", "content": first}, {"role": "assistant", "content": second}],
-        }
-        for first, second in [*texts, ("some", "thing")]
-    ]
-    fast, other = (prepare(rows, tokenizer, data, seed=0) for tokenizer in (BYTES, slow))
-    assert np.array_equal(fast.train.tokens, other.train.tokens)
-    assert np.array_equal(fast.train.labels, other.train.labels)
-    assert fast.train.n_bytes == other.train.n_bytes
-
-
-def test_special_tokens_written_in_a_text_are_tokens() -> None:
-    data = DataSection(sequence_length=8, held_out=0)
-    train = prepare([{"text": f"a{END}b"}, {"text": f"c{END}"}], BYTES, data, seed=0).train
-    assert train.tokens.tolist() == [[97, EOS, 98, EOS, 99, EOS, PAD, PAD]]
-
-
-def test_a_tokenizer_with_a_beginning_token_gets_it() -> None:
-    data = DataSection(sequence_length=64, held_out=0, packing=False)
-    text = "the answer é"
-    (row,) = prepare([{"text": text}], MERGED, data, seed=0).train.tokens.tolist()
-    ids = MERGED(text)["input_ids"]
-    assert ids[0] == 0
-    assert row[: len(ids) + 1] == [*ids, 1]
-
-
-def test_a_token_across_the_border_belongs_to_the_answer() -> None:
-    data = DataSection(format="prompt", sequence_length=64, held_out=0)
-    train = prepare([{"prompt": "the question is ", "completion": "the answer"}], MERGED, data, seed=0).train
-    (labels,) = train.labels.tolist()
-    assert MERGED.decode([label for label in labels if label != NOT_LEARNED]) == " the answer<eos>"
-    assert train.n_bytes == len("the answer")
-
-
-def test_bytes_are_counted_whatever_the_tokens() -> None:
-    data = DataSection(sequence_length=4096, held_out=0)
-    text = "the answer to the é€😀 question " * 20
-    train = prepare([{"text": text}] * 3, MERGED, data, seed=0).train
-    assert train.n_bytes == 3 * len(text.encode())  # the first token learned is the first after <bos>
-    assert train.n_tokens < train.n_bytes / 2
-
-
-def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = DataSection(sequence_length=32, held_out=0)
-    text = "the answer to the question\n" * 50
-    whole = prepare([{"text": text}], MERGED, data, seed=0).train
-    monkeypatch.setattr("cloister.lm.data._BATCH_CHARACTERS", 100)
-    assert np.array_equal(prepare([{"text": text}], MERGED, data, seed=0).train.tokens, whole.tokens)
-
-
 # Held-out records
 
 
@@ -510,73 +242,6 @@ def test_one_single_record_that_cannot_be_divided_is_refused(row: dict[str, Any]
     )
     with pytest.raises(DataError, match="expected two records or more, of which one can be held out"):
         prepare([row], BYTES, DataSection(format=format_), seed=0)
-
-
-# Wrong records
-
-
-@pytest.mark.parametrize(
-    ("format_", "row", "complaint"),
-    [
-        (
-            "text",
-            {"body": "x", "n": 1, "text": None},
-            "^record 2: expected a field 'text', and it has body, n; name the",
-        ),
-        ("text", {}, "^record 2: expected a field 'text', and it has none"),
-        ("text", {"text": 3}, "^record 2, field text is 3: expected text"),
-        ("text", "abc", "^record 2 is 'abc': expected an object with named fields"),
-        (
-            "prompt",
-            {"prompt": "x", "answer": "y"},
-            "^record 2: expected a field 'completion', and it has answer, prompt",
-        ),
-        (
-            "messages",
-            {"messages": "hi"},
-            r"^record 2, field messages is 'hi': expected a list of \{role, content\}",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "user"}]},
-            "^record 2, field messages .*a text role and a text content",
-        ),
-        ("messages", {"messages": ["hi"]}, "^record 2, field messages"),
-    ],
-)
-def test_a_wrong_record_is_refused(
-    format_: Literal["text", "prompt", "messages"], row: dict[str, Any], complaint: str
-) -> None:
-    good = {
-        "text": "x",
-        "prompt": "x",
-        "completion": "y",
-        "messages": [{"role": "assistant", "content": "x"}],
-    }
-    with pytest.raises(DataError, match=complaint):
-        prepare([good, row], BYTES, DataSection(format=format_), seed=0)
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"^data\.format is 'messages'.*has no chat template"):
-        prepare([{"messages": []}], tokenizer, DataSection(format="messages"), seed=0)
-
-
-@pytest.mark.parametrize(
-    ("template", "complaint"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", r"^record 1: .*roles must alternate"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "^record 1: expected a chat template that keeps"),
-    ],
-)
-def test_a_chat_that_its_template_refuses_is_refused(template: str, complaint: str) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    rows = [{"messages": [{"role": "assistant", "content": "x"}]}]
-    with pytest.raises(DataError, match=complaint):
-        prepare(rows, tokenizer, DataSection(format="messages"), seed=0)
 
 
 # What a model sees
@@ -721,7 +386,7 @@ def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
     first = key()
     assert first == key(tokenizer=byte_tokenizer())
     keys = [
-        first, key(DataSection(packing=False)), key(tokenizer=MERGED), key(tokenizer=other_template),
+        first, key(DataSection(packing=False)), key(tokenizer=other_template),
         key(seed=1), key(split="test"),
     ]  # fmt: skip
     file.write_text('{"text": "b"}')

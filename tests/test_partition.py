@@ -74,6 +74,18 @@ def test_natural_groups_are_balanced_by_bytes() -> None:
     assert max(sizes) <= 4 / 3 * max(sum(sizes) / 8, largest_topic)
 
 
+@pytest.mark.parametrize("between", ["\n\n", "\n"])
+def test_one_text_file_serves_four_sites(between: str, tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text(between.join(f"part {number}" for number in range(10)))
+    corpus = corpus_records(str(file))
+    parts = partition(corpus.records, SimulationSection(partition="iid"), 4, 0, field=corpus.field)
+    assert sorted(map(len, parts)) == [2, 2, 3, 3]
+    paths = write_sites(tmp_path, corpus.records, parts)
+    texts = [json.loads(line)["text"] for path in paths for line in path.read_text().splitlines()]
+    assert sorted(texts) == [f"part {number}" for number in range(10)]
+
+
 def test_the_field_of_the_plan_wins() -> None:
     records = [{"a": index % 2, "b": index // 2} for index in range(4)]
     by_b = partition(records, SimulationSection(field="b"), 2, 0, field="a")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import Plan, load, parse
@@ -65,12 +66,12 @@ def test_how_a_machine_plays_the_federation_is_not_in_the_digest() -> None:
 
 
 def test_every_field_says_what_it_means() -> None:
-    def silent(section: type, path: str) -> list[str]:
+    def silent(section: type[BaseModel], path: str) -> list[str]:
         missing = []
-        for name, field in section.model_fields.items():  # type: ignore[attr-defined] -- pydantic's
+        for name, field in section.model_fields.items():
             if not field.description:
                 missing.append(f"{path}{name}")
-            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 missing += silent(field.annotation, f"{path}{name}.")
         return missing
 

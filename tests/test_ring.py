@@ -1,5 +1,7 @@
 """The ring code: exact sums in any order, no bias, no wrap, exact counters."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from cloister.aggregation.average import PlainSum, SumLayout
 from cloister.aggregation.ring import Ring
 from cloister.protocol.errors import UpdateError
 
-BITS = st.sampled_from([16, 32])
+Bits = Literal[16, 32]
+BITS: st.SearchStrategy[Bits] = st.sampled_from([16, 32])
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -24,7 +27,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 )
 @settings(deadline=None)
 def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
-    bits: int, terms: int, seed: int, bound: float
+    bits: Bits, terms: int, seed: int, bound: float
 ) -> None:
     ring = Ring(bits, bound, terms)
     random = rng(seed)
@@ -41,7 +44,7 @@ def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
 
 @given(bits=BITS, terms=st.integers(1, 1000))
 @settings(deadline=None)
-def test_the_largest_sum_does_not_wrap(bits: int, terms: int) -> None:
+def test_the_largest_sum_does_not_wrap(bits: Bits, terms: int) -> None:
     ring = Ring(bits, 1.0, terms)
     for sign in (1, -1):
         coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), rng())
@@ -95,7 +98,7 @@ def test_a_value_that_is_not_finite_is_refused_and_named(bad: float) -> None:
     bits=BITS,
     rows=st.lists(st.tuples(st.integers(0, 2**56 - 1), st.integers(0, 2**40)), min_size=1, max_size=100),
 )
-def test_counters_add_up_exactly(bits: int, rows: list[tuple[int, int]]) -> None:
+def test_counters_add_up_exactly(bits: Bits, rows: list[tuple[int, int]]) -> None:
     ring = Ring(bits, 1.0, len(rows))
     total = np.zeros(2 * ring.limbs, dtype=ring.dtype)
     for row in rows:
@@ -115,7 +118,7 @@ def test_counters_out_of_range_are_refused(bad: int) -> None:
     seed=st.integers(0, 2**32),
 )
 @settings(deadline=None)
-def test_weighted_mean_agrees_with_float64(bits: int, weights: list[int], seed: int) -> None:
+def test_weighted_mean_agrees_with_float64(bits: Bits, weights: list[int], seed: int) -> None:
     random = rng(seed)
     ring = Ring(bits, 0.5, len(weights))
     layout = SumLayout(ring, 40, ("weight", "clipped", "seen"), heaviest=4096)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -168,8 +169,8 @@ def killed_between_checkpoint_and_journal(plan: Path, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         record(journal, number, attempt, step, *rest)
 
-    Journal.record = die  # type: ignore[method-assign] -- only in the process that is about to die
-    simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
+    with mock.patch.object(Journal, "record", die):
+        simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
 
 
 def kill_while(target: Callable[..., None], *arguments: Any) -> None:

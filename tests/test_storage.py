@@ -52,3 +52,22 @@ def test_errors_that_are_not_the_disk_pass_through(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         write_file(tmp_path / "file", defect)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    write_folder(path, lambda folder: write_bytes(folder / "a", b"one"))
+    rename = Path.rename
+
+    def refuse(source: Path, target: Path) -> Path:
+        if source.name.endswith(".tmp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StorageError):
+        write_folder(path, lambda folder: write_bytes(folder / "a", b"two"))
+    assert (path / "a").read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["folder"]

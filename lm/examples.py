@@ -1,0 +1,282 @@
+"""Records -> examples: the tokens of each record, which of them are learned, and the bytes of text they stand for.
+
+Texts, prompts and chats all become the same thing here, so that what follows (splitting, cutting, packing) knows only
+examples. A record is first rendered as one text with the spans of it that are learned, then tokenised.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from cloister.lm.records import Record, Records
+from cloister.lm.tokenizer import byte_tokenizer
+from cloister.protocol.errors import DataError
+from cloister.protocol.plan import DataSection
+
+_BATCH_CHARACTERS = 1 << 20
+
+Spans = Sequence[tuple[int, int]]
+"""The parts of a text that are learned, as (start, stop) in characters, in order."""
+_Coded = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""The tokens of a text, and which of them are learned."""
+
+CONTEXT, ANSWER, END = 0, 1, 2
+"""Roles of a token: not learned; learned, and part of the text; learned, and only the end of it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of one record, or of a piece of one."""
+
+    tokens: NDArray[np.int32]
+    """(n,): token ids."""
+    role: NDArray[np.uint8]
+    """(n,): the role of each token: `CONTEXT`, `ANSWER` or `END`."""
+    bytes_each: float
+    """UTF-8 bytes of text that an `ANSWER` token stands for."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def piece(self, start: int, stop: int | None) -> Example:
+        """Tokens `start` to `stop`, without a copy."""
+        return Example(self.tokens[start:stop], self.role[start:stop], self.bytes_each)
+
+
+def to_examples(records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> Iterator[Example]:
+    """Turn each record into one example, whatever its length; one that is empty where the record is.
+
+    Of a text every token is learned, of a prompt and completion the completion, of a chat the assistant's turns, and
+    in each case the end-of-text token behind it.
+
+    Raises:
+        DataError: a record lacks the plan's field, has another type in it, or is a chat that the template refuses;
+            or the tokenizer cannot do chats, or cannot say where in a text its tokens stand.
+    """
+    render: Callable[[int, Record], tuple[str, Spans]]
+    if data.format == "text":
+        render = functools.partial(_render_text, data)
+    elif data.format == "prompt":
+        render = functools.partial(_render_prompt, data)
+    else:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "data.format",
+                "messages",
+                expected="prompt or text with a tokenizer that has no chat template",
+                fix="set model.tokenizer to one that has",
+            )
+        render = functools.partial(_render_chat, data, tokenizer)
+    # A chat template says itself where a chat begins and ends.
+    encode = _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
+    for batch in _by_size(render(number, record) for number, record in enumerate(records, start=1)):
+        yield from encode(batch)
+
+
+def identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All of a tokenizer that decides about tokens, as text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    inner = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return json.dumps(
+        [type(tokenizer).__name__, inner, tokenizer.special_tokens_map, tokenizer.chat_template], default=str
+    )
+
+
+def _by_size(rendered: Iterable[tuple[str, Spans]]) -> Iterator[list[tuple[str, Spans]]]:
+    """Gather texts until they are worth a call of the tokenizer, whose intermediate results are large."""
+    batch: list[tuple[str, Spans]] = []
+    size = 0
+    for item in rendered:
+        batch.append(item)
+        size += len(item[0])
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _render_text(data: DataSection, number: int, record: Record) -> tuple[str, Spans]:
+    text = _field(record, number, data.text_field)
+    return text, [(0, len(text))]
+
+
+def _render_prompt(data: DataSection, number: int, record: Record) -> tuple[str, Spans]:
+    prompt = _field(record, number, data.prompt_field)
+    text = prompt + _field(record, number, data.completion_field)
+    return text, [(len(prompt), len(text))]
+
+
+_STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters, which no template and hardly any text contains
+
+
+def _render_chat(
+    data: DataSection, tokenizer: PreTrainedTokenizerBase, number: int, record: Record
+) -> tuple[str, Spans]:
+    """Render a chat and find the assistant's turns in it.
+
+    Where a turn stands is found by rendering the chat once more with a stand-in for the turn's content: what differs
+    between the two is the turn. This holds also for templates that strip, rearrange or shorten what was said.
+    What the template puts behind a turn (its end token) is learned with it.
+    """
+    messages = _messages(record, number, data.messages_field)
+
+    def rendered(turns: list[dict[str, Any]]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception as error:  # a template is a program, and raises whatever the chat led it to
+            reason = str(error).strip().partition("\n")[0]
+            raise DataError(
+                f"record {number}", expected=f"a chat that the template takes ({reason})"
+            ) from error
+
+    full = rendered(messages)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        stand_in = {**message, "content": _STAND_IN}
+        other = rendered([*messages[:index], stand_in, *messages[index + 1 :]])
+        if _STAND_IN not in other:
+            raise DataError(f"record {number}", expected="a chat template that keeps what the assistant says")
+        start = _shared(full, other)
+        end = len(full) - _shared(full[start:][::-1], other[start:][::-1])
+        behind = rendered([*messages[:index], stand_in]).rpartition(_STAND_IN)[2]
+        spans.append((start, end + _shared(full[end:], behind)))
+    return full, spans
+
+
+def _messages(record: Record, number: int, name: str) -> list[dict[str, Any]]:
+    messages = _value(record, number, name)
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise DataError(f"record {number}, field {name}", messages, expected="a list of {role, content}")
+    kept = []
+    for message in messages:
+        # Arrow gives every message every key that any message has; a template must not take None for a value.
+        kept.append({key: value for key, value in message.items() if value is not None})
+        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise DataError(
+                f"record {number}, field {name}",
+                message,
+                expected="messages with a text role and a text content",
+            )
+    return kept
+
+
+def _field(record: Record, number: int, name: str) -> str:
+    value = _value(record, number, name)
+    if not isinstance(value, str):
+        raise DataError(f"record {number}, field {name}", value, expected="text")
+    return value
+
+
+def _value(record: Record, number: int, name: str) -> Any:
+    if not isinstance(record, Mapping):
+        raise DataError(f"record {number}", record, expected="an object with named fields")
+    value = record.get(name)
+    if value is None:
+        has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
+        raise DataError(
+            f"record {number}",
+            expected=f"a field {name!r}, and it has {has}",
+            fix="name the field in [data] of the plan",
+        )
+    return value
+
+
+def _shared(left: str, right: str) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[:middle] == right[:middle] else (low, middle - 1)
+    return low
+
+
+class _Encoder:
+    """Texts with learned spans -> examples, with the beginning and end tokens that the tokenizer's models expect."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, whole: bool, close: bool) -> None:
+        """Set up for texts that are learned as a `whole` or in spans, and that it must `close` or that are closed."""
+        self.tokenizer = tokenizer
+        self.whole = whole
+        alone = tokenizer("")["input_ids"]
+        self.start = alone[:1] if close and alone[:1] == [tokenizer.bos_token_id] else []
+        self.end = [tokenizer.eos_token_id] if close else []
+        self.special = [str(token) for token in tokenizer.all_special_tokens]
+        # Bytes are their own tokens: reading them off is far faster than looking each one up, and equal (tested).
+        self.bytes = identity(tokenizer) == identity(byte_tokenizer())
+        if not whole and not tokenizer.is_fast:
+            raise DataError(
+                "data.format",
+                expected="text, with a tokenizer that cannot say where in a text its tokens stand",
+                fix="set model.tokenizer to one of the tokenizers library",
+            )
+
+    def __call__(self, batch: Sequence[tuple[str, Spans]]) -> Iterator[Example]:
+        if self.bytes and not any(token in text for text, _ in batch for token in self.special):
+            coded = _as_bytes(batch)
+        elif self.whole:
+            coded = self._as_wholes([text for text, _ in batch])
+        else:
+            coded = self._in_spans(batch)
+        for (text, spans), (tokens, learned) in zip(batch, coded, strict=True):
+            n_bytes = sum(len(text[start:stop].encode()) for start, stop in spans)
+            before = self.start if text else []
+            after = self.end if text and tokens[-1:].tolist() != self.end else []
+            yield Example(
+                np.concatenate([np.array(before, np.int32), tokens, np.array(after, np.int32)]),
+                np.pad(learned.astype(np.uint8), (len(before), len(after)), constant_values=(CONTEXT, END)),
+                n_bytes / max(1, int(np.count_nonzero(learned))),
+            )
+
+    def _as_wholes(self, texts: Sequence[str]) -> Iterator[_Coded]:
+        # The intermediate results of a tokenizer take some 100 bytes a token, so a long text goes in pieces.
+        for text in texts:
+            parts = [np.array(self._call([piece])["input_ids"][0], np.int32) for piece in _pieces(text)]
+            tokens = np.concatenate(parts)
+            yield tokens, np.ones(len(tokens), bool)
+
+    def _in_spans(self, batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
+        called = self._call([text for text, _ in batch], return_offsets_mapping=True)
+        for (_, spans), ids, offsets in zip(
+            batch, called["input_ids"], called["offset_mapping"], strict=True
+        ):
+            begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
+            learned = np.zeros(len(ids), bool)
+            for start, stop in spans:
+                # A token across the border belongs to the answer: without it the answer could not be written.
+                learned |= (begin < stop) & (end > start)
+            yield np.array(ids, np.int32), learned
+
+    def _call(self, texts: list[str], **options: bool) -> Any:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
+
+
+def _as_bytes(batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
+    for text, spans in batch:
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        learned = np.zeros(len(tokens), bool)
+        for start, stop in spans:
+            first = len(text[:start].encode())
+            learned[first : first + len(text[start:stop].encode())] = True
+        yield tokens, learned
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text behind line ends."""
+    start = 0
+    while len(text) - start > _BATCH_CHARACTERS:
+        stop = start + _BATCH_CHARACTERS
+        stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

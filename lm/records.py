@@ -1,0 +1,243 @@
+"""Reading what a holder of data has: text, JSONL and Parquet files, folders of them, and hub data sets.
+
+Reading is left to `datasets`, which maps JSONL and Parquet from disk as Arrow; what is added is that its refusals name
+a file and a line, that no private file leaves a copy in its global cache, and that an absent network is seen at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets  # type: ignore[import-untyped]  # it ships no types
+
+from cloister.lm.tokenizer import looks_like_path, on_hub
+from cloister.protocol.errors import DataError
+from cloister.protocol.storage import disk_refusal
+
+_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_HASHED_BYTES = 64 << 20
+
+Record = Mapping[str, Any]
+
+
+class Records(Protocol):
+    """What records are read as: something list-like of dicts, such as a `datasets.Dataset` or a list."""
+
+    def __len__(self) -> int:
+        """Count the records."""
+
+    def __getitem__(self, index: int, /) -> Record:
+        """Return one record."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the records in order."""
+
+
+def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
+    """Read the records of a file, a folder of files of one kind, or a hub data set.
+
+    Args:
+        source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
+            of these kinds in the order of their names, others left alone), or a hub name, `owner/name` or
+            `owner/name:configuration`.
+        split: Split of a hub data set; files have none.
+        cache: Folder for the Arrow files from which large data is mapped. Without one, local files are read into
+            memory and leave no copy on disk, and a hub data set uses the hub's own cache.
+
+    Raises:
+        DataError: the source is missing, empty, without records, or broken (with file and line); a folder mixes
+            kinds; or the hub lacks the name or cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        if looks_like_path(source) or path.suffix in _KINDS:
+            raise DataError("data", source, expected="an existing file or folder")
+        return _read_hub(source, split, cache)
+    with _readable(path):
+        files, kind = _files(path)
+        for file in files:
+            if file.stat().st_size == 0:
+                raise DataError("data", str(file), expected="a file with records, and this one is empty")
+        records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
+    if len(records) == 0:
+        raise DataError("data", source, expected="at least one record")
+    return records
+
+
+def fingerprint(source: str, *, split: str = "train") -> bytes:
+    """SHA-256 of what tells one content of a source from another.
+
+    A file counts by name, size and time of change, and up to 64 MiB also by its content; a hub data set by its name
+    and split.
+
+    Raises:
+        DataError: a file or folder has no data in it or cannot be read.
+    """
+    digest = hashlib.sha256(f"{source}\0{split}\0".encode())
+    path = Path(source).expanduser()
+    with _readable(path):
+        for file in _files(path)[0] if path.exists() else []:
+            status = file.stat()
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            if status.st_size <= _HASHED_BYTES:
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.digest()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Say which file it is that the system does not let be read."""
+    try:
+        yield
+    except OSError as error:
+        name, reason = error.filename or str(path), error.strerror or str(error)
+        raise DataError("data", str(name), expected=f"a readable file or folder ({reason})") from error
+
+
+def _files(path: Path) -> tuple[list[Path], str]:
+    """The files that `path` stands for, in order, and their one kind."""
+    if path.is_file():
+        if path.suffix not in _KINDS:
+            raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
+        return [path], _KINDS[path.suffix]
+    files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+    kinds = sorted({_KINDS[file.suffix] for file in files})
+    if not kinds:
+        raise DataError("data", str(path), expected=f"a folder with files that end in {', '.join(_KINDS)}")
+    if len(kinds) > 1:
+        raise DataError(
+            "data", str(path), expected=f"files of one kind, and this folder mixes {', '.join(kinds)}"
+        )
+    return files, kinds[0]
+
+
+def _read_texts(files: Iterable[Path]) -> Records:
+    texts = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            expected = f"UTF-8 text, and byte {error.start} is not"
+            raise DataError("data", str(file), expected=expected) from None
+        texts.append({"text": text})
+    return texts
+
+
+def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Records:
+    with contextlib.ExitStack() as stack:
+        folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="cloister-")))
+        names = [glob.escape(str(file.resolve())) for file in files]
+        stack.enter_context(_quiet())
+        # By default bytes that are no UTF-8 pass here and fail where a record is read; a named encoding is checked.
+        options = {"encoding": "utf-8-sig"} if kind == "json" else {}
+        try:
+            records: Records = datasets.load_dataset(
+                kind,
+                data_files=names,
+                split="train",
+                cache_dir=folder,
+                keep_in_memory=cache is None,
+                **options,
+            )
+        except Exception as error:  # datasets raises whatever the line it could not read led to
+            if kind == "json":
+                for file in files:
+                    _check_lines(file)
+            root = error
+            while root.__cause__ is not None:
+                root = root.__cause__  # type: ignore[assignment]  # only `Exception`s are chained here
+            if "No space left" in str(root):
+                raise disk_refusal(Path(folder), root) from error
+            reason = str(root).strip().partition("\n")[0]
+            where = str(files[0]) if len(files) == 1 else str(files[0].parent)
+            raise DataError("data", where, expected=f"readable {kind} records ({reason})") from error
+    return records
+
+
+def _check_lines(file: Path) -> None:
+    """Find the first line that is no JSON object, or see that there is none, or that it is one document."""
+    objects = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if number == 1 and file.suffix == ".json":
+                    return _check_document(file)
+                reason = getattr(error, "msg", str(error))
+                raise DataError(f"{file}, line {number}", expected=f"one JSON object ({reason})") from None
+            if number == 1 and isinstance(record, list) and file.suffix == ".json":
+                return _check_document(file)
+            if not isinstance(record, dict):
+                raise DataError(f"{file}, line {number}", record, expected="one JSON object")
+            objects += 1
+    if not objects:
+        raise DataError("data", str(file), expected="a file with records, and this one has none")
+    return None
+
+
+def _check_document(file: Path) -> None:
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        reason = getattr(error, "msg", str(error))
+        raise DataError(f"{file}, line {line}", expected=f"a JSON list of objects ({reason})") from None
+    for number, record in enumerate(document if isinstance(document, list) else [], start=1):
+        if not isinstance(record, dict):
+            raise DataError(f"{file}, record {number}", record, expected="one JSON object")
+
+
+def _read_hub(source: str, split: str, cache: Path | None) -> Records:
+    name, _, configuration = source.partition(":")
+    online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
+    with _quiet(), _offline(not online):
+        try:
+            records: Records = datasets.load_dataset(
+                name, configuration or None, split=split, cache_dir=None if cache is None else str(cache)
+            )
+        except Exception as error:  # datasets raises whatever the file it did not expect led to
+            if not online:
+                expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
+                raise DataError("data", source, expected=expected, fix="download it first") from error
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                "data", source, expected=f"a data set with a split {split!r} ({reason})"
+            ) from error
+    if len(records) == 0:
+        raise DataError("data", source, expected="at least one record")
+    return records
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars and logs of datasets off the terminal; what matters is in its exceptions."""
+    level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _offline(switch: bool) -> Iterator[None]:
+    """Make datasets look at its cache only, where it would retry an absent network for half a minute."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or switch
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before

@@ -1,0 +1,102 @@
+"""What only a simulation can see, because one process may read every site's folder: never part of a deployment."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from cloister.clients.site import load_site, update_path
+from cloister.lm.layout import Layout
+from cloister.lm.model import load_model
+from cloister.protocol.plan import Plan
+from cloister.protocol.storage import write_bytes
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.folder import RunFolder
+from cloister.simulations.partition import site_name
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SiteOutcome:
+    """What the run did for one simulated site: its own held-out loss, nats per token, before and after."""
+
+    site: str
+    sequences: int
+    before: float
+    after: float
+
+
+def per_site(folder: RunFolder) -> list[SiteOutcome]:
+    """Evaluate the initial and the final model on each site's own held-out records, and keep it in `sites.json`."""
+    plan = folder.plan
+    checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
+    first, last = checkpoints.load(0), checkpoints.load(plan.run.rounds)
+    found = []
+    for index in range(plan.cohort.sites):
+        site = load_site(folder.path / "sites" / site_name(index) / "site.toml")
+        before, after = (site.held_out(plan, model.weights) for model in (first, last))
+        found.append(SiteOutcome(site.config.name, site.sequences(plan), before.loss, after.loss))
+    write_bytes(folder.path / "sites.json", json.dumps([asdict(site) for site in found], indent=1).encode())
+    return found
+
+
+def aggregation_error(folder: RunFolder) -> float | None:
+    """How far averaging A and B apart is from averaging what they do, in the last round of a `lora` run.
+
+    ||sum_i w_i B_i A_i - (sum_i w_i B_i)(sum_i w_i A_i)|| / ||sum_i w_i B_i A_i||, Frobenius norm over all adapted
+    layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
+
+    Returns:
+        The relative error; None for another scheme, or where the sites' updates are no longer there.
+    """
+    plan = folder.plan
+    if plan.model.adapter.scheme != "lora":
+        return None
+    layout = load_model(plan).layout
+    start = Checkpoints(folder.checkpoints, layout, plan.server.keep_checkpoints).load(plan.run.rounds - 1)
+    updates = _updates(folder, plan)
+    return adapter_error(layout, start.weights, updates) if updates else None
+
+
+def adapter_error(layout: Layout, start: Vector, updates: list[tuple[float, Vector]]) -> float:
+    """The error that `aggregation_error` defines, from the round's start and each site's weight and update."""
+    whole = sum(weight for weight, _ in updates)
+    products: defaultdict[str, npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(()))
+    factors: defaultdict[str, npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(()))
+    for weight, update in updates:
+        parts = layout.split(start + update)
+        for name, part in parts.items():
+            factors[name] = factors[name] + weight / whole * part.astype(np.float64)
+            if ".lora_B." in name:
+                other = parts[name.replace(".lora_B.", ".lora_A.")].astype(np.float64)
+                products[name] = products[name] + weight / whole * (part.astype(np.float64) @ other)
+    norms = [
+        (
+            float(np.sum((product - factors[name] @ factors[name.replace(".lora_B.", ".lora_A.")]) ** 2)),
+            float(np.sum(product**2)),
+        )
+        for name, product in products.items()
+    ]
+    wrong, right = (sum(column) for column in zip(*norms, strict=True))
+    return float(np.sqrt(wrong / right)) if right else 0.0
+
+
+def _updates(folder: RunFolder, plan: Plan) -> list[tuple[float, Vector]]:
+    """Weight and update of each site that has kept the one of the last round."""
+    found = []
+    for index in range(plan.cohort.sites):
+        state = folder.path / "sites" / site_name(index) / "state"
+        try:
+            with safe_open(update_path(state, plan.run.rounds), framework="np") as file:
+                tokens = float((file.metadata() or {})["tokens"])
+                weight = tokens if plan.aggregation.weighting == "tokens" else 1.0
+                found.append((weight, file.get_tensor("update")))
+        except (OSError, SafetensorError):
+            continue
+    return found
