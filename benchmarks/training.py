@@ -45,7 +45,9 @@ def bare_loop(plan: Plan, steps: int, process: int, ready: Barrier, done: Barrie
     labels_NT = torch.from_numpy(sequences.labels.astype("int64"))
     module = model.module.train()
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=local.learning_rate, betas=local.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=local.learning_rate, betas=local.betas, weight_decay=0.0, fused=True
+    )
     generator = torch.Generator().manual_seed(process)
 
     def step() -> None:

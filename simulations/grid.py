@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ _FDS_AT_ONCE = 250  # the kernel takes 253 in one message
 _START_ATTEMPTS = 3  # worker processes that may die one after the other before they are ready
 _EXIT_SECONDS = 2.0  # for a worker that is dying, or has nothing to do and was told so, to be gone
 _REPLY_SECONDS = 5.0  # for the rest of a reply that has begun to arrive, where the deadline has passed
+_SPARE_SEGMENTS = 2  # of a worker's, that wait for its next reply
 _HEADER = struct.Struct("!QI")  # bytes of the pickle, number of segments
 
 
@@ -284,7 +286,8 @@ class LocalGrid(Grid):
 
     def _assign(self, worker: _Worker, job: _Job) -> None:
         try:
-            worker.channel.send((job.message, self._contexts[job.node - 1]), job.vectors, _left(job.expires))
+            work = (job.message, self._contexts[job.node - 1], worker.channel.returned())
+            worker.channel.send(work, job.vectors, _left(job.expires))
         except (ConnectionError, TimeoutError):
             # It died while it was idle, which is not the site's fault; but a message must not kill two.
             self._lose(worker)
@@ -424,7 +427,7 @@ class LocalGrid(Grid):
             except BaseException:
                 ours.close()
                 raise
-        return _Worker(index, process, _Channel(ours))
+        return _Worker(index, process, _Channel(ours, borrows=True))
 
     def _in_fork_server(self, act: Callable[[], T]) -> T:
         """Do something that may start the fork server, with this grid's preloads and environment."""
@@ -536,17 +539,19 @@ def _work(
         channel.send(_Unusable(one_line(error)), _Vectors())
         return
     channel.send(_Ready(), _Vectors())
+    lent = _Lent()
     while True:
         try:
-            message, context = channel.receive()
+            message, context, returned = channel.receive()
         except (EOFError, ConnectionError):
             return
+        lent.take_back(returned)
         identify(message.metadata.run_id, message.metadata.dst_node_id)
         try:
             reply: object = app(message, context)
             if not isinstance(reply, Message):
                 raise TypeError(f"the client app returned a {type(reply).__name__}: expected a Message")
-            channel.send((reply, context), _Vectors())
+            channel.send((reply, context), lent)
         except Exception as error:
             traceback.print_exc()
             channel.send(_Raised(one_line(error)), _Vectors())
@@ -606,6 +611,44 @@ class _Vectors:
         self.release()
 
 
+class _Lent:
+    """A worker's segments for its replies: written again when the coordinator has let go of them.
+
+    The kernel takes several times longer to make a new segment than to copy a vector into an old one.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[int, tuple[int, int]] = {}  # by inode: file descriptor and size
+        self._free: dict[int, tuple[int, int]] = {}
+        self._now: dict[int, tuple[Any, int]] = {}  # of the message being sent; the data too, as in _Vectors
+
+    def segment(self, data: bytes | memoryview) -> int:
+        """The file descriptor of a segment that holds a vector, until the coordinator lets go of it."""
+        if id(data) not in self._now:
+            view = memoryview(data).cast("B")
+            inode = next((inode for inode, (_, size) in self._free.items() if size == len(view)), None)
+            if inode is None:
+                fd = _segment(view)
+                inode = os.fstat(fd).st_ino
+            else:
+                fd, _ = self._free.pop(inode)
+                _write(fd, view)
+            self._lent[inode] = fd, len(view)
+            self._now[id(data)] = data, fd
+        return self._now[id(data)][1]
+
+    def release(self) -> None:
+        """Say that the message was sent."""
+        self._now.clear()
+
+    def take_back(self, inodes: Iterable[int]) -> None:
+        """Hear which segments nobody reads any more; all but a few of them are given back to the kernel."""
+        for inode in inodes:
+            self._free[inode] = self._lent.pop(inode)
+        for inode in list(self._free)[:-_SPARE_SEGMENTS]:
+            os.close(self._free.pop(inode)[0])
+
+
 def _keys(message: Message) -> Iterator[int]:
     if message.has_content():
         for record in message.content.values():
@@ -622,9 +665,7 @@ def _segment(data: memoryview) -> int:
         else:
             fd, path = tempfile.mkstemp()
             os.unlink(path)
-        written = 0
-        while written < len(data):
-            written += os.write(fd, data[written:])
+        _write(fd, data)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -634,6 +675,12 @@ def _segment(data: memoryview) -> int:
     return fd
 
 
+def _write(fd: int, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], written)
+
+
 def _map(fd: int) -> memoryview:
     return memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
 
@@ -641,7 +688,7 @@ def _map(fd: int) -> memoryview:
 class _Pickler(pickle.Pickler):
     """Pickles everything but the data of larger `Array`s, which are out-of-band buffers (PEP 574)."""
 
-    def __init__(self, file: io.BytesIO, vectors: _Vectors) -> None:
+    def __init__(self, file: io.BytesIO, vectors: _Vectors | _Lent) -> None:
         super().__init__(file, protocol=5, buffer_callback=lambda buffer: None)
         self._vectors = vectors
         self.segments: list[int] = []
@@ -667,12 +714,33 @@ def _array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array
 
 
 class _Channel:
-    """One end of a worker's socket: pickles, each followed by the segments of its vectors."""
+    """One end of a worker's socket: pickles, each followed by the segments of its vectors.
 
-    def __init__(self, socket: socket.socket) -> None:
+    With `borrows`, it keeps note of the segments it has received and nobody reads any more.
+    """
+
+    def __init__(self, socket: socket.socket, *, borrows: bool = False) -> None:
         self.socket = socket
+        self._borrows = borrows
+        self._returned: list[int] = []
 
-    def send(self, value: object, vectors: _Vectors, timeout: float | None = None) -> None:
+    def returned(self) -> list[int]:
+        """Inodes of the segments that nobody reads any more, each told once."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    def _borrow(self, fd: int) -> memoryview:
+        view = _map(fd)
+        if self._borrows:
+            # Through self: a list that was handed over must not grow.
+            note = weakref.finalize(view.obj, self._note, os.fstat(fd).st_ino)
+            note.atexit = False
+        return view
+
+    def _note(self, inode: int) -> None:
+        self._returned.append(inode)
+
+    def send(self, value: object, vectors: _Vectors | _Lent, timeout: float | None = None) -> None:
         """Send a value whole; raises before anything has left if it cannot be pickled."""
         try:
             file = io.BytesIO(b"\0" * _HEADER.size)
@@ -711,7 +779,7 @@ class _Channel:
                 fds += some
                 if len(some) < wanted:
                     raise EngineError("open files", expected=f"room for {count} more; raise `ulimit -n`")
-            buffers = [_map(fd) for fd in fds]
+            buffers = [self._borrow(fd) for fd in fds]
         finally:
             for fd in fds:
                 os.close(fd)

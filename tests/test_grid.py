@@ -288,6 +288,32 @@ def test_different_vectors_of_one_push_are_not_confused(open_grid: Open) -> None
         assert np.array_equal(np.frombuffer(array.data, np.float32), (VECTOR + node) * node)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_segment_is_written_again_only_when_nobody_reads_it(open_grid: Open) -> None:
+    def segments() -> set[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "cloister-vector" in line}
+
+    grid = open_grid(2, workers=1)
+    kept: list[tuple[float, Message]] = []
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
+        kept += [(factor, reply) for reply in ask(grid, "double", model(VECTOR * np.float32(factor)))]
+    for factor, reply in kept:
+        array = cast(ArrayRecord, reply.content["model"])["vector"]
+        expected = VECTOR * np.float32(factor) * reply.metadata.src_node_id
+        assert np.array_equal(np.frombuffer(array.data, np.float32), expected)
+    assert len(segments()) == len(kept)
+    del kept, reply, array
+    used: set[str] = set()
+    for _ in range(5):
+        messages = [Message(model(), node, "query.double") for node in (1, 2)]
+        for reply in grid.send_and_receive(messages):
+            assert reply.has_content()
+            used |= segments()
+        del reply
+    assert len(used) <= 4  # one that is read, one that is written, and what waits
+
+
 def test_push_and_pull(open_grid: Open) -> None:
     grid = open_grid(3)
     ids = grid.push_messages([Message(RecordDict(), node, "query.who") for node in (1, 2, 3)])
@@ -479,11 +505,14 @@ def test_nothing_is_left_open_over_many_rounds(open_grid: Open) -> None:
             counts |= {said(reply)["pid"]: said(reply)["files"] for reply in ask(grid, "who")}
         return counts | {os.getpid(): len(os.listdir("/dev/fd"))}
 
-    ask(grid, "double", model())
     before = open_files()
     for _ in range(200):
         ask(grid, "double", model(VECTOR[:10_000]))
-    assert open_files() == before
+    ask(grid, "who")  # tells the workers that nobody reads their segments any more
+    after = open_files()
+    assert after.keys() == before.keys()
+    spare = {pid: 0 if pid == os.getpid() else 2 for pid in before}
+    assert all(before[pid] <= after[pid] <= before[pid] + spare[pid] for pid in before)
     for _ in range(5):  # replaced workers, dropped messages
         ask(grid, "exit", model())
         ask(grid, "double", model(), timeout=0)
