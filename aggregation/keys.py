@@ -1,8 +1,9 @@
-"""The primitives of the secure sum, each with exactly the encoding it is used with; all of them from `cryptography`.
+"""The primitives of the secure sum, each with exactly the encoding it is used with; all of them from
+`cryptography`.
 
-X25519 (RFC 7748) agrees on a secret, HKDF-SHA256 (RFC 5869) makes keys of it, ChaCha20-Poly1305 (RFC 8439) carries a
-share from one site to another through the coordinator, Ed25519 (RFC 8032) signs. What is signed, and what enters a key,
-is `protocol.encoding.pack` of its parts, so that no two meanings share bytes.
+X25519 (RFC 7748) agrees on a secret, HKDF-SHA256 (RFC 5869) makes keys of it, ChaCha20-Poly1305 (RFC 8439)
+carries a share from one site to another through the coordinator, Ed25519 (RFC 8032) signs. What is signed,
+and what enters a key, is `protocol.encoding.pack` of its parts, so that no two meanings share bytes.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ class Exchange:
         """The 32 bytes that both owners of the keys can compute.
 
         Raises:
-            OneTimeKeyError: `public` is not 32 bytes, or a point of low order that would make the secret known.
+            OneTimeKeyError: `public` is not 32 bytes, or a point of low order that would make the secret
+            known.
         """
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
-            raise OneTimeKeyError("one-time key", public.hex(), expected="an X25519 key of full order") from None
+            raise OneTimeKeyError(
+                "one-time key", public.hex(), expected="an X25519 key of full order"
+            ) from None
 
 
 def derive(secret: bytes, *, salt: bytes, info: bytes, length: int = KEY) -> bytes:
@@ -62,7 +66,8 @@ def share_key(secret: bytes, *, transcript: bytes, context: bytes, sender: str, 
 def mask_seed(secret: bytes, *, transcript: bytes, context: bytes, one: str, other: str) -> bytes:
     """The seed of the mask that two sites share, the same whichever of them is named first.
 
-    The context holds the hash of the global model: sites that were given different models get different seeds.
+    The context holds the hash of the global model: sites that were given different models get different
+    seeds.
     """
     first, second = sorted((one, other))
     return derive(secret, salt=transcript, info=pack(PROTOCOL, "mask", context, first, second))
@@ -82,7 +87,9 @@ def decrypt_share(sealed: bytes, key: bytes, *, context: bytes, sender: str, rec
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, pack(context, sender, recipient))
     except InvalidTag:
-        raise ShareError(f"share of {sender}", expected=f"a ciphertext that {sender} made for {recipient}") from None
+        raise ShareError(
+            f"share of {sender}", expected=f"a ciphertext that {sender} made for {recipient}"
+        ) from None
 
 
 def sign(identity: Ed25519PrivateKey, step: str, context: bytes, body: Value) -> bytes:
@@ -101,4 +108,6 @@ def verify(
     try:
         public.verify(signature, pack(PROTOCOL, step, context, body))
     except InvalidSignature:
-        raise SignatureError(f"signature of {site}", expected=f"one that {site}'s key made for {step}") from None
+        raise SignatureError(
+            f"signature of {site}", expected=f"one that {site}'s key made for {step}"
+        ) from None

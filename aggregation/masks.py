@@ -1,18 +1,21 @@
-"""A mask: a 32-byte seed stretched to a keystream of ring integers, added to a vector or taken off it, in place.
+"""A mask: a 32-byte seed stretched to a keystream of ring integers, added to a vector or taken off it, in
+place.
 
-The mask of a seed is one fixed infinite sequence of elements: element e of the mask is the little-endian integer in
-bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream can be entered anywhere, so a vector masked in one
-piece or shard by shard, by any number of ranks or threads, gets the same bytes.
+The mask of a seed is one fixed infinite sequence of elements: element e of the mask is the little-endian
+integer in bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream can be entered anywhere, so
+a vector masked in one piece or shard by shard, by any number of ranks or threads, gets the same bytes.
 
-Bandwidth decides the design. A vector is walked once, in blocks that stay in a core's cache, and every seed's keystream
-is added to a block while it is there: besides the vector, memory is two blocks for each thread, whatever the number of
-seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as does NumPy, so threads are real.
-Refused: a mask as a vector of its own (one more copy of the model for each neighbour).
+Bandwidth decides the design. A vector is walked once, in blocks that stay in a core's cache, and every seed's
+keystream is added to a block while it is there: besides the vector, memory is two blocks for each thread,
+whatever the number of seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as
+does NumPy, so threads are real. Refused: a mask as a vector of its own (one more copy of the model for each
+neighbour).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Literal
@@ -32,7 +35,9 @@ SEED = 32
 LONGEST = 2**36
 """Elements after which a mask ends: both ciphers' counters are far from their end."""
 BLOCK = 128 * 1024
-"""Bytes of a block. The block of the vector, the keystream and the zeros that are encrypted share one core's cache."""
+"""Bytes of a block. The block of the vector, the keystream and the zeros that are encrypted share one core's
+cache.
+"""
 
 _ZEROS = bytes(BLOCK)
 
@@ -40,8 +45,9 @@ _ZEROS = bytes(BLOCK)
 def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> CipherContext:
     """The keystream of `seed` from byte `offset` on: encrypting zeros with it gives the next bytes.
 
-    AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A); ChaCha20 from the 64-bit little-endian
-    counter 0 with nonce 0 (RFC 8439's block function). A seed is used for one mask, so a constant nonce is safe.
+    AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A); ChaCha20 from the 64-bit
+    little-endian counter 0 with nonce 0 (RFC 8439's block function). A seed is used for one mask, so a
+    constant nonce is safe.
 
     Args:
         seed: 32 bytes, uniformly random or from a KDF.
@@ -76,7 +82,8 @@ def apply(
     """Add the masks of the seeds `add` to `vector` and take those of `subtract` off it, modulo 2^b, in place.
 
     Args:
-        vector: Shape (d,), uint16 or uint32, contiguous, writable: elements [offset, offset + d) of the whole vector.
+        vector: Shape (d,), uint16 or uint32, contiguous, writable: elements [offset, offset + d) of the whole
+            vector.
         add: Seeds of 32 bytes.
         subtract: Seeds of 32 bytes.
         offset: Element of the whole vector where `vector` starts.
@@ -100,7 +107,7 @@ def apply(
     with _running(pool, parts) as executor:
         running = [
             executor.submit(_apply_part, vector[start:end], add, subtract, offset + start, cipher)
-            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, end in itertools.pairwise(bounds)
         ]
         for part in running:
             part.result()
@@ -113,7 +120,7 @@ def _apply_part(
     adding = [keystream(seed, start, cipher) for seed in add]
     subtracting = [keystream(seed, start, cipher) for seed in subtract]
     stream = np.empty(BLOCK // vector.itemsize, vector.dtype.newbyteorder("<"))
-    stream_bytes, zeros = memoryview(stream).cast("B"), memoryview(_ZEROS)
+    stream_bytes, zeros = stream.data.cast("B"), memoryview(_ZEROS)
     for begin in range(0, vector.size, stream.size):
         block = vector[begin : begin + stream.size]
         nbytes = block.nbytes
@@ -128,7 +135,9 @@ def _apply_part(
 
 def _check(vector: Ring, offset: int) -> None:
     if vector.dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)) or vector.ndim != 1:
-        raise MaskError("vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint16 or uint32")
+        raise MaskError(
+            "vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint16 or uint32"
+        )
     if not vector.flags.c_contiguous or not vector.flags.writeable:
         raise MaskError("vector", "strided or read-only", expected="a contiguous array that can be written")
     if offset < 0 or offset + vector.size > LONGEST:

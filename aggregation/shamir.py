@@ -1,12 +1,12 @@
 """t-of-n sharing of 32-byte secrets (Shamir 1979) over the field of p = 2^256 + 297.
 
-p is the least prime above 2^256, so every 32-byte secret is a field element and no secret is refused or reduced. A
-secret is the value at 0 of a uniformly random polynomial of degree t - 1; a share is its value at x = 1, 2, ...: any t
-shares give the secret, any t - 1 are independent of it. This interpolation is the one piece of arithmetic of the secure
-sum that is written here; everything below it comes from `cryptography`.
+p is the least prime above 2^256, so every 32-byte secret is a field element and no secret is refused or
+reduced. A secret is the value at 0 of a uniformly random polynomial of degree t - 1; a share is its value at
+x = 1, 2, ...: any t shares give the secret, any t - 1 are independent of it. This interpolation is the one
+piece of arithmetic of the secure sum that is written here; everything below it comes from `cryptography`.
 
-Python's integers do not run in constant time. Shares are made from fresh secrets on a site's own machine, once, and are
-opened by the coordinator, who may know them: there is no one to measure it.
+Python's integers do not run in constant time. Shares are made from fresh secrets on a site's own machine,
+once, and are opened by the coordinator, who may know them: there is no one to measure it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SHARE = 33
 _DRAWN = SHARE + 16  # a coefficient is 392 random bits modulo p: within 2^-135 of uniform
 
 
-def share(secret: bytes, threshold: int, indices: Sequence[int], random: Callable[[int], bytes]) -> list[bytes]:
+def share(
+    secret: bytes, threshold: int, indices: Sequence[int], random: Callable[[int], bytes]
+) -> list[bytes]:
     """Share `secret` so that any `threshold` of the shares give it back.
 
     Args:
@@ -67,7 +69,8 @@ class Interpolation:
         """The secret whose shares at `indices` are `shares`.
 
         Raises:
-            ShareError: there is not one well-formed share for each index, or what they give is no 32-byte secret.
+            ShareError: there is not one well-formed share for each index, or what they give is no 32-byte
+            secret.
         """
         if len(shares) != len(self.indices):
             raise ShareError("shares", len(shares), expected=f"{len(self.indices)} of them")
@@ -78,7 +81,9 @@ class Interpolation:
 
 
 def _at_zero(indices: tuple[int, ...]) -> list[int]:
-    """The Lagrange coefficients prod_{j != i} x_j / (x_j - x_i) mod p, with one modular inverse for all of them."""
+    """The Lagrange coefficients prod_{j != i} x_j / (x_j - x_i) mod p, with one modular inverse for all of
+    them.
+    """
     product = 1
     for x in indices:
         product = product * x % PRIME

@@ -1,9 +1,9 @@
 """Canonical bytes: what is signed or hashed is encoded here, so that no two values share an encoding.
 
-A value is an integer in [0, 2^64), text, bytes, or a tuple of values. Each is written as one tag byte and a fixed-width
-length or value: `i` and 8 bytes; `s` or `b`, 8 bytes of length and the bytes; `t`, 8 bytes of count and the values. All
-numbers are big-endian. `unpack(pack(*values)) == values`, and any bytes that `pack` would not write are refused.
-Refused: JSON and protobuf, which have several encodings of one value.
+A value is an integer in [0, 2^64), text, bytes, or a tuple of values. Each is written as one tag byte and a
+fixed-width length or value: `i` and 8 bytes; `s` or `b`, 8 bytes of length and the bytes; `t`, 8 bytes of
+count and the values. All numbers are big-endian. `unpack(pack(*values)) == values`, and any bytes that `pack`
+would not write are refused. Refused: JSON and protobuf, which have several encodings of one value.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _read(data: bytes, at: int, depth: int) -> tuple[Value, int]:
     if tag == b"i":
         return number, at
     if number > len(data) - at:
-        raise EncodingError("message", f"a length of {number}", expected=f"at most the {len(data) - at} bytes left")
+        raise EncodingError(
+            "message", f"a length of {number}", expected=f"at most the {len(data) - at} bytes left"
+        )
     if tag == b"b":
         return data[at : at + number], at + number
     if tag == b"s":

@@ -120,7 +120,7 @@ class AnsweredError(SecureSumError):
 
 
 class MaskError(SecureSumError):
-    """A part of a vector would be masked twice with the same keys, or has the wrong width, length or place."""
+    """Part of a vector would be masked twice with the same keys, or has the wrong width, length or place."""
 
 
 class ReconstructionError(SecureSumError):
