@@ -324,6 +324,9 @@ def _to_base64(data: bytes) -> str:
 
 def _from_base64(text: str, what: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise RosterError(what, text, expected="base64") from None
+        data = b""
+    if _to_base64(data) != text:  # also where unused bits of the last digit are set
+        raise RosterError(what, text, expected="base64")
+    return data
