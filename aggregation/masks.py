@@ -34,7 +34,7 @@ SEED = 32
 """Bytes of a seed."""
 LONGEST = 2**36
 """Elements after which a mask ends: both ciphers' counters are far from their end."""
-BLOCK = 128 * 1024
+BLOCK = 256 * 1024
 """Bytes of a block. The block of the vector, the keystream and the zeros that are encrypted share one core's
 cache.
 """

@@ -603,7 +603,12 @@ def test_the_context_holds_all_that_a_contract_says(change: dict[str, Any]) -> N
 def test_the_context_holds_all_that_begins_an_attempt(field: str) -> None:
     federation = Federation(8)
     begin = federation.coordinator.begin
-    changed = {"round": 2, "attempt": 2, "model": bytes(32), "cohort": (*begin.cohort[:-1], "site-009")}
+    changed: dict[str, Any] = {
+        "round": 2,
+        "attempt": 2,
+        "model": bytes(32),
+        "cohort": (*begin.cohort[:-1], "site-009"),
+    }
     other = dataclasses.replace(begin, **{field: changed[field]})
     parameters = federation.contract.parameters(8)
     assert context(federation.contract, begin, parameters) != context(federation.contract, other, parameters)
@@ -1336,7 +1341,7 @@ def test_a_key_of_low_order_is_refused_before_it_reaches_a_site() -> None:
     federation = Federation(3)
     site = federation.sites["site-000"]
     message = site.advertise(federation.coordinator.begin)
-    change: dict[str, Any]
-    for change in ({"share_key": bytes(32)}, {"mask_key": bytes(32)}, {"mask_key": b"short"}):
+    for key, value in (("share_key", bytes(32)), ("mask_key", bytes(32)), ("mask_key", b"short")):
+        change: Any = {key: value}
         with pytest.raises(OneTimeKeyError):
             federation.coordinator.advertised(site._sign(dataclasses.replace(message, **change)))
