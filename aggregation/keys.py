@@ -8,9 +8,12 @@ and what enters a key, is `protocol.encoding.pack` of its parts, so that no two 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -90,6 +93,17 @@ def decrypt_share(sealed: bytes, key: bytes, *, context: bytes, sender: str, rec
         raise ShareError(
             f"share of {sender}", expected=f"a ciphertext that {sender} made for {recipient}"
         ) from None
+
+
+def random_from(seed: bytes) -> Callable[[int], bytes]:
+    """A random source that gives the same bytes in every process: the ChaCha20 keystream of 32 secret bytes.
+
+    For a site whose attempt must outlive its process. It draws one seed for the attempt, keeps it as secret
+    as its identity key, keeps each message before it replies, and rebuilds its `Site` by handling the
+    messages again. A seed never serves two attempts.
+    """
+    stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
+    return lambda size: stream.update(bytes(size))
 
 
 def sign(identity: Ed25519PrivateKey, step: str, context: bytes, body: Value) -> bytes:

@@ -15,6 +15,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from cloister.aggregation.graph import Parameters
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError
 
@@ -183,6 +184,37 @@ def from_bytes(kind: type[M], data: bytes) -> M:
         raise EncodingError("message", values[0] if values else "", expected=kind.__name__)
     message: M = _build(kind, values[1:], kind.__name__)
     return message
+
+
+def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:
+    """Bytes that one site sends and receives in an attempt besides its vector and the model, if nobody drops
+    out.
+
+    Args:
+        parameters: Of the cohort.
+        name_length: Characters of a site's name.
+    """
+    n, holders = parameters.n, parameters.n if parameters.complete else parameters.k
+    name, key, signature = "x" * name_length, bytes(32), bytes(64)
+    names, sealed = (name,) * n, ((name, bytes(82)),) * parameters.k
+    own = Advertise(key, name, key, key, signature)
+    sent = (
+        own,
+        Shares(key, name, key, sealed, signature),
+        Masked(key, name, key, signature),
+        Confirm(key, name, key, signature),
+        Reveal(key, name, ((name, bytes(33)),) * holders, (), signature),
+    )
+    received = (
+        Begin(1, 1, key, names, parameters.threshold),
+        Peers(key, (own,) * n),
+        Inbox(key, names, sealed),
+        Survivors(key, names),
+        Unmask(key, names, (), ((name, signature),) * n),
+    )
+    return sum(len(to_bytes(message)) for message in sent), sum(
+        len(to_bytes(message)) for message in received
+    )
 
 
 def _fields(message: object) -> tuple[Value, ...]:

@@ -42,7 +42,7 @@ import hmac
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -137,8 +137,8 @@ class Seeds:
     offset=...)`.
     """
 
-    add: tuple[bytes, ...]
-    subtract: tuple[bytes, ...]
+    add: tuple[bytes, ...] = field(repr=False)
+    subtract: tuple[bytes, ...] = field(repr=False)
 
 
 class Attempt:

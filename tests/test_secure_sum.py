@@ -38,12 +38,14 @@ from cloister.aggregation.secure_messages import (
     Unmask,
     from_bytes,
     to_bytes,
+    traffic,
 )
 from cloister.aggregation.secure_sum import (
     Answered,
     Attempt,
     Contract,
     Coordinator,
+    Seeds,
     Site,
     context,
     survivors_digest,
@@ -475,6 +477,56 @@ def test_seeds_are_given_once() -> None:
         site.take_seeds(model=MODEL)
     with pytest.raises(StepError):
         site.mask(np.zeros(LENGTH, np.uint32), model=MODEL)
+
+
+def test_an_attempt_outlives_its_process() -> None:
+    """A site rebuilt from its seed and the messages it was sent has given, and gives, the same replies."""
+    federation = Federation(3)
+    name = "site-001"
+
+    def build() -> Site:
+        return Site(
+            federation.contract,
+            name,
+            identity(name),
+            minimum=2,
+            random=keys.random_from(b"s" * 32),
+            answered=federation.marks[name].append,
+        )
+
+    first = federation.sites[name] = build()
+    federation.reveal(federation.to_request())
+    again = federation.sites[name] = build()
+    begin, peers, inbox, survivors, request = (message for message, _ in first._done)
+    vector = federation.masked[name]
+    assert isinstance(begin, Begin)
+    assert isinstance(peers, Peers)
+    assert isinstance(inbox, Inbox)
+    assert isinstance(survivors, Survivors)
+    assert isinstance(request, Unmask)
+    assert again.advertise(begin) == first.advertise(begin)
+    assert again.share(peers) == first.share(peers)
+    federation.mask(name, inbox)
+    np.testing.assert_array_equal(federation.masked[name], vector)
+    assert again.confirm(survivors) == first.confirm(survivors)
+    assert again.unmask(request) == first.unmask(request)
+    assert federation.marks[name] == [federation.marks[name][0]] * 2
+    np.testing.assert_array_equal(federation.coordinator.sum(), federation.plain_sum())
+
+
+@pytest.mark.parametrize("n", [4, 70])
+def test_the_traffic_that_is_announced_is_the_traffic(n: int) -> None:
+    federation = Federation(n, tolerance=(0.1, 0.1))
+    federation.reveal(federation.to_request())
+    site = federation.sites["site-001"]
+    up = sum(len(to_bytes(reply)) for _, reply in site._done if reply)
+    up += len(to_bytes(site.masked(hashlib.sha256(federation.masked["site-001"].tobytes()).digest())))
+    down = sum(len(to_bytes(message)) for message, _ in site._done)
+    assert traffic(federation.coordinator.attempt.parameters, len("site-001")) == (up, down)
+
+
+def test_seeds_are_not_shown_in_logs() -> None:
+    assert "secret" not in repr(Seeds((b"secret",), (b"secret",)))
 
 
 def test_the_mark_is_written_before_shares_leave() -> None:
@@ -1078,6 +1130,12 @@ def test_cohorts_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(MemberError):
             site.advertise(dataclasses.replace(begin, cohort=cohort))
+    with pytest.raises(ThresholdError):
+        site.advertise(dataclasses.replace(begin, threshold=begin.threshold + 1))
+    site.minimum = 5
+    with pytest.raises(TooFewSitesError, match="cohort"):
+        site.advertise(begin)
+    site.minimum = 4
     site.advertise(begin)
 
 
