@@ -94,7 +94,7 @@ def apply(
     Raises:
         MaskError: the vector has another type or shape, or would end past element 2^36.
     """
-    _check(vector, offset)
+    check(vector, offset)
     if vector.size == 0 or not (add or subtract):
         return
     per_block = BLOCK // vector.itemsize
@@ -133,7 +133,12 @@ def _apply_part(
             np.subtract(block, keys, out=block)
 
 
-def _check(vector: Ring, offset: int) -> None:
+def check(vector: Ring, offset: int) -> None:
+    """Refuse what `apply` cannot mask.
+
+    Raises:
+        MaskError: the vector has another type or shape, or would end past element 2^36.
+    """
     if vector.dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)) or vector.ndim != 1:
         raise MaskError(
             "vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint16 or uint32"

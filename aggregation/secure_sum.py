@@ -235,7 +235,8 @@ class Site:
         self._newest = newest
         self._done: list[tuple[Message, Any]] = []  # for each step that was done: the message and the reply
         self._masked: Masked | None = None
-        self._ranges: list[tuple[int, int]] = []  # of the vector that were masked, sorted
+        self._ranges: list[tuple[int, int]] = []  # of the vector whose masks were used, sorted
+        self._applied = 0  # elements that were masked to the end
         self._seeds_taken = False
 
     # 1. Advertise.
@@ -446,7 +447,8 @@ class Site:
         if vector.size == 0:
             return
         end = offset + vector.size
-        if offset < 0 or end > self.contract.length:
+        masks.check(vector, offset)  # before its range is recorded
+        if end > self.contract.length:
             raise MaskError("shard", f"[{offset}, {end})", expected=f"a part of [0, {self.contract.length})")
         self._check_not_masked(offset, end)
         bisect.insort(self._ranges, (offset, end))
@@ -459,6 +461,7 @@ class Site:
             threads=threads,
             pool=pool,
         )
+        self._applied += vector.size
 
     def take_seeds(self, *, model: bytes) -> Seeds:
         """Step 3, for a site whose ranks mask their own shards: the seeds, given once. They must not leave
@@ -486,10 +489,7 @@ class Site:
         if self._masked is None:
             if len(self._done) != 3:
                 raise StepError("masking", expected="the shares of the others first")
-            if (
-                not self._seeds_taken
-                and sum(end - start for start, end in self._ranges) != self.contract.length
-            ):
+            if not self._seeds_taken and self._applied != self.contract.length:
                 raise StepError("masking", expected=f"all {self.contract.length} elements to be masked first")
             self._masked = self._sign(Masked(self.attempt.context, self.name, digest))
         if self._masked.digest != digest:

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -268,9 +269,28 @@ def test_every_tolerated_dropout_pattern_above_64_sites(n: int, seed: int, data:
     np.testing.assert_array_equal(run(federation, pattern), plain)
 
 
+def test_a_site_whose_neighbours_are_gone_shares_nothing() -> None:
+    """The sites are enough in all, but too few of them hold shares of this one."""
+    federation = Federation(200, site=TrustsAnyKey, tolerance=(0.1, 0.1))
+    name, attempt = federation.names[0], federation.coordinator.attempt
+    own = federation.sites[name].advertise(federation.coordinator.begin)
+    key = keys.public_key(bytes(32))
+    everyone = [own, *(Advertise(own.context, other, key, key) for other in federation.names[1:])]
+    gone = attempt.parameters.k - attempt.parameters.threshold
+    for more, reply in ((1, None), (0, attempt.parameters.threshold)):
+        absent = attempt.graph.neighbours(name)[: gone + more]
+        peers = Peers(own.context, tuple(message for message in everyone if message.site not in absent))
+        assert len(peers.advertised) >= attempt.parameters.quorum
+        if reply is None:
+            with pytest.raises(TooFewSitesError, match="holders of site-000"):
+                federation.sites[name].share(peers)
+        else:
+            assert len(federation.sites[name].share(peers).sealed) == reply
+
+
 def test_above_64_sites_more_dropouts_than_the_plan_tolerates_end_the_attempt() -> None:
     """The graph stays connected for D dropouts only, so a site signs no list that leaves out more."""
-    federation = Federation(70, tolerance=(0.1, 0.05))
+    federation = Federation(70, site=TrustsAnyKey, tolerance=(0.1, 0.05))
     inboxes = federation.share(federation.advertise())
     most = federation.coordinator.attempt.parameters.dropouts
     with pytest.raises(TooFewSitesError):
@@ -459,19 +479,24 @@ def test_an_element_is_masked_once() -> None:
     inboxes = federation.share(federation.advertise())
     site, vector = federation.sites["site-000"], np.zeros(LENGTH, np.uint32)
     site.receive(inboxes["site-000"])
+    others: list[Any] = [vector.astype(np.uint16), vector.astype(np.int32), vector.reshape(1, -1)]
+    for other in others:
+        with pytest.raises(MaskError, match="uint32"):
+            site.mask(other, model=MODEL)
+    doubled = np.zeros(2 * LENGTH, np.uint32)
+    with pytest.raises(MaskError, match="strided"):
+        site.mask(doubled[::2], model=MODEL)
+    with pytest.raises(MaskError, match="offset"):
+        site.mask(vector[:1], model=MODEL, offset=-1)
+    with pytest.raises(StepError, match="all 37 elements"):
+        site.masked(bytes(32))
     site.mask(vector[10:20], model=MODEL, offset=10)
     site.mask(vector[:0], model=MODEL, offset=15)  # a rank without elements
     for start, end in ((0, 11), (19, 30), (10, 20), (12, 13), (0, LENGTH)):
         with pytest.raises(MaskError, match="not masked before"):
             site.mask(vector[start:end], model=MODEL, offset=start)
-    for shard, start in (
-        (vector, 1),
-        (vector[:2], -1),
-        (vector.astype(np.uint16), 0),
-        (vector.astype(np.int32), 0),
-    ):
-        with pytest.raises(MaskError):
-            site.mask(shard, model=MODEL, offset=start)  # type: ignore[arg-type]  # what the test is about
+    with pytest.raises(MaskError, match="part of"):
+        site.mask(vector, model=MODEL, offset=1)
     with pytest.raises(StepError, match="not both"):
         site.take_seeds(model=MODEL)
     with pytest.raises(StaleError, match="model"):
@@ -483,6 +508,22 @@ def test_an_element_is_masked_once() -> None:
         site.masked(b"1" * 32)
     with pytest.raises(StepError):
         site.mask(vector[:0], model=MODEL)
+
+
+def test_a_vector_that_was_not_masked_to_the_end_is_never_signed() -> None:
+    federation = Federation(3)
+    inboxes = federation.share(federation.advertise())
+    site, vector = federation.sites["site-000"], np.zeros(LENGTH, np.uint32)
+    site.receive(inboxes["site-000"])
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    site.contract = dataclasses.replace(site.contract, length=(length := 10**6))
+    with pytest.raises(RuntimeError):
+        site.mask(np.zeros(length, np.uint32), model=MODEL, threads=2, pool=pool)
+    with pytest.raises(StepError, match="to be masked first"):
+        site.masked(bytes(32))
+    with pytest.raises(MaskError, match="not masked before"):
+        site.mask(vector, model=MODEL)
 
 
 def test_seeds_are_given_once() -> None:
@@ -534,7 +575,7 @@ def test_an_attempt_outlives_its_process() -> None:
 
 @pytest.mark.parametrize("n", [4, 70])
 def test_the_traffic_that_is_announced_is_the_traffic(n: int) -> None:
-    federation = Federation(n, tolerance=(0.1, 0.1))
+    federation = Federation(n, site=TrustsAnyKey, tolerance=(0.1, 0.1))
     federation.reveal(federation.to_request())
     site = federation.sites["site-001"]
     up = sum(len(to_bytes(reply)) for _, reply in site._done if reply)
