@@ -1268,6 +1268,21 @@ def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
     site.unmask(request)
 
 
+def test_only_survivors_vouch_for_the_list_and_dropouts_come_in_order() -> None:
+    federation = Federation(7)
+    inboxes = federation.share(federation.advertise())
+    request = federation.confirm(federation.upload(inboxes, federation.names[:5]))
+    site, dropped = federation.sites["site-000"], federation.sites["site-005"]
+    digest = survivors_digest(request.context, request.survivors)
+    vouched = dropped._sign(Confirm(request.context, dropped.name, digest)).signature
+    signatures = (*request.signatures, (dropped.name, vouched))
+    with pytest.raises(MemberError, match="site-005"):
+        site.unmask(dataclasses.replace(request, signatures=signatures))
+    with pytest.raises(MemberError, match="sorted by name"):
+        site.unmask(dataclasses.replace(request, dropouts=request.dropouts[::-1]))
+    site.unmask(request)
+
+
 def test_a_retry_over_the_same_survivors_is_answered() -> None:
     """After a crash between answer and sum, the round can be opened if nobody else is missing."""
     first = Federation(4)
