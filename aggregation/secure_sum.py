@@ -915,7 +915,6 @@ class Coordinator:
     def _check(self, message: Signed, step: int, known: Iterable[str], seen: Iterable[str]) -> None:
         if self._step != step:
             raise StepError(f"step {step} of {message.site}", expected=f"a message of step {self._step}")
-        _check_context(message.context, self.attempt.context, f"message of {message.site}")
         if message.site not in known:
             raise MemberError("site", message.site, expected="one of the step before")
         if message.site in seen:
