@@ -63,6 +63,74 @@ class EngineError(CloisterError):
     """An engine cannot be started or has lost what it needs to go on."""
 
 
+class SecureSumError(CloisterError):
+    """A step of the secure sum was refused, and nothing was revealed by the refusal."""
+
+
+class ParameterError(SecureSumError):
+    """No graph and threshold can give the dropouts and colluders that the plan tolerates."""
+
+
+class EncodingError(SecureSumError):
+    """Bytes are not the canonical encoding of what was expected."""
+
+
+class StepError(SecureSumError):
+    """A message came out of order, or a step that happens once was asked for again."""
+
+
+class StaleError(SecureSumError):
+    """A message or an attempt belongs to another run, plan, model, cohort, round or attempt than this one."""
+
+
+class MemberError(SecureSumError):
+    """A list of sites names one that does not belong there, names one twice, or leaves one out."""
+
+
+class TooFewSitesError(SecureSumError):
+    """Fewer sites are left than the threshold, or the minimum that a site demands."""
+
+
+class ThresholdError(SecureSumError):
+    """The coordinator's threshold is not the one that the plan gives."""
+
+
+class SignatureError(SecureSumError):
+    """A signature is not of the site that is named."""
+
+
+class OneTimeKeyError(SecureSumError):
+    """A one-time key is not a usable X25519 key, or a site's own was changed on its way back."""
+
+
+class ShareError(SecureSumError):
+    """An encrypted share is missing, was altered, or was made for another."""
+
+
+class AgreementError(SecureSumError):
+    """Too few sites signed the same list of survivors, or a second list was put to a site."""
+
+
+class ExclusiveError(SecureSumError):
+    """Both secrets of one site were asked for: together they would open its update."""
+
+
+class AnsweredError(SecureSumError):
+    """A site has already answered for other survivors: the difference of two sums would open updates."""
+
+
+class MaskError(SecureSumError):
+    """Part of a vector would be masked twice with the same keys, or has the wrong width, length or place."""
+
+
+class ReconstructionError(SecureSumError):
+    """A reconstructed secret is not the one that its site committed to or advertised."""
+
+
+class RosterError(CloisterError):
+    """A card or roster is damaged, inconsistent, or not the one that was agreed."""
+
+
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = repr(text) if isinstance(value, str) else text

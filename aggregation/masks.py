@@ -1,0 +1,158 @@
+"""A mask: a 32-byte seed stretched to a keystream of ring integers, added to a vector or taken off it, in
+place.
+
+The mask of a seed is one fixed infinite sequence of elements: element e of the mask is the little-endian
+integer in bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream can be entered anywhere, so
+a vector masked in one piece or shard by shard, by any number of ranks or threads, gets the same bytes.
+
+Bandwidth decides the design. A vector is walked once, in blocks that stay in a core's cache, and every seed's
+keystream is added to a block while it is there: besides the vector, memory is two blocks for each thread,
+whatever the number of seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as
+does NumPy, so threads are real. Refused: a mask as a vector of its own (one more copy of the model for each
+neighbour).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher as _Cipher
+from cryptography.hazmat.primitives.ciphers import CipherContext, algorithms, modes
+
+from cloister.protocol.errors import MaskError
+
+Cipher = Literal["aes-256-ctr", "chacha20"]
+Ring = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+SEED = 32
+"""Bytes of a seed."""
+LONGEST = 2**36
+"""Elements after which a mask ends: both ciphers' counters are far from their end."""
+BLOCK = 256 * 1024
+"""Bytes of a block. The block of the vector, the keystream and the zeros that are encrypted share one core's
+cache.
+"""
+
+_ZEROS = bytes(BLOCK)
+
+
+def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> CipherContext:
+    """The keystream of `seed` from byte `offset` on: encrypting zeros with it gives the next bytes.
+
+    AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A); ChaCha20 from the 64-bit
+    little-endian counter 0 with nonce 0 (RFC 8439's block function). A seed is used for one mask, so a
+    constant nonce is safe.
+
+    Args:
+        seed: 32 bytes, uniformly random or from a KDF.
+        offset: Byte of the keystream to start from.
+        cipher: Which keystream.
+    """
+    if len(seed) != SEED:
+        raise MaskError("seed", f"{len(seed)} bytes", expected=f"{SEED} bytes")
+    if cipher == "aes-256-ctr":
+        block, skip = divmod(offset, 16)
+        context = _Cipher(algorithms.AES(seed), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+    elif cipher == "chacha20":
+        block, skip = divmod(offset, 64)
+        context = _Cipher(algorithms.ChaCha20(seed, block.to_bytes(8, "little") + bytes(8)), None).encryptor()
+    else:
+        raise MaskError("cipher", cipher, expected="aes-256-ctr or chacha20")
+    if skip:
+        context.update(bytes(skip))
+    return context
+
+
+def apply(
+    vector: Ring,
+    add: Sequence[bytes] = (),
+    subtract: Sequence[bytes] = (),
+    *,
+    offset: int = 0,
+    cipher: Cipher = "aes-256-ctr",
+    threads: int = 1,
+    pool: Executor | None = None,
+) -> None:
+    """Add the masks of the seeds `add` to `vector` and take those of `subtract` off it, modulo 2^b, in place.
+
+    Args:
+        vector: Shape (d,), uint16 or uint32, contiguous, writable: elements [offset, offset + d) of the whole
+            vector.
+        add: Seeds of 32 bytes.
+        subtract: Seeds of 32 bytes.
+        offset: Element of the whole vector where `vector` starts.
+        cipher: Which keystream.
+        threads: Parts of the vector that are worked on at the same time.
+        pool: Runs the parts; by default a pool is made for the call. The result does not depend on either.
+
+    Raises:
+        MaskError: the vector has another type or shape, or would end past element 2^36.
+    """
+    check(vector, offset)
+    if vector.size == 0 or not (add or subtract):
+        return
+    per_block = BLOCK // vector.itemsize
+    blocks = -(-vector.size // per_block)
+    parts = max(1, min(threads, blocks))
+    bounds = [part * blocks // parts * per_block for part in range(parts)] + [vector.size]
+    if parts == 1:
+        _apply_part(vector, add, subtract, offset, cipher)
+        return
+    with _running(pool, parts) as executor:
+        running = [
+            executor.submit(_apply_part, vector[start:end], add, subtract, offset + start, cipher)
+            for start, end in itertools.pairwise(bounds)
+        ]
+        for part in running:
+            part.result()
+
+
+def _apply_part(
+    vector: Ring, add: Sequence[bytes], subtract: Sequence[bytes], offset: int, cipher: Cipher
+) -> None:
+    start = offset * vector.itemsize
+    adding = [keystream(seed, start, cipher) for seed in add]
+    subtracting = [keystream(seed, start, cipher) for seed in subtract]
+    stream = np.empty(BLOCK // vector.itemsize, vector.dtype.newbyteorder("<"))
+    stream_bytes, zeros = stream.data.cast("B"), memoryview(_ZEROS)
+    for begin in range(0, vector.size, stream.size):
+        block = vector[begin : begin + stream.size]
+        nbytes = block.nbytes
+        keys, into, source = stream[: block.size], stream_bytes[:nbytes], zeros[:nbytes]
+        for context in adding:
+            context.update_into(source, into)
+            np.add(block, keys, out=block)
+        for context in subtracting:
+            context.update_into(source, into)
+            np.subtract(block, keys, out=block)
+
+
+def check(vector: Ring, offset: int) -> None:
+    """Refuse what `apply` cannot mask.
+
+    Raises:
+        MaskError: the vector has another type or shape, or would end past element 2^36.
+    """
+    if vector.dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)) or vector.ndim != 1:
+        raise MaskError(
+            "vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint16 or uint32"
+        )
+    if not vector.flags.c_contiguous or not vector.flags.writeable:
+        raise MaskError("vector", "strided or read-only", expected="a contiguous array that can be written")
+    if offset < 0 or offset + vector.size > LONGEST:
+        raise MaskError("offset", offset, expected=f"0 or more, ending before element {LONGEST}")
+
+
+@contextlib.contextmanager
+def _running(pool: Executor | None, parts: int) -> Iterator[Executor]:
+    if pool is not None:
+        yield pool
+        return
+    with ThreadPoolExecutor(parts, thread_name_prefix="mask") as made:
+        yield made

@@ -1,0 +1,89 @@
+"""Canonical bytes: what is signed or hashed is encoded here, so that no two values share an encoding.
+
+A value is an integer in [0, 2^64), text, bytes, or a tuple of values. Each is written as one tag byte and a
+fixed-width length or value: `i` and 8 bytes; `s` or `b`, 8 bytes of length and the bytes; `t`, 8 bytes of
+count and the values. All numbers are big-endian. `unpack(pack(*values)) == values`, and any bytes that `pack`
+would not write are refused. Refused: JSON and protobuf, which have several encodings of one value.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from cloister.protocol.errors import EncodingError
+
+Value: TypeAlias = "int | str | bytes | tuple[Value, ...]"
+
+DEEPEST = 8
+"""Tuples in tuples that are read; messages need four."""
+
+
+def pack(*values: Value) -> bytes:
+    """Encode `values` as one tuple.
+
+    Raises:
+        EncodingError: an integer is negative or does not fit in 64 bits.
+        TypeError: a value is of another type.
+    """
+    into = bytearray()
+    _write(values, into)
+    return bytes(into)
+
+
+def unpack(data: bytes) -> tuple[Value, ...]:
+    """Read back what `pack` wrote.
+
+    Raises:
+        EncodingError: `data` is not exactly the encoding of a tuple.
+    """
+    value, end = _read(data, 0, 0)
+    if not isinstance(value, tuple) or end != len(data):
+        raise EncodingError("message", f"{len(data)} bytes", expected="exactly one encoded tuple")
+    return value
+
+
+def _write(value: Value, into: bytearray) -> None:
+    if isinstance(value, bool):
+        raise TypeError("a truth value has no canonical encoding; use 0 or 1")
+    if isinstance(value, int):
+        if not 0 <= value < 2**64:
+            raise EncodingError("integer", value, expected="0 to 2^64 - 1")
+        into += b"i" + value.to_bytes(8, "big")
+    elif isinstance(value, str):
+        text = value.encode()
+        into += b"s" + len(text).to_bytes(8, "big") + text
+    elif isinstance(value, bytes):
+        into += b"b" + len(value).to_bytes(8, "big") + value
+    elif isinstance(value, tuple):
+        into += b"t" + len(value).to_bytes(8, "big")
+        for item in value:
+            _write(item, into)
+    else:
+        raise TypeError(f"{type(value).__name__} has no canonical encoding")
+
+
+def _read(data: bytes, at: int, depth: int) -> tuple[Value, int]:
+    if len(data) - at < 9 or depth > DEEPEST:
+        raise EncodingError("message", f"{len(data)} bytes", expected="a whole encoding")
+    tag, number = data[at : at + 1], int.from_bytes(data[at + 1 : at + 9], "big")
+    at += 9
+    if tag == b"i":
+        return number, at
+    if number > len(data) - at:
+        raise EncodingError(
+            "message", f"a length of {number}", expected=f"at most the {len(data) - at} bytes left"
+        )
+    if tag == b"b":
+        return data[at : at + number], at + number
+    if tag == b"s":
+        try:
+            return data[at : at + number].decode(), at + number
+        except UnicodeDecodeError:
+            raise EncodingError("message", data[at : at + number], expected="text in UTF-8") from None
+    if tag == b"t":
+        items: list[Value] = []
+        for _ in range(number):
+            item, at = _read(data, at, depth + 1)
+            items.append(item)
+        return tuple(items), at
+    raise EncodingError("message", tag, expected="a tag of i, s, b or t")

@@ -1,0 +1,332 @@
+"""Who is who: a site's identity key, the card it shows, and the roster of all cards that every site pins by
+its hash.
+
+A site makes an Ed25519 identity once and keeps it. Its card says its name and public key and is signed with
+that key, so that a damaged card is noticed and nobody can show a key that is not theirs. The people who run
+the sites exchange cards by means they trust, build the roster, and compare its hash (by telephone, say): from
+then on the coordinator can invent no site. The roster's hash covers the names and keys, sorted by name, and
+does not depend on how a file is laid out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import functools
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from cloister.protocol.encoding import pack
+from cloister.protocol.errors import MemberError, RosterError, StorageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CARD = "cloister-card-1"
+_ROSTER = "cloister-roster-1"
+
+
+def new_identity(random: Callable[[int], bytes] = os.urandom) -> Ed25519PrivateKey:
+    """A new identity key from 32 random bytes."""
+    return Ed25519PrivateKey.from_private_bytes(random(32))
+
+
+def identity_to_pem(identity: Ed25519PrivateKey) -> bytes:
+    """The identity key as unencrypted PKCS #8 PEM."""
+    return identity.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
+    """Read what `identity_to_pem` wrote.
+
+    Raises:
+        RosterError: it is not an unencrypted Ed25519 private key in PEM.
+    """
+    try:
+        identity = load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        identity = None
+    if not isinstance(identity, Ed25519PrivateKey):
+        raise RosterError("identity", expected="an unencrypted Ed25519 private key in PEM")
+    return identity
+
+
+def save_identity(identity: Ed25519PrivateKey, path: Path) -> None:
+    """Write a new identity to `path`, readable by its owner only; never over another one.
+
+    Raises:
+        RosterError: there is a file already.
+        StorageError: it cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(identity_to_pem(identity))
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        raise RosterError(
+            "identity",
+            str(path),
+            expected="no file there yet",
+            fix="keep it: an identity cannot be made twice",
+        ) from None
+    except OSError as error:
+        raise StorageError("identity", str(path), expected=f"a file that can be written ({error})") from error
+
+
+def load_identity(path: Path) -> Ed25519PrivateKey:
+    """Read the identity at `path`.
+
+    Raises:
+        RosterError: it is missing, unreadable or no identity.
+    """
+    return identity_from_pem(_read(path, "identity"))
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a site shows of itself, signed. Make one with `Card.of` or `Card.from_text`."""
+
+    name: str
+    """Name of the site: letters, digits, dots, dashes, underscores, at most 64."""
+    public: bytes
+    """Ed25519 public key, 32 bytes."""
+    signature: bytes
+    """Signature of name and key with that key, 64 bytes."""
+
+    @classmethod
+    def of(cls, name: str, identity: Ed25519PrivateKey) -> Card:
+        """The card of the site `name` whose identity key is `identity`.
+
+        Raises:
+            RosterError: the name is not allowed.
+        """
+        public = identity.public_key().public_bytes_raw()
+        card = cls(name, public, identity.sign(pack(_CARD, name, public)))
+        card.verify()
+        return card
+
+    @classmethod
+    def from_text(cls, text: str) -> Card:
+        """Read the line that `text` printed.
+
+        Raises:
+            RosterError: it is not such a line, or a character of it was changed.
+        """
+        words = text.split()
+        if len(words) != 4 or words[0] != _CARD:
+            raise RosterError("card", text, expected=f"one line: {_CARD} NAME KEY SIGNATURE")
+        card = cls(words[1], _from_base64(words[2], "card"), _from_base64(words[3], "card"))
+        card.verify()
+        return card
+
+    def text(self) -> str:
+        """The card as one printable line."""
+        return f"{_CARD} {self.name} {_to_base64(self.public)} {_to_base64(self.signature)}"
+
+    def verify(self) -> None:
+        """Check the name, the key and the signature.
+
+        Raises:
+            RosterError: one of them is wrong.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise RosterError(
+                "card name", self.name, expected="1 to 64 letters, digits, dots, dashes, underscores"
+            )
+        try:
+            key = Ed25519PublicKey.from_public_bytes(self.public)
+            key.verify(self.signature, pack(_CARD, self.name, self.public))
+        except (ValueError, InvalidSignature):
+            raise RosterError(
+                "card",
+                self.name,
+                expected="a signature made with the key on it",
+                fix=f"ask {self.name} for the card again",
+            ) from None
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The cards of a federation, sorted by name. Make one with `Roster.of` or `Roster.from_toml`, which check
+    it.
+    """
+
+    cards: tuple[Card, ...]
+
+    @classmethod
+    def of(cls, cards: Iterable[Card]) -> Roster:
+        """The roster of `cards`, in any order.
+
+        Raises:
+            RosterError: there is none, one does not verify, or two have the same name or the same key.
+        """
+        sorted_cards = tuple(sorted(cards, key=lambda card: card.name))
+        if not sorted_cards:
+            raise RosterError("roster", expected="at least one card")
+        for card in sorted_cards:
+            card.verify()
+        for what, values in (
+            ("name", [card.name for card in sorted_cards]),
+            ("key", [card.public for card in sorted_cards]),
+        ):
+            for value, count in collections.Counter(values).items():
+                if count > 1:
+                    owners = [card.name for card in sorted_cards if value in (card.name, card.public)]
+                    raise RosterError("roster", ", ".join(owners), expected=f"one card for each {what}")
+        return cls(sorted_cards)
+
+    @functools.cached_property
+    def hash(self) -> bytes:
+        """SHA-256 over the canonical bytes of names and keys: what every site pins."""
+        return hashlib.sha256(pack(_ROSTER, tuple((card.name, card.public) for card in self.cards))).digest()
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, Ed25519PublicKey]:
+        return {card.name: Ed25519PublicKey.from_public_bytes(card.public) for card in self.cards}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sites, sorted."""
+        return tuple(card.name for card in self.cards)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
+
+    def key(self, name: str) -> Ed25519PublicKey:
+        """The public key of the site `name`.
+
+        Raises:
+            MemberError: it is not in the roster.
+        """
+        if name not in self._keys:
+            raise MemberError("site", name, expected="a site of the roster")
+        return self._keys[name]
+
+    def pinned(self, expected: str) -> Roster:
+        """This roster, if its hash is `expected` (hex).
+
+        Raises:
+            RosterError: it is another roster.
+        """
+        if self.hash.hex() != expected.strip().lower():
+            raise RosterError(
+                "roster hash",
+                self.hash.hex(),
+                expected=f"the pinned {expected}",
+                fix="agree on the roster with the other sites before pinning another",
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """The roster as TOML, with its hash."""
+        parts = [f'format = "{_ROSTER}"\nhash = "{self.hash.hex()}"\n']
+        parts += [
+            f'[[site]]\nname = "{card.name}"\nkey = "{_to_base64(card.public)}"\n'
+            f'signature = "{_to_base64(card.signature)}"\n'
+            for card in self.cards
+        ]
+        return "\n".join(parts)
+
+    @classmethod
+    def from_toml(cls, text: str, origin: str = "roster") -> Roster:
+        """Read what `to_toml` wrote and check all of it.
+
+        Raises:
+            RosterError: it is no such file, a card does not verify, or the hash is of other cards.
+        """
+        try:
+            tree = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise RosterError("roster", origin, expected=f"valid TOML ({error})") from error
+        sites = tree.get("site")
+        if (
+            set(tree) != {"format", "hash", "site"}
+            or tree["format"] != _ROSTER
+            or not isinstance(sites, list)
+        ):
+            raise RosterError(
+                "roster", origin, expected=f"format = {_ROSTER}, a hash and one [[site]] for each card"
+            )
+        cards = []
+        for site in sites:
+            fields = {"name", "key", "signature"}
+            if (
+                not isinstance(site, dict)
+                or set(site) != fields
+                or not all(isinstance(v, str) for v in site.values())
+            ):
+                raise RosterError("roster", origin, expected="a name, a key and a signature in each [[site]]")
+            key, signature = _from_base64(site["key"], origin), _from_base64(site["signature"], origin)
+            cards.append(Card(site["name"], key, signature))
+        roster = cls.of(cards)
+        if tree["hash"] != roster.hash.hex():
+            raise RosterError(
+                "roster hash", tree["hash"], expected=f"{roster.hash.hex()}, which its cards give"
+            )
+        return roster
+
+
+def save_roster(roster: Roster, path: Path) -> None:
+    """Write `roster` to `path`, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    beside = path.with_name(path.name + ".new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(roster.to_toml())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise StorageError("roster", str(path), expected=f"a file that can be written ({error})") from error
+
+
+def load_roster(path: Path) -> Roster:
+    """Read the roster at `path`.
+
+    Raises:
+        RosterError: it is missing or no sound roster.
+    """
+    try:
+        text = _read(path, "roster").decode()
+    except UnicodeDecodeError:
+        raise RosterError("roster", str(path), expected="text in UTF-8") from None
+    return Roster.from_toml(text, str(path))
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
+
+
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_base64(text: str, what: str) -> bytes:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        data = b""
+    if _to_base64(data) != text:  # also where unused bits of the last digit are set
+        raise RosterError(what, text, expected="base64")
+    return data
