@@ -1,10 +1,18 @@
-"""What the vectors of a run sum: the layouts that coordinator and sites derive from the same plan."""
+"""What a run sums: the vectors' layouts, and the contracts of the secure sum, that all parties derive from one plan."""
 
 from __future__ import annotations
 
+import hashlib
+
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import Ring
+from cloister.aggregation.secure_sum import Contract
+from cloister.protocol.encoding import pack
 from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Roster
+
+TRAIN, EVALUATE = "train", "evaluate"
+"""Purposes of a sum."""
 
 TOKENS = "tokens"
 LOSS = "loss"
@@ -26,3 +34,37 @@ def evaluation_layout(plan: Plan) -> SumLayout:
     """The layout of an evaluation's sum: totals over all sites' held-out records."""
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.sites)
     return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES))
+
+
+def layout_for(purpose: str, plan: Plan, parameters: int) -> SumLayout:
+    """The layout of a sum of that purpose, `train` or `evaluate`."""
+    return training_layout(plan, parameters) if purpose == TRAIN else evaluation_layout(plan)
+
+
+def contract_for(purpose: str, plan: Plan, roster: Roster, run: str, parameters: int, model: str) -> Contract:
+    """The contract of the secure sums of one purpose in a run.
+
+    Args:
+        purpose: `train` or `evaluate`; each has attempts of its own.
+        plan: The plan.
+        roster: The sites' identities.
+        run: Identity of the run.
+        parameters: Number of trained parameters.
+        model: Digest of the trained parameters' names and shapes.
+    """
+    layout = layout_for(purpose, plan, parameters)
+    ring = layout.ring
+    meaning = pack(
+        purpose, layout.size, layout.counters, layout.heaviest, ring.terms, float(ring.bound).hex(), model
+    )
+    return Contract(
+        run=f"{run}/{purpose}",
+        roster=roster,
+        plan=bytes.fromhex(plan.digest()),
+        dropouts=plan.aggregation.dropouts,
+        colluders=plan.aggregation.colluders,
+        ring_bits=plan.aggregation.ring_bits,
+        length=layout.length,
+        layout=hashlib.sha256(meaning).digest(),
+        cipher=plan.aggregation.cipher,
+    )

@@ -24,7 +24,9 @@ from cloister.server.progress import (
     Evaluated,
     Event,
     Finished,
+    NotEvaluated,
     Preparing,
+    RoundAbandoned,
     RoundDone,
     RoundStarted,
     SiteAnswered,
@@ -34,6 +36,7 @@ from cloister.server.progress import (
 
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
+_DOING = {"train": "training", "evaluate": "evaluating"}
 
 
 class Display(Protocol):
@@ -107,12 +110,13 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
         console.print(
             f"lora averages A and B apart: {error:.1%} off the mean of their products in the last round"
         )
-    console.print(
-        f"held-out loss {outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token, "
-        f"perplexity {outcome.perplexity:.2f}, {outcome.bits_per_byte:.3f} bits per byte, "
-        f"accuracy {outcome.accuracy:.1%}",
-        style="bold",
-    )
+    if outcome.initial_loss is not None and outcome.final_loss is not None:
+        console.print(
+            f"held-out loss {outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token, "
+            f"perplexity {outcome.perplexity:.2f}, {outcome.bits_per_byte:.3f} bits per byte, "
+            f"accuracy {outcome.accuracy:.1%}",
+            style="bold",
+        )
     _print_sample(console, folder)
     for line in (
         f"weights {outcome.params_sha256}",
@@ -167,8 +171,12 @@ def describe(event: Event) -> str:
             )
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
-        case AttemptFailed(number, attempt, done, needed):
-            return f"round {number}: attempt {attempt} ended with {done} sites, {needed} needed; trying again"
+        case AttemptFailed(number, attempt, reason):
+            return f"round {number}: attempt {attempt} ended with nothing revealed: {reason}"
+        case RoundAbandoned(number, attempts):
+            return f"round {number}: given up after {attempts} attempts; the model is as it was"
+        case NotEvaluated(number, attempts):
+            return f"round {number}: not evaluated, after {attempts} attempts"
         case RoundDone():
             rate = event.tokens / event.seconds if event.seconds else 0.0
             return (
@@ -226,18 +234,18 @@ class LiveDisplay:
                     self._done = self._first = done
                     self._status = "evaluating"
                     self._clock = time.monotonic()
-                case RoundStarted(number, attempt, cohort):
+                case RoundStarted(number, attempt, purpose, cohort):
                     again = f", attempt {attempt}" if attempt > 1 else ""
-                    self._status = f"round {number}{again}"
+                    self._status = f"round {number}{again}, {_DOING[purpose]}"
                     self._cohort, self._answered = cohort, set()
                 case SiteAnswered(site=site):
                     self._answered.add(site)
-                case SiteFailed() | AttemptFailed():
+                case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
                     self._failures.append(describe(event))
                 case RoundDone():
                     self._done = event.round
                     self._rounds[event.round] = event
-                    self._status = f"round {event.round}, evaluating"
+                    self._cohort = ()
                 case Evaluated():
                     self._losses[event.round] = event
                     self._rounds.setdefault(event.round, None)
@@ -268,7 +276,7 @@ class LiveDisplay:
             self._time_left(),
         )
         state = Text(self._status)
-        if self._cohort and not self._status.endswith("evaluating"):
+        if self._cohort:
             state.append(f"  {len(self._answered)} of {len(self._cohort)} sites answered", style="green")
         if self._working:
             state.append("  at work: " + " ".join(sorted(self._working)), style="dim")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -22,23 +23,31 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cloister.aggregation.ring import RingVector
+from cloister.aggregation.secure_sum import Site as SecureSite
 from cloister.aggregation.sums import (
     BYTES,
     CORRECT,
+    EVALUATE,
     LOSS,
     LOSS_SCALE,
     TOKENS,
+    TRAIN,
+    contract_for,
     evaluation_layout,
     training_layout,
 )
+from cloister.clients.attempt import Attempts, Log, Member
 from cloister.clients.train import Trainer
 from cloister.lm.data import Prepared, cached, prepare, prepared_key
 from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.layout import params_sha256
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
-from cloister.protocol.errors import DataError, PlanError
-from cloister.protocol.messages import Contribution, Evaluate, Join, Joined, Train
+from cloister.protocol.errors import DataError, PlanError, RosterError, UpdateError
+from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Join, Joined, Train
 from cloister.protocol.plan import Plan, Section
+from cloister.protocol.roster import Roster, load_identity, load_roster
 from cloister.protocol.storage import write_file
 
 Vector = npt.NDArray[np.float32]
@@ -57,6 +66,14 @@ class SiteConfig(Section):
     """Split of a hub data set."""
     state: Annotated[str, Field(min_length=1)]
     """Folder for what the site keeps between messages."""
+    identity: str = ""
+    """File of its Ed25519 identity key, for the secure sum."""
+    roster: str = ""
+    """File of the roster that the sites agreed on."""
+    roster_hash: str = ""
+    """Hash of that roster, in hex: the site refuses any other."""
+    minimum_cohort: Annotated[int, Field(ge=2)] = 3
+    """Fewest sites whose sum it takes part in."""
     device: str = "auto"
     """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
 
@@ -81,7 +98,11 @@ def load_site(path: Path) -> Site:
     config = config.model_copy(
         update={
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
-            "state": str(path.parent / config.state),
+            **{
+                name: str(path.parent / value)
+                for name in ("state", "identity", "roster")
+                if (value := getattr(config, name))
+            },
         }
     )
     return Site(config)
@@ -109,42 +130,115 @@ class Site:
         """
         resident = _resident(request.plan, self.config.device)
         prepared = self._prepared(resident)
+        if resident.plan.aggregation.secure:
+            self._member()
+            self._roster()
         if not len(prepared.train):
             raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
         return Joined(self.config.name, resident.model.layout.size)
 
-    def train(self, request: Train) -> Contribution:
+    def agree(self, request: Agree, private: bytes) -> Agreed:
+        """The site's part of one step of the secure sum.
+
+        Raises:
+            CloisterError: why it refuses.
+        """
+        resident = _resident(request.plan, self.config.device)
+        attempts = self._attempts(resident, request.purpose, request.run)
+        return Agreed(self.config.name, attempts.agree(request.step, private))
+
+    def train(self, request: Train, private: bytes = b"") -> Contribution:
         """The site's contribution to a round: trained, or taken from an earlier attempt at the same round.
+
+        Args:
+            request: The round and its global model.
+            private: Under the secure sum, the shares that other sites have for this one.
 
         Raises:
             CloisterError: why there is none.
         """
         resident = _resident(request.plan, self.config.device)
-        update = self._finished_update(resident, request) or self._new_update(resident, request)
+        _check_hash(request.model, request.model_hash)
         layout = training_layout(resident.plan, resident.model.layout.size)
-        weight = update.tokens if resident.plan.aggregation.weighting == "tokens" else 1
-        counters = {TOKENS: update.tokens, LOSS: round(update.loss * update.tokens * LOSS_SCALE)}
-        random = np.random.Generator(np.random.Philox(self._seed(resident.plan, "rounding", request.round)))
-        vector = layout.contribution(update.vector, weight, counters, random)
-        return Contribution(self.config.name, request.round, request.model_hash, vector)
 
-    def evaluate(self, request: Evaluate) -> Contribution:
+        def make() -> RingVector:
+            update = self._finished_update(resident, request) or self._new_update(resident, request)
+            weight = update.tokens if resident.plan.aggregation.weighting == "tokens" else 1
+            counters = {TOKENS: update.tokens, LOSS: round(update.loss * update.tokens * LOSS_SCALE)}
+            random = np.random.Generator(
+                np.random.Philox(self._seed(resident.plan, "rounding", request.round))
+            )
+            return layout.contribution(update.vector, weight, counters, random)
+
+        return self._contribution(resident, TRAIN, request, private, make)
+
+    def evaluate(self, request: Evaluate, private: bytes = b"") -> Contribution:
         """Totals of the model on the site's held-out records.
+
+        Args:
+            request: The global model.
+            private: As for `train`.
 
         Raises:
             CloisterError: why there are none.
         """
-        plan = Plan.from_json(request.plan)
-        found = self.held_out(plan, request.model)
-        counters = {
-            LOSS: round(found.loss_nats * LOSS_SCALE),
-            CORRECT: found.correct,
-            TOKENS: found.tokens,
-            BYTES: found.bytes,
-        }
-        layout = evaluation_layout(plan)
-        vector = layout.ring.encode_counters([counters[name] for name in layout.counters])
-        return Contribution(self.config.name, request.round, request.model_hash, vector)
+        resident = _resident(request.plan, self.config.device)
+        _check_hash(request.model, request.model_hash)
+        layout = evaluation_layout(resident.plan)
+
+        def make() -> RingVector:
+            found = self.held_out(resident.plan, request.model)
+            counters = {
+                LOSS: round(found.loss_nats * LOSS_SCALE),
+                CORRECT: found.correct,
+                TOKENS: found.tokens,
+                BYTES: found.bytes,
+            }
+            return layout.ring.encode_counters([counters[name] for name in layout.counters])
+
+        return self._contribution(resident, EVALUATE, request, private, make)
+
+    def _contribution(
+        self,
+        resident: _Resident,
+        purpose: str,
+        request: Train | Evaluate,
+        private: bytes,
+        make: Callable[[], RingVector],
+    ) -> Contribution:
+        """What leaves the site: the vector, under its masks where the plan says so. There is no other way out."""
+        plan = resident.plan
+        statement, vector = b"", None
+        if plan.aggregation.secure:
+            attempts = self._attempts(resident, purpose, request.run)
+            model = bytes.fromhex(request.model_hash)
+            statement, vector = attempts.mask(private, model, plan.local.threads, make)
+        else:
+            vector = make()
+        return Contribution(self.config.name, request.round, request.model_hash, statement, vector)
+
+    def _attempts(self, resident: _Resident, purpose: str, run: str) -> Attempts:
+        if purpose not in (TRAIN, EVALUATE):
+            raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
+        layout = resident.model.layout
+        contract = contract_for(purpose, resident.plan, self._roster(), run, layout.size, layout.digest())
+        return Attempts(self._state / "secure" / purpose, contract, self._member(), resident.attempts)
+
+    def _member(self) -> Member:
+        if not self.config.identity:
+            raise PlanError(
+                f"identity of {self.config.name}",
+                expected="a key in the site's TOML, because the plan sums securely",
+                fix="make one: cloister site init",
+            )
+        identity = load_identity(Path(self.config.identity))
+        name = self.config.name
+        if identity.public_key() != self._roster().key(name):
+            raise RosterError(f"identity of {name}", expected="the key that the roster has for it")
+        return Member(name, identity, self.config.minimum_cohort)
+
+    def _roster(self) -> Roster:
+        return load_roster(Path(self.config.roster)).pinned(self.config.roster_hash)
 
     def held_out(self, plan: Plan, weights: Vector) -> HeldOut:
         """The model's sums on the site's held-out records; for the site's own eyes.
@@ -232,6 +326,14 @@ class _Resident:
     model: LanguageModel
     trainer: Trainer
     device: torch.device
+    attempts: dict[Path, tuple[Log, SecureSite]] = field(default_factory=dict)
+
+
+def _check_hash(model: Vector, named: str) -> None:
+    """The hash binds the masks to the model, so it is the site's own of what it received."""
+    own = params_sha256(model)
+    if own != named:
+        raise UpdateError("global model", own, expected=f"the model with the hash {named}")
 
 
 @lru_cache(maxsize=1)

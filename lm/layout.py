@@ -26,6 +26,11 @@ from cloister.protocol.errors import UpdateError
 Vector = npt.NDArray[np.float32]
 
 
+def params_sha256(weights: Vector) -> str:
+    """SHA-256, in hex, of a flat float32 vector's little-endian bytes: what names a global model."""
+    return hashlib.sha256(np.ascontiguousarray(weights, dtype="<f4").data).hexdigest()
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names and shapes of the trained parameters, in the order in which they lie in a vector."""

@@ -59,6 +59,10 @@ class QuorumError(CloisterError):
     """Too few sites finished a round in every attempt that the plan allows."""
 
 
+class FaultError(CloisterError):
+    """A simulated site dropped out, because the plan's faults say so."""
+
+
 class EngineError(CloisterError):
     """An engine cannot be started or has lost what it needs to go on."""
 

@@ -1,7 +1,7 @@
 """Every message of a run, as a frozen dataclass; `records.py` carries them through Flower.
 
 A request goes from the coordinator to one site, a reply comes back. Vectors are flat and one-dimensional; their layout
-is defined by the plan's model (`lm/layout.py`) and `aggregation/average.py`.
+is defined by the plan's model (`lm/layout.py`) and `aggregation/sums.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,37 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Agree:
+    """Carries one step of the secure sum to a site: 1 advertise, 2 share, 4 confirm or 5 unmask.
+
+    The step's own message is different for each site and travels beside this one, as `private` bytes.
+    """
+
+    plan: str
+    """The plan, as canonical JSON."""
+    run: str
+    """Identity of the run, drawn at random when it began."""
+    purpose: str
+    """`train` or `evaluate`: what the sum is of."""
+    step: int
+    """Step of the secure sum."""
+    round: int
+    """Round, from 1; in an evaluation the round whose model it is, from 0."""
+    tries: int
+    """Attempts at this sum that have failed, plus one."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A site's part of one step of the secure sum."""
+
+    site: str
+    """The site's name."""
+    body: bytes
+    """The step's own message."""
+
+
+@dataclass(frozen=True)
 class Joined:
     """A site is ready."""
 
@@ -39,8 +70,10 @@ class Train:
     """The plan, as canonical JSON."""
     round: int
     """Round, from 1."""
-    attempt: int
-    """Attempt at that round, from 1."""
+    tries: int
+    """Attempts at this round that have failed, plus one."""
+    run: str
+    """Identity of the run."""
     model_hash: str
     """SHA-256, in hex, of `model`'s bytes."""
     model: npt.NDArray[np.float32]
@@ -55,6 +88,10 @@ class Evaluate:
     """The plan, as canonical JSON."""
     round: int
     """Round whose model this is; 0 is the initial model."""
+    tries: int
+    """Attempts at this evaluation that have failed, plus one."""
+    run: str
+    """Identity of the run."""
     model_hash: str
     """SHA-256, in hex, of `model`'s bytes."""
     model: npt.NDArray[np.float32]
@@ -71,8 +108,10 @@ class Contribution:
     """Round it belongs to."""
     model_hash: str
     """The model it was computed from."""
+    statement: bytes
+    """Under the secure sum the site's signed statement of the masked vector's digest, else empty."""
     vector: npt.NDArray[np.unsignedinteger[Any]]
-    """Ring integers of the plan's width."""
+    """Ring integers of the plan's width; under the secure sum they are masked."""
 
 
 @dataclass(frozen=True)
@@ -85,5 +124,5 @@ class Failure:
     """One line that says why."""
 
 
-Request = Join | Train | Evaluate
-Reply = Joined | Contribution
+Request = Join | Agree | Train | Evaluate
+Reply = Joined | Agreed | Contribution

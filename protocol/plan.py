@@ -4,8 +4,8 @@ A plan is a TOML file with one section for each part of the contract. It is soun
 either return a `Plan` whose sections agree with each other, or raise `PlanError` naming the field, its value, what was
 expected and the fix. What belongs to one site alone (its data's path, its devices) is never in the plan.
 
-`Plan.digest()` is what the parties agree on: SHA-256 over the canonical JSON of every section except `[simulation]`,
-which only says how one machine plays the federation.
+`Plan.digest()` is what the parties agree on: SHA-256 over the canonical JSON of every section except `[simulation]`
+and `[faults]`, which only say how one machine plays the federation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from cloister.protocol.errors import PlanError
+from cloister.aggregation.graph import parameters, tolerated
+from cloister.protocol.errors import ParameterError, PlanError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+
+SMALLEST_COHORT = 3
+"""Fewest sites whose sum hides each of them from the others."""
 
 
 class Section(BaseModel):
@@ -160,6 +165,14 @@ class CohortSection(Section):
 class AggregationSection(Section):
     """How updates are summed."""
 
+    secure: bool = True
+    """Sum under masks, so that the coordinator learns the total alone; otherwise it sees every update."""
+    colluders: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest fraction of a cohort that may collude with the coordinator against the other sites."""
+    dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
+    cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
+    """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a site in the mean: the tokens it learned from in the round, or 1."""
     ring_bits: Literal[16, 32] = 32
@@ -222,6 +235,24 @@ class SimulationSection(Section):
     """Sites that are slower or take more of the machine than the rest."""
 
 
+class FaultsSection(Section):
+    """Dropouts that a simulation makes, to see a plan under them; not part of the contract, nor in the digest.
+
+    Each is the probability that a site of the cohort fails at that step of an attempt, drawn from the run's seed.
+    """
+
+    advertise: Probability = 0.0
+    """Before it sends its keys."""
+    share: Probability = 0.0
+    """Before it sends its shares."""
+    update: Probability = 0.0
+    """Before its update has arrived."""
+    confirm: Probability = 0.0
+    """Before it signs the list of survivors."""
+    unmask: Probability = 0.0
+    """Before it reveals shares."""
+
+
 class Plan(Section):
     """The contract of a run. Build it with `load`, `parse` or `from_json`, which check that it is sound."""
 
@@ -241,10 +272,12 @@ class Plan(Section):
     """The coordinator's step."""
     simulation: SimulationSection = SimulationSection()
     """How one machine plays the federation."""
+    faults: FaultsSection = FaultsSection()
+    """Dropouts that a simulation makes."""
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the canonical JSON of what the parties agree on (all but `[simulation]`)."""
-        agreed = self.model_dump(mode="json", exclude={"simulation"})
+        """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""
+        agreed = self.model_dump(mode="json", exclude={"simulation", "faults"})
         return hashlib.sha256(_canonical(agreed)).hexdigest()
 
     def to_json(self) -> str:
@@ -338,6 +371,8 @@ def _check_sound(plan: Plan) -> None:
             expected=f"a ring in which the sum of {sites} sites cannot wrap",
             fix="set aggregation.ring_bits = 32",
         )
+    if plan.aggregation.secure:
+        _check_secure(plan)
     if plan.model.config and not plan.model.name.startswith("builtin:"):
         raise PlanError(
             "model.config",
@@ -379,6 +414,23 @@ def _check_sound(plan: Plan) -> None:
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
         )
+
+
+def _check_secure(plan: Plan) -> None:
+    """Refuse a secure sum that would protect nobody, or whose threshold its own dropouts could not meet."""
+    for field, n in (("cohort.fraction", plan.cohort.size()), ("cohort.sites", plan.cohort.sites)):
+        if n < SMALLEST_COHORT:
+            raise PlanError(
+                field,
+                plan.cohort.fraction if field == "cohort.fraction" else n,
+                expected=f"a cohort of at least {SMALLEST_COHORT} sites under the secure sum, and this is {n}: "
+                "of two, each could tell the other's update from the sum",
+                fix="raise it, or set aggregation.secure = false where everybody may see every update",
+            )
+        try:
+            parameters(n, tolerated(n, plan.aggregation.dropouts), tolerated(n, plan.aggregation.colluders))
+        except ParameterError as error:
+            raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
 
 
 def _canonical(value: object) -> bytes:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.messages import Contribution, Evaluate, Join, Joined, Train
+from cloister.protocol.messages import Reply, Request
 
-Spoken = Join | Train | Evaluate | Joined | Contribution
+Spoken = Request | Reply
 M = TypeVar("M", bound=Spoken)
 
 _STYPE = "cloister.raw"
@@ -39,6 +39,24 @@ def to_records(message: Spoken) -> RecordDict:
     return RecordDict({"fields": config, "vectors": arrays})
 
 
+def with_private(records: RecordDict, private: bytes) -> RecordDict:
+    """The same message with bytes for one site alone; vectors and fields are shared, not copied."""
+    return RecordDict({**records, "private": ConfigRecord({"bytes": private})})
+
+
+def private_of(records: RecordDict) -> bytes:
+    """The bytes that came beside a message for this site alone; none give empty ones.
+
+    Raises:
+        UpdateError: the record holds something else.
+    """
+    record = records.get("private", ConfigRecord({"bytes": b""}))
+    found = record.get("bytes") if isinstance(record, ConfigRecord) else None
+    if not isinstance(found, bytes):
+        raise UpdateError("private", sorted(records), expected="bytes for this site")
+    return found
+
+
 def from_records(kind: type[M], records: RecordDict) -> M:
     """Decode a message of the given kind; vectors are read-only views of the record's own memory.
 
@@ -54,7 +72,7 @@ def from_records(kind: type[M], records: RecordDict) -> M:
         raise UpdateError(kind.__name__, sorted({*config, *arrays}), expected=f"the fields {sorted(hints)}")
     values: dict[str, Any] = {}
     for name, hint in hints.items():
-        if hint in (str, int):
+        if hint in (str, int, bytes):
             value = config.get(name)
             if type(value) is not hint:
                 raise UpdateError(f"{kind.__name__}.{name}", value, expected=hint.__name__)

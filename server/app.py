@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from cloister.protocol.errors import EngineError, UpdateError
-from cloister.protocol.messages import Contribution, Evaluate, Failure, Join, Joined, Reply, Request, Train
+from cloister.protocol.messages import (
+    Agree,
+    Agreed,
+    Contribution,
+    Evaluate,
+    Failure,
+    Join,
+    Joined,
+    Reply,
+    Request,
+    Train,
+)
 from cloister.protocol.plan import Plan
-from cloister.protocol.records import from_records, to_records
+from cloister.protocol.records import from_records, to_records, with_private
 
 _GRACE_S = 60.0
 """How much longer than the deadline a message may live, so that it is the deadline that ends an attempt."""
@@ -53,21 +64,41 @@ class GridChannel:
         """Names of the sites that have joined, sorted."""
         return sorted(self._nodes)
 
-    def ask(self, sites: Iterable[str], request: Request, deadline_s: float) -> Iterator[Reply | Failure]:
-        """Send one request to each site, and yield one answer for each as it comes."""
+    def ask(
+        self,
+        sites: Iterable[str],
+        request: Request,
+        deadline_s: float,
+        private: Mapping[str, bytes] | None = None,
+    ) -> Iterator[Reply | Failure]:
+        """Send one request to each site, with bytes for it alone; yield one answer for each as it comes."""
         names = {self._nodes[site]: site for site in sites}
-        for node, reply in self._exchange(list(names), request, deadline_s):
-            if isinstance(reply, Joined | Contribution) and reply.site != names[node]:
+        secrets = {self._nodes[site]: found for site, found in (private or {}).items()}
+        for node, reply in self._exchange(list(names), request, deadline_s, secrets):
+            if not isinstance(reply, Failure) and reply.site != names[node]:
                 reply = Failure(names[node], f"it answered under the name {reply.site!r}")
             yield Failure(names[node], reply.reason) if isinstance(reply, Failure) else reply
 
     def _exchange(
-        self, nodes: list[int], request: Request, deadline_s: float
+        self,
+        nodes: list[int],
+        request: Request,
+        deadline_s: float,
+        private: Mapping[int, bytes] | None = None,
     ) -> Iterator[tuple[int, Reply | Failure]]:
         kind, answer = _KINDS[type(request)]
-        content = to_records(request)  # one object in every message: an engine may send its vectors once
+        content = to_records(request)  # its vectors are in every message, and an engine may send them once
         group = str(getattr(request, "round", 0))
-        messages = [Message(content, node, kind, ttl=deadline_s + _GRACE_S, group_id=group) for node in nodes]
+        messages = [
+            Message(
+                with_private(content, private[node]) if private else content,
+                node,
+                kind,
+                ttl=deadline_s + _GRACE_S,
+                group_id=group,
+            )
+            for node in nodes
+        ]
         waiting = set(nodes)
         for message in self._grid.send_and_receive(messages, timeout=deadline_s):
             node = message.metadata.src_node_id
@@ -86,7 +117,7 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-def _read(node: int, message: Message, answer: type[Joined] | type[Contribution]) -> Reply | Failure:
+def _read(node: int, message: Message, answer: type[Reply]) -> Reply | Failure:
     if message.has_error():
         return Failure(f"node {node}", " ".join((message.error.reason or "no reason given").split()))
     try:
@@ -95,8 +126,9 @@ def _read(node: int, message: Message, answer: type[Joined] | type[Contribution]
         return Failure(f"node {node}", str(error))
 
 
-_KINDS: dict[type[Request], tuple[str, type[Joined] | type[Contribution]]] = {
+_KINDS: dict[type[Request], tuple[str, type[Reply]]] = {
     Join: ("query.join", Joined),
+    Agree: ("query.agree", Agreed),
     Train: ("train", Contribution),
     Evaluate: ("evaluate", Contribution),
 }

@@ -6,7 +6,6 @@ which is checked when it is read. Old ones are removed only after a newer one is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from cloister.lm.layout import Layout
+from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.storage import write_file
 
@@ -35,11 +34,6 @@ class Checkpoint:
     """(d,) float32, the trained parameters."""
     optimizer: dict[str, torch.Tensor]
     """The server optimizer's state."""
-
-
-def params_sha256(weights: Vector) -> str:
-    """SHA-256, in hex, of the flat float32 vector's little-endian bytes."""
-    return hashlib.sha256(np.ascontiguousarray(weights, dtype="<f4").data).hexdigest()
 
 
 class Checkpoints:

@@ -11,43 +11,38 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.average import PlainSum
-from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS, evaluation_layout
+from cloister.aggregation.sums import BYTES, CORRECT, EVALUATE, LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.layout import params_sha256
 from cloister.lm.model import LanguageModel, device_for
 from cloister.lm.records import read_records
-from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Evaluate
 from cloister.protocol.plan import Plan
-from cloister.server.checkpoint import params_sha256
-from cloister.server.progress import Observer, SiteFailed
-from cloister.server.round import Channel, fold
+from cloister.server.progress import NotEvaluated
+from cloister.server.sum import Failed, Party, sum_over
 
-Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut]
+Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
+"""Given a round and its model: the sums on held-out records; None where none came about."""
 
 
-def at_sites(plan: Plan, channel: Channel, observe: Observer) -> Evaluation:
-    """Evaluation by every site on its own held-out records, weighted by their tokens.
+def at_sites(party: Party) -> Evaluation:
+    """Evaluation by every site on its own held-out records, weighted by their tokens."""
+    plan = party.plan
 
-    The function returned raises `QuorumError` when no site answers.
-    """
-
-    def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut:
-        request = Evaluate(plan.to_json(), round_number, params_sha256(weights), weights)
-        total = PlainSum(evaluation_layout(plan))
-        for reply in channel.ask(channel.sites, request, plan.cohort.deadline_s):
-            refusal = fold(total, reply, round_number, request.model_hash)
-            if refusal is not None:
-                observe(SiteFailed(round_number, reply.site, refusal))
-        sums = total.open().counters
-        if not sums[TOKENS]:
-            raise QuorumError(
-                f"evaluation of round {round_number}",
-                "no answer",
-                expected="held-out sums of at least one site",
-                fix="see each site's reason above; `cloister resume` tries again",
-            )
+    def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
+        model_hash = params_sha256(weights)
+        total = sum_over(
+            party,
+            EVALUATE,
+            party.channel.sites,
+            1,
+            lambda tries: Evaluate(plan.to_json(), round_number, tries, party.run, model_hash, weights),
+        )
+        if isinstance(total, Failed):
+            party.observe(NotEvaluated(round_number, total.attempts))
+            return None
+        sums = total.opened.counters
         return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES])
 
     return held_out

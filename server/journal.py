@@ -16,10 +16,14 @@ from typing import Any
 
 from cloister.protocol.errors import RunFolderError, StorageError
 
+CREATED = "created"
+"""The run has its identity."""
 BEGUN = "begun"
-"""An attempt at a round is about to ask its sites."""
+"""After a purpose: an attempt at a sum is about to ask its sites."""
+UNMASKING = "unmasking"
+"""After a purpose: these survivors are about to be asked for shares."""
 FAILED = "failed"
-"""An attempt ended without a quorum."""
+"""After a purpose: an attempt at a sum ended with too few sites."""
 DONE = "done"
 """A round is done, and its checkpoint on disk; round 0 is the initial model."""
 FINISHED = "finished"
@@ -89,11 +93,15 @@ class Journal:
         rows = self._db.execute("SELECT round, attempt, step, detail FROM entries ORDER BY id")
         return [Entry(row[0], row[1], row[2], json.loads(row[3])) for row in rows]
 
-    def last(self, step: str) -> Entry | None:
-        """The newest entry of a step."""
-        found = [entry for entry in self.entries() if entry.step == step]
-        return found[-1] if found else None
+    def newest(self, step: str, round_number: int | None = None) -> Entry | None:
+        """The newest entry of a step, in any round or in one."""
+        query = "SELECT round, attempt, step, detail FROM entries WHERE step = ? AND (? IS NULL OR round = ?)"
+        row = self._db.execute(
+            f"{query} ORDER BY id DESC LIMIT 1", (step, round_number, round_number)
+        ).fetchone()
+        return Entry(row[0], row[1], row[2], json.loads(row[3])) if row else None
 
     def count(self, step: str, round_number: int) -> int:
         """How often a step was recorded for a round, in this process or an earlier one."""
-        return sum(1 for entry in self.entries() if entry.round == round_number and entry.step == step)
+        query = "SELECT COUNT(*) FROM entries WHERE round = ? AND step = ?"
+        return int(self._db.execute(query, (round_number, step)).fetchone()[0])

@@ -29,10 +29,12 @@ class Started:
 
 @dataclass(frozen=True)
 class RoundStarted:
-    """An attempt at a round begins."""
+    """An attempt at a round, or at the evaluation of its model, begins."""
 
     round: int
     attempt: int
+    purpose: str
+    """`train` or `evaluate`."""
     cohort: tuple[str, ...]
 
 
@@ -55,12 +57,11 @@ class SiteFailed:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """An attempt ended without its quorum."""
+    """An attempt ended with too few sites, and nothing revealed."""
 
     round: int
     attempt: int
-    finished: int
-    needed: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,23 @@ class Evaluated:
     perplexity: float
     accuracy: float
     bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class NotEvaluated:
+    """No evaluation of the model after a round came about; training goes on."""
+
+    round: int
+    attempts: int
+
+
+@dataclass(frozen=True)
+class RoundAbandoned:
+    """A round was given up with the model as it was: sites had answered, and too few were left to finish."""
+
+    round: int
+    attempts: int
+    params_sha256: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,9 @@ Event = (
     | SiteFailed
     | AttemptFailed
     | Evaluated
+    | NotEvaluated
     | RoundDone
+    | RoundAbandoned
     | Finished
 )
 Observer = Callable[[Event], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,16 +11,19 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model, save_pretrained
 from cloister.protocol.errors import RunFolderError
+from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
-from cloister.server.checkpoint import Checkpoints, params_sha256
+from cloister.server.checkpoint import Checkpoints
 from cloister.server.evaluate import Evaluation, at_coordinator, at_sites
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.progress import Evaluated, Finished, Observer, Preparing, Started
-from cloister.server.round import Channel, RoundContext, run_round
+from cloister.server.round import RoundContext, run_round
+from cloister.server.sum import Channel, Party
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,12 @@ class Outcome:
     """What came of a run."""
 
     rounds: int
-    initial_loss: float
-    final_loss: float
-    """Held-out loss, nats per token."""
-    perplexity: float
-    accuracy: float
-    bits_per_byte: float
+    initial_loss: float | None
+    final_loss: float | None
+    """Held-out loss, nats per token; None, as what follows, where no evaluation came about."""
+    perplexity: float | None
+    accuracy: float | None
+    bits_per_byte: float | None
     tokens: int
     """Tokens learned from, over all rounds and sites."""
     seconds: float
@@ -50,9 +54,17 @@ def run(
     channel: Channel,
     observe: Observer,
     *,
+    roster: Roster | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Run the folder's plan to its end, from the last round that was done.
+
+    Args:
+        folder: The run folder.
+        channel: The sites that have joined.
+        observe: Told what happens.
+        roster: The sites' identities, for a plan that sums securely.
+        clock: Seconds, for durations.
 
     Raises:
         CloisterError: what stopped the run; what was done is on disk, and a later call goes on from there.
@@ -62,7 +74,7 @@ def run(
     model = load_model(plan)
     checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
     with Journal(folder.journal) as journal:
-        done = journal.last(steps.DONE)
+        done = journal.newest(steps.DONE)
         if done is None:
             optimizer = ServerOptimizer(plan.server, model.layout.flatten(model.module))
             digest = checkpoints.save(0, optimizer.weights, {})
@@ -71,8 +83,9 @@ def run(
             checkpoint = checkpoints.load(done.round)
             optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
         last = done.round if done else 0
-        evaluate = at_coordinator(plan, model) if plan.server.evaluation else at_sites(plan, channel, observe)
-        context = RoundContext(plan, channel, journal, checkpoints, optimizer, observe, clock)
+        party = Party(plan, _identity(journal), roster, model.layout, channel, journal, observe, clock)
+        evaluate = at_coordinator(plan, model) if plan.server.evaluation else at_sites(party)
+        context = RoundContext(party, checkpoints, optimizer)
         observe(Started(plan, tuple(channel.sites), model.layout.size, last))
         folder.truncate_metrics(last)
         with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
@@ -88,32 +101,42 @@ def run(
     return outcome(folder)
 
 
+def _identity(journal: Journal) -> str:
+    """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this."""
+    created = journal.newest(steps.CREATED)
+    if created is None:
+        journal.record(0, 0, steps.CREATED, {"run": secrets.token_hex(16)})
+        return _identity(journal)
+    return str(created.detail["run"])
+
+
 def reached(folder: RunFolder, step: str) -> bool:
     """Whether the run's journal has come to a step."""
     if not folder.journal.exists():
         return False
     with Journal(folder.journal) as journal:
-        return journal.last(step) is not None
+        return journal.newest(step) is not None
 
 
 def outcome(folder: RunFolder) -> Outcome:
     """Read what came of a finished run."""
     with Journal(folder.journal) as journal:
-        end = journal.last(steps.FINISHED)
+        end = journal.newest(steps.FINISHED)
     rows = folder.metrics()
     evaluated = [row for row in rows if "loss" in row]
-    if end is None or not evaluated:
+    if end is None:
         raise RunFolderError(
             str(folder.path), expected="a run that has come to its end", fix=f"cloister resume {folder.path}"
         )
-    first, last = evaluated[0], evaluated[-1]
+    initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
+    final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
     return Outcome(
         rounds=end.round,
-        initial_loss=first["loss"],
-        final_loss=last["loss"],
-        perplexity=last["perplexity"],
-        accuracy=last["accuracy"],
-        bits_per_byte=last["bits_per_byte"],
+        initial_loss=initial,
+        final_loss=final.get("loss"),
+        perplexity=final.get("perplexity"),
+        accuracy=final.get("accuracy"),
+        bits_per_byte=final.get("bits_per_byte"),
         tokens=sum(row.get("tokens", 0) for row in rows),
         seconds=sum(row.get("seconds", 0.0) for row in rows),
         params_sha256=end.detail["params_sha256"],
@@ -128,15 +151,16 @@ def _report(
     evaluate: Evaluation,
 ) -> None:
     """Evaluate the model after a round where that is due, and write its line of metrics."""
-    number, plan = facts["round"], context.plan
+    number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
     if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
         held_out = evaluate(number, context.optimizer.weights.copy())
-        found = Evaluated(
-            number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
-        )
-        context.observe(found)
-        row |= asdict(found)
+        if held_out is not None:
+            found = Evaluated(
+                number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
+            )
+            observe(found)
+            row |= asdict(found)
     for name, value in row.items():
         if name != "round" and isinstance(value, int | float) and math.isfinite(value):
             board.add_scalar(name, value, number)

@@ -6,6 +6,7 @@ the same `ClientApp` as a deployed one. What is simulated is only where it runs,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
@@ -20,11 +21,13 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from cloister.aggregation.sums import EVALUATE, TRAIN
 from cloister.clients.app import client_app
 from cloister.clients.site import Site, load_site
-from cloister.protocol.errors import EngineError
-from cloister.protocol.messages import Contribution, Train
+from cloister.protocol.errors import EngineError, FaultError
+from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
 from cloister.protocol.plan import Plan, ProfileSection
+from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import write_folder
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder
@@ -68,6 +71,7 @@ def simulate(
     if not sites.exists():
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(_lay_out, plan))
+    roster = load_roster(sites / "roster.toml") if plan.aggregation.secure else None
     outcomes: list[Outcome] = []
 
     def coordinate(grid: Grid, _context: Context) -> None:
@@ -75,7 +79,7 @@ def simulate(
         channel = GridChannel(
             grid, plan, lambda failure: observe(SiteFailed(0, failure.site, failure.reason))
         )
-        outcomes.append(run(folder, channel, observe))
+        outcomes.append(run(folder, channel, observe, roster=roster))
 
     app = server_app(coordinate)
     if engine == "flower":
@@ -118,25 +122,52 @@ def profile_of(plan: Plan, index: int) -> ProfileSection:
 
 
 @dataclass(frozen=True)
-class PacedSite(Site):
-    """A site whose hardware is slower than this machine."""
+class SimulatedSite(Site):
+    """A site whose hardware may be slower than this machine, and that drops out where the plan's faults say so."""
 
-    speed: float
+    plan: Plan
+    index: int
 
-    def train(self, request: Train) -> Contribution:
-        """Train, and answer only when hardware of that speed would have."""
+    def agree(self, request: Agree, private: bytes) -> Agreed:
+        """Take the step, or drop out before it."""
+        step = {1: "advertise", 2: "share", 4: "confirm", 5: "unmask"}[request.step]
+        self._maybe_drop_out(step, request.purpose, request.round, request.tries)
+        return super().agree(request, private)
+
+    def train(self, request: Train, private: bytes = b"") -> Contribution:
+        """Train, and answer only when hardware of the site's speed would have."""
+        self._maybe_drop_out("update", TRAIN, request.round, request.tries)
         started = time.monotonic()
-        contribution = super().train(request)
+        contribution = super().train(request, private)
         spent = time.monotonic() - started
-        threading.Event().wait(spent * (1 / self.speed - 1))
+        threading.Event().wait(spent * (1 / profile_of(self.plan, self.index).speed - 1))
         return contribution
+
+    def evaluate(self, request: Evaluate, private: bytes = b"") -> Contribution:
+        """Evaluate, or drop out before it."""
+        self._maybe_drop_out("update", EVALUATE, request.round, request.tries)
+        return super().evaluate(request, private)
+
+    def _maybe_drop_out(self, step: str, purpose: str, round_number: int, tries: int) -> None:
+        chance = getattr(self.plan.faults, step)
+        if (
+            chance
+            and _draw(self.plan.run.seed, self.config.name, step, purpose, round_number, tries) < chance
+        ):
+            raise FaultError(
+                "site", self.config.name, expected=f"it to answer, but [faults] {step} took it out"
+            )
+
+
+def _draw(*parts: str | int) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _open_site(sites: Path, plan: Plan, context: Context) -> Site:
     index = int(context.node_config["partition-id"])
-    site = load_site(sites / site_name(index) / "site.toml")
-    speed = profile_of(plan, index).speed
-    return site if speed == 1 else PacedSite(site.config, speed)
+    return SimulatedSite(load_site(sites / site_name(index) / "site.toml").config, plan, index)
 
 
 def _lay_out(plan: Plan, folder: Path) -> None:
@@ -144,9 +175,22 @@ def _lay_out(plan: Plan, folder: Path) -> None:
     simulation = plan.simulation
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     parts = partition(corpus.records, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
-    for index, data in enumerate(write_sites(folder, corpus.records, parts)):
-        toml = f'name = "{site_name(index)}"\ndata = "{data.name}"\nstate = "state"\n'
-        (data.parent / "site.toml").write_text(toml, encoding="utf-8")
+    write_sites(folder, corpus.records, parts)
+    identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
+    roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
+    save_roster(roster, folder / "roster.toml")
+    for name, identity in identities.items():
+        save_identity(identity, folder / name / "identity.pem")
+        keys = {
+            "name": name,
+            "data": "data.jsonl",
+            "state": "state",
+            "identity": "identity.pem",
+            "roster": "../roster.toml",
+            "roster_hash": roster.hash.hex(),
+        }
+        toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
+        (folder / name / "site.toml").write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 

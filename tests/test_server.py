@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.lm.layout import Layout
+from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
 from cloister.protocol.plan import Plan, ServerSection, parse
 from cloister.server import checkpoint as checkpoint_module
 from cloister.server import journal as steps
-from cloister.server.checkpoint import Checkpoints, params_sha256
+from cloister.server.checkpoint import Checkpoints
 from cloister.server.cohort import draw
 from cloister.server.cost import cost
 from cloister.server.folder import RunFolder
