@@ -19,11 +19,13 @@ def run(arguments: argparse.Namespace) -> int:
     sites = [] if arguments.sites is None else [f"cohort.sites={arguments.sites}"]
     plan = find_plan(arguments.plan, [*arguments.set, *sites])
     from cloister.lm.model import count_parameters
-    from cloister.server.cost import cost
+    from cloister.server.cost import cost, secure_cost
 
     estimate = cost(plan, *count_parameters(plan))
+    secure = secure_cost(plan, estimate.trained_parameters)
     if arguments.json:
-        print(json.dumps({"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}))
+        found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
+        print(json.dumps(found | (asdict(secure) if secure else {})))
         return 0
     console = Console()
     _print_plan(console, plan)
@@ -37,7 +39,19 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_row("from a site, each round", size(estimate.bytes_up))
     table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
     table.add_row("tokens learned from in a round, at most", f"{estimate.tokens_per_round:,}")
+    if secure:
+        table.add_section()
+        table.add_row("secure sum: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}")
+        table.add_row("dropouts and colluders it withstands", f"{secure.dropouts} and {secure.colluders}")
+        table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
+        table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
+        table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")
+        table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
     console.print(table)
+    if not secure:
+        console.print(
+            Text("the sum is in clear: the coordinator sees every site's update", style="bold yellow")
+        )
     console.print(Text(f"digest {plan.digest()}", style="dim"))
     return 0
 

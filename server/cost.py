@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from cloister.aggregation import keys, masks, shamir
+from cloister.aggregation.graph import Parameters, parameters, tolerated
+from cloister.aggregation.secure_messages import traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
 
 _FLOAT = 4
+_NAME = len("site-000")
+_AGREE_MESSAGES = 4  # of a round, each with the plan in it
+_SAMPLE = 1 << 20  # elements that are masked to know the speed of this machine
 _OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
 _WORK_VECTORS = 6
 """Float32 vectors beside the weights at the peak of a round: the copy that is sent and its encoding while sites work;
@@ -47,3 +57,83 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
         coordinator_bytes=parameters * _FLOAT + vectors * trained * _FLOAT + 2 * up,
         tokens_per_round=plan.most_tokens() * plan.cohort.size(),
     )
+
+
+@dataclass(frozen=True)
+class SecureCost:
+    """What the secure sum of a plan tolerates, and adds to a round."""
+
+    n: int
+    """Sites in the cohort."""
+    k: int
+    """Neighbours that a site shares masks with."""
+    t: int
+    """Shares that open a secret."""
+    dropouts: int
+    """Sites that may drop out."""
+    colluders: int
+    """Sites that may collude with the coordinator."""
+    overhead_bytes_up: int
+    """Bytes from one site in a round, besides its vector."""
+    overhead_bytes_down: int
+    """Bytes to one site in a round, besides the model."""
+    site_s: float
+    """Seconds of work that it adds at a site, as fast as this machine is now."""
+    coordinator_s: float
+    """Seconds of work that it adds at the coordinator, without dropouts."""
+
+
+def secure_cost(
+    plan: Plan, trained: int, *, clock: Callable[[], float] = time.perf_counter
+) -> SecureCost | None:
+    """What the secure sum adds; None for a plan that sums in clear.
+
+    The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
+    and multiplied by how often a round needs them. A site has k + 1 masks and two agreements for each neighbour; the
+    coordinator takes off n masks and reconstructs n secrets.
+    """
+    if not plan.aggregation.secure:
+        return None
+    n = plan.cohort.size()
+    found = parameters(n, tolerated(n, plan.aggregation.dropouts), tolerated(n, plan.aggregation.colluders))
+    length = training_layout(plan, trained).length
+    element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
+    sent, received = traffic(found, _NAME)
+    return SecureCost(
+        n=n,
+        k=found.k,
+        t=found.threshold,
+        dropouts=found.dropouts,
+        colluders=found.colluders,
+        overhead_bytes_up=sent,
+        overhead_bytes_down=received + _AGREE_MESSAGES * len(plan.to_json()),
+        site_s=(found.k + 1) * length * element_s + 2 * found.k * agreement_s + 2 * sharing_s,
+        coordinator_s=n * length * element_s + n * sharing_s,
+    )
+
+
+def _unit_costs(plan: Plan, found: Parameters, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds for one element under one mask, one key agreement, one sharing of a secret."""
+
+    def fastest(act: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3):
+            started = clock()
+            act()
+            times.append(clock() - started)
+        return min(times)
+
+    sample: masks.Ring = np.zeros(_SAMPLE, np.uint32)
+    if plan.aggregation.ring_bits == 16:
+        sample = np.zeros(_SAMPLE, np.uint16)
+    seeds = [bytes([number]) * masks.SEED for number in range(2)]
+    element_s = fastest(lambda: masks.apply(sample, seeds, [], cipher=plan.aggregation.cipher)) / (
+        2 * _SAMPLE
+    )
+    exchange, other = keys.Exchange(b"1" * keys.KEY), keys.Exchange(b"2" * keys.KEY).public
+    agreement_s = fastest(lambda: exchange.secret(other))
+    indices = list(range(1, found.n + 1))[: max(found.k, found.threshold)]
+    sharing_s = fastest(
+        lambda: shamir.share(bytes(masks.SEED), found.threshold, indices, keys.random_from(bytes(32)))
+    )
+    return element_s, agreement_s, sharing_s

@@ -42,7 +42,7 @@ def test_digest_is_that_of_canonical_json_without_simulation() -> None:
 
     plan = parse("")
     tree = json.loads(plan.to_json())
-    del tree["simulation"]
+    del tree["simulation"], tree["faults"]
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     assert plan.digest() == hashlib.sha256(canonical).hexdigest()
 
@@ -62,7 +62,9 @@ def test_any_change_of_the_contract_changes_the_digest(seed: int, rate: float, n
 
 
 def test_how_a_machine_plays_the_federation_is_not_in_the_digest() -> None:
-    assert parse("", ["simulation.partition=iid"]).digest() == parse("").digest()
+    for setting in ("simulation.partition=iid", "faults.update=0.5"):
+        assert parse("", [setting]).digest() == parse("").digest()
+    assert parse("", ["aggregation.secure=false"]).digest() != parse("").digest()
 
 
 def test_every_field_says_what_it_means() -> None:
@@ -111,6 +113,10 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
     ("overrides", "field", "fix"),
     [
         (["aggregation.ring_bits=16", "cohort.sites=20000"], "aggregation.ring_bits", "ring_bits = 32"),
+        (["cohort.sites=2"], "cohort", "aggregation.secure = false"),
+        (["cohort.fraction=0.25"], "cohort.fraction", "aggregation.secure = false"),
+        (["aggregation.dropouts=0.5"], "aggregation.dropouts", "lower aggregation.dropouts"),
+        (["aggregation.colluders=0.9", "aggregation.dropouts=0.2"], "aggregation.dropouts", "lower"),
         (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove [model.config]"),
         (["local.warmup_steps=200"], "local.warmup_steps", "lower local.warmup_steps"),
         (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", "'reset'"),

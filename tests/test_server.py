@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloister.aggregation.graph import parameters
 from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
 from cloister.protocol.plan import Plan, ServerSection, parse
@@ -18,7 +19,7 @@ from cloister.server import checkpoint as checkpoint_module
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.cohort import draw
-from cloister.server.cost import cost
+from cloister.server.cost import cost, secure_cost
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal
 from cloister.server.optimizer import ServerOptimizer
@@ -31,7 +32,8 @@ SITES = [f"site-{index:03d}" for index in range(40)]
 
 @given(fraction=st.floats(0.01, 1), seed=st.integers(0, 2**32), number=st.integers(1, 10**6))
 def test_a_cohort_is_a_repeatable_sample_without_replacement(fraction: float, seed: int, number: int) -> None:
-    plan = parse("", [f"cohort.fraction={fraction!r}", f"run.seed={seed}", "cohort.sites=40"])
+    clear = "aggregation.secure=false"  # which refuses no small cohort
+    plan = parse("", [f"cohort.fraction={fraction!r}", f"run.seed={seed}", "cohort.sites=40", clear])
     cohort = draw(plan, SITES, number)
     assert len(set(cohort)) == len(cohort) == plan.cohort.size()
     assert set(cohort) <= set(SITES)
@@ -117,12 +119,12 @@ def test_the_journal_survives_and_counts(tmp_path: Path) -> None:
         journal.record(1, 1, steps.FAILED)
         journal.record(1, 2, steps.BEGUN)
     with Journal(tmp_path / "j") as journal:
-        last = journal.last(steps.DONE)
+        last = journal.newest(steps.DONE)
         assert last is not None
         assert (last.round, last.detail) == (0, {"x": 1})
         assert journal.count(steps.BEGUN, 1) == 2
         assert journal.count(steps.FAILED, 1) == 1
-        assert journal.last(steps.FINISHED) is None
+        assert journal.newest(steps.FINISHED) is None
 
 
 def test_a_journal_that_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -255,6 +257,17 @@ def test_metrics_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
 
 
 # cost
+
+
+def test_the_cost_of_the_secure_sum_follows_its_parameters() -> None:
+    found = secure_cost(parse("", ["cohort.sites=100"]), 10**6)
+    assert found is not None
+    graph = parameters(100, 10, 10)
+    assert (found.n, found.k, found.t) == (100, graph.k, graph.threshold)
+    assert (found.dropouts, found.colluders) == (10, 10)
+    assert 0 < found.site_s < 10
+    assert found.overhead_bytes_down > found.overhead_bytes_up > 0
+    assert secure_cost(parse("", ["aggregation.secure=false"]), 10**6) is None
 
 
 def test_costs_are_counted() -> None:

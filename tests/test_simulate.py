@@ -23,9 +23,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cloister.cli.main import main
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import load
+from cloister.protocol.roster import new_identity, save_identity
 from cloister.server.folder import RunFolder
-from cloister.server.journal import DONE, Journal
-from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
+from cloister.server.journal import DONE, UNMASKING, Journal
+from cloister.server.progress import (
+    Evaluated,
+    Event,
+    Finished,
+    RoundDone,
+    RoundStarted,
+    SiteAnswered,
+    SiteFailed,
+)
 from cloister.simulations.federation import simulate
 
 
@@ -161,13 +170,15 @@ def killed_run(plan: Path, out: Path, moment: str) -> None:
     simulate(RunFolder.create(out, load(plan)), die_at(MOMENTS[moment]), workers=2)
 
 
-def killed_between_checkpoint_and_journal(plan: Path, out: Path) -> None:
+def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
     record = Journal.record
 
     def die(journal: Journal, number: int, attempt: int, step: str, *rest: Any) -> None:
-        if (number, step) == (2, DONE):
+        if before and (number, step) == (2, entry):
             os.kill(os.getpid(), signal.SIGKILL)
         record(journal, number, attempt, step, *rest)
+        if (number, step) == (2, entry):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     with mock.patch.object(Journal, "record", die):
         simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
@@ -190,11 +201,19 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert_as_if_undisturbed(out, resumed, whole)
 
 
-def test_a_run_killed_between_checkpoint_and_journal_goes_on_to_the_same_weights(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("entry", "before"), [(DONE, True), (f"train {UNMASKING}", False), (f"evaluate {UNMASKING}", False)]
+)
+def test_a_run_killed_around_a_journal_entry_goes_on_to_the_same_weights(
+    entry: str,
+    before: bool,
+    whole: dict[str, Any],
+    small_plan: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "killed"
-    kill_while(killed_between_checkpoint_and_journal, small_plan, out)
+    kill_while(killed_at_entry, small_plan, out, entry, before)
     assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
 
 
@@ -250,6 +269,90 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
         "round-00001.safetensors",
     ]
     assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
+
+
+# The secure sum
+
+
+def test_the_secure_sum_does_not_change_the_weights(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clear = ["--set", "aggregation.secure=false", "--out", str(tmp_path / "clear")]
+    assert result(capsys, "simulate", str(small_plan), *clear)["params_sha256"] == whole["params_sha256"]
+
+
+def test_dropouts_by_the_plan_leave_the_weights_of_those_who_stay(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = ["cohort.sites=6", "cohort.quorum=0.5", "faults.update=0.2", "run.rounds=2"]
+    found = []
+    for secure in ("true", "false"):
+        out = ["--out", str(tmp_path / secure), "--set", f"aggregation.secure={secure}"]
+        for setting in faults:
+            out += ["--set", setting]
+        found.append(result(capsys, "simulate", str(small_plan), *out))
+        rows = [json.loads(line) for line in (tmp_path / secure / "metrics.jsonl").read_text().splitlines()]
+        assert sum(row["dropouts"] for row in rows[1:]) > 0
+    assert found[0]["params_sha256"] == found[1]["params_sha256"]
+
+
+def test_dropouts_at_every_step_do_not_end_a_run(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--out", str(tmp_path / "run"), "--set", "cohort.sites=8", "--set", "cohort.quorum=0.5"]
+    arguments += ["--set", "cohort.attempts=8"]
+    for step in ("advertise", "share", "update", "confirm", "unmask"):
+        arguments += ["--set", f"faults.{step}=0.06"]
+    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
+    assert code == 0, err
+    for step in ("advertise", "share", "update", "confirm", "unmask"):
+        assert f"[faults] {step} took it out" in out, step
+
+
+def test_a_killed_worker_is_a_dropout(small_plan: Path, tmp_path: Path) -> None:
+    failed: list[str] = []
+    working: list[str] = []
+    ready = [False]
+
+    def observe(event: Event) -> None:
+        ready[0] |= isinstance(event, RoundStarted) and (event.round, event.purpose) == (2, "train")
+        if isinstance(event, SiteFailed):
+            failed.append(event.reason)
+
+    def kill_one(site: str, at_work: bool) -> None:
+        working.append(site)
+        if at_work and ready[0] and not failed and len(working) % 5 == 0:
+            children = [child for child in multiprocessing.active_children() if "cloister" in child.name]
+            if children and children[0].pid:
+                os.kill(children[0].pid, signal.SIGKILL)
+
+    plan = load(small_plan, ["cohort.quorum=0.5", "cohort.attempts=10"])
+    with RunFolder.create(tmp_path / "run", plan) as folder:
+        outcome = simulate(folder, observe, workers=2, watch=kill_one)
+    assert outcome.rounds == 3
+    assert any("killed by SIGKILL" in reason for reason in failed)
+
+
+def test_a_site_without_its_place_in_the_roster_is_refused(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another identity, another roster, too small a cohort: each site refuses by itself, and says why."""
+    out = tmp_path / "run"
+    kill_while(killed_run, small_plan, out, "initial model evaluated")
+    sites = out / "sites"
+    (sites / "site-000" / "identity.pem").unlink()
+    save_identity(new_identity(), sites / "site-000" / "identity.pem")
+    toml = (sites / "site-001" / "site.toml").read_text()
+    pinned = toml.split('roster_hash = "')[1].split('"')[0]
+    (sites / "site-001" / "site.toml").write_text(toml.replace(pinned, "0" * 64))
+    (sites / "site-002" / "site.toml").write_text(
+        (sites / "site-002" / "site.toml").read_text() + "minimum_cohort = 9\n"
+    )
+    code, printed, err = run_cli(capsys, "resume", str(out))
+    assert code == 2
+    assert "identity of site-000: expected the key that the roster has for it" in printed
+    assert "0000000000" in printed
+    assert "Traceback" not in printed + err
 
 
 # What a person gets wrong
@@ -325,7 +428,7 @@ def test_updates_that_are_not_finite_are_dropouts_and_no_quorum_ends_the_run(
     assert "3 of 4 sites to finish" in err.splitlines()[-1]
     assert "Traceback" not in out + err
     with Journal(tmp_path / "nan" / "journal.sqlite") as journal:
-        assert journal.last(DONE) is not None
+        assert journal.newest(DONE) is not None
 
 
 def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
