@@ -43,15 +43,17 @@ PARAMETERS = "parameters"
 
 
 def update(site: int, sites: int, d: int) -> npt.NDArray[np.float32]:
-    """(d,) float32 in ±0.5, another one for each site."""
-    ramp = np.arange(d, dtype=np.float32)
-    ramp *= (site + 1) / (sites * d)
-    ramp -= 0.5
-    return ramp
+    """(d,) float32 in ±0.5, another one for each site, and made in no time: training takes none."""
+    vector = np.full(d, (site + 1) / (2 * sites), np.float32)
+    vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
+    return vector
 
 
 def mean(sites: int, d: int) -> npt.NDArray[np.float64]:
-    return np.mean([update(site, sites, d) for site in range(sites)], axis=0, dtype=np.float64)
+    found: npt.NDArray[np.float64] = np.mean(
+        [update(site, sites, d) for site in range(sites)], axis=0, dtype=np.float64
+    )
+    return found
 
 
 def make_client_app(sites: int, d: int) -> ClientApp:

@@ -1,13 +1,24 @@
-"""What the secure sum costs: masking against the bare keystream, a round as it grows, and peak memory.
+"""What the secure sum costs: masking against the bare keystream, a round against Flower's, growth, and peak memory.
 
     python benchmarks/secure_sum.py [--json] [--quick]
 
 (a) `mask_ratio`: coordinates masked per second over the bare keystream rate of the same cipher, one thread,
 measured in turns; the least over 2, 9 and 64 masks on one vector (a site has two at least). `mask` has every
-row, with one mask too, which only the vector's trip to memory and back slows. (c) `growth`: seconds of one
-site and of the coordinator for one attempt, in the core without any transport, from `begin` to the sum; the
-sites that are not timed send what the coordinator needs, unmasked. (d) `memory`: peak bytes beyond the
-vectors that the caller holds, as Python and NumPy allocate them.
+row, with one mask too, which only the vector's trip to memory and back slows.
+
+(b) `flower_ratio`: seconds of a round of Flower's SecAgg+ (`flower_round_s`, by `flower_secagg.py`) over those of a
+round here (`round_s`), 9 sites of 1e6 coordinates, both in simulation with as many worker processes as CPUs; each
+in a process of its own, twice in turns, medians. A round here is all of `run_round` through `LocalGrid`: from drawing
+the cohort to the checkpoint on disk, with sites that keep their finished update and check the model's hash, as in any
+run. Only `Trainer.train` is replaced: on both sides a float32 vector is returned at once, and is coded as integers
+inside the round. `sum_s` is what Flower's round has too, from the first request to the decoded mean. In Flower's
+example a client has two neighbours; `flower_complete_ratio` and `flower_complete_round_s` are with all of them as
+neighbours, which is the graph here. The mean is checked in every round.
+
+(c) `growth`: seconds of one site and of the coordinator for one attempt, in the core without any transport, from
+`begin` to the sum; the sites that are not timed send what the coordinator needs, unmasked.
+
+(d) `memory`: peak bytes beyond the vectors that the caller holds, as Python and NumPy allocate them.
 """
 
 from __future__ import annotations
@@ -16,19 +27,43 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
+from flwr.clientapp import ClientApp
+from rich.console import Console
+from rich.table import Table
 
 from cloister.aggregation import masks
 from cloister.aggregation.secure_messages import Masked
 from cloister.aggregation.secure_sum import Contract, Coordinator, Site
-from cloister.protocol.roster import Card, Roster, new_identity
+from cloister.clients import app as site_app
+from cloister.clients.train import LocalUpdate, Trainer
+from cloister.lm.data import Sequences
+from cloister.lm.model import load_model
+from cloister.protocol.messages import Failure
+from cloister.protocol.plan import Plan, parse
+from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.server.app import GridChannel
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.journal import Journal
+from cloister.server.optimizer import ServerOptimizer
+from cloister.server.progress import RoundDone
+from cloister.server.round import RoundContext, run_round
+from cloister.server.sum import Party
+from cloister.simulations.grid import LocalGrid
 
 MODEL = bytes(32)
+SITES, COORDINATES = 9, 1_000_000
 
 
 def main() -> None:
@@ -36,32 +71,51 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="smaller vectors and cohorts")
+    parser.add_argument("--quick", action="store_true", help="smaller vectors and cohorts, fewer rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="measure that many rounds here, and no more")
     options = parser.parse_args()
+    if options.rounds:
+        print(json.dumps(own_rounds(options.rounds)))
+        return
     rows = mask_rows(1 << 22 if options.quick else 1 << 25)
     aes = [row for row in rows if row["cipher"] == "aes-256-ctr" and row["threads"] == 1 and row["seeds"] > 1]
-    found = memory(100_000 if options.quick else 4_000_000)
     result: dict[str, Any] = {
         "mask_ratio": min(row["ratio"] for row in aes),
         "mask": rows,
+        **against_flower(2 if options.quick else 5),
         "growth": growth_rows(options.quick),
-        "memory": found,
+        "memory": memory(100_000 if options.quick else 4_000_000),
     }
     if options.json:
         print(json.dumps(result))
-        return
-    print(f"mask_ratio {result['mask_ratio']:.2f}")
+    else:
+        show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console()
+    console.print(
+        f"masking: {result['mask_ratio']:.2f} of the keystream's rate\n"
+        f"round, {SITES} sites x {COORDINATES} coordinates: {result['round_s']:.3f} s"
+        f" ({result['sum_s']:.3f} s to the sum)\n"
+        f"Flower SecAgg+, two neighbours: {result['flower_round_s']:.2f} s, {result['flower_ratio']:.1f} x\n"
+        f"Flower SecAgg+, all neighbours: {result['flower_complete_round_s']:.2f} s,"
+        f" {result['flower_complete_ratio']:.1f} x\n",
+        highlight=False,
+    )
     for name in ("mask", "growth"):
-        print(f"\n{name}")
-        for row in result[name]:
-            print("  " + "  ".join(f"{key} {show(value)}" for key, value in row.items()))
-    print("\nmemory")
-    for key, value in found.items():
-        print(f"  {key} {value}")
+        console.print(table(name, result[name]))
+    memory_rows = [{"what": key, "bytes": f"{value:,}"} for key, value in result["memory"].items()]
+    console.print(table("memory", memory_rows))
 
 
-def show(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def table(title: str, rows: list[dict[str, Any]]) -> Table:
+    shown = Table(*rows[0], title=title, title_justify="left", box=None)
+    for column in shown.columns:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    return shown
 
 
 # (a) Masking.
@@ -111,6 +165,139 @@ def mask_rows(length: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+# (b) A round against Flower's.
+
+
+def against_flower(rounds: int) -> dict[str, float]:
+    """Medians of a round here and of one of Flower's, with both of its graphs, measured in turns."""
+    beside = [str(Path(__file__).with_name("flower_secagg.py")), "--json", "--rounds", str(rounds)]
+    beside += ["--sites", str(SITES), "--coordinates", str(COORDINATES)]
+    own: list[tuple[float, float]] = []
+    flower: list[float] = []
+    complete: list[float] = []
+    for _ in range(2):
+        own += json.loads(printed_by([__file__, "--rounds", str(rounds)]))
+        flower += json.loads(printed_by(beside))["rounds"]
+        complete += json.loads(printed_by([*beside, "--shares", "1.0", "--threshold", "0.5"]))["rounds"]
+    round_s = statistics.median(whole for whole, _ in own)
+    return {
+        "flower_ratio": statistics.median(flower) / round_s,
+        "flower_complete_ratio": statistics.median(complete) / round_s,
+        "flower_round_s": statistics.median(flower),
+        "flower_complete_round_s": statistics.median(complete),
+        "round_s": round_s,
+        "sum_s": statistics.median(summed for _, summed in own),
+    }
+
+
+def printed_by(command: list[str]) -> str:
+    """The last line that a script of Python prints."""
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, check=True, text=True)
+    return done.stdout.splitlines()[-1]
+
+
+def plan_of(rounds: int) -> Plan:
+    """A plan whose model has exactly 1e6 parameters; all else is the default."""
+    return parse(
+        f"""
+        run.rounds = {rounds}
+        cohort.sites = {SITES}
+        [model.config]
+        hidden_size = 100
+        intermediate_size = 317
+        num_hidden_layers = 7
+        num_attention_heads = 5
+        num_key_value_heads = 5
+        """
+    )
+
+
+def update(site: int) -> npt.NDArray[np.float32]:
+    """(COORDINATES,) float32 in ±0.5, another one for each site; the same as in `flower_secagg.py`."""
+    vector = np.full(COORDINATES, (site + 1) / (2 * SITES), np.float32)
+    vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
+    return vector
+
+
+def at_once(
+    trainer: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, *, state: Path, **_: Any
+) -> LocalUpdate:
+    """In place of `Trainer.train`; a site's state folder has the number of the site."""
+    return LocalUpdate(update(int(state.name)), tokens=len(sequences), loss=1.0, steps=1)
+
+
+def make_client_app() -> ClientApp:
+    """The app of a deployed site, in a worker process where training is replaced."""
+    mock.patch.object(Trainer, "train", at_once).start()
+    return site_app.app
+
+
+def lay_out(folder: Path) -> tuple[Roster, list[Path]]:
+    """Give each site an identity, a record and its TOML; the roster, and the TOMLs."""
+    names = [f"site-{site}" for site in range(SITES)]
+    identities = {name: new_identity() for name in names}
+    roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
+    save_roster(roster, folder / "roster.toml")
+    (folder / "data.txt").write_text("All sites have the same record.\n" * 99, encoding="utf-8")
+    paths = []
+    for site, name in enumerate(names):
+        save_identity(identities[name], folder / f"{name}.pem")
+        keys = {
+            "name": name,
+            "data": "data.txt",
+            "state": f"states/{site}",
+            "identity": f"{name}.pem",
+            "roster": "roster.toml",
+            "roster_hash": roster.hash.hex(),
+            "device": "cpu",
+        }
+        paths.append(folder / f"{name}.toml")
+        paths[-1].write_text("".join(f'{key} = "{value}"\n' for key, value in keys.items()), encoding="utf-8")
+    return roster, paths
+
+
+def own_rounds(rounds: int) -> list[tuple[float, float]]:
+    """Seconds of whole rounds and of the sums in them, after one round that does not count."""
+    plan = plan_of(rounds + 1)
+    model = load_model(plan)
+    assert model.layout.size == COORDINATES
+    expected = np.mean([update(site) for site in range(SITES)], axis=0, dtype=np.float64)
+    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    spent = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        roster, paths = lay_out(folder)
+        with (
+            LocalGrid(
+                make_client_app,
+                [{"site": str(path)} for path in paths],
+                workers=[{"OMP_NUM_THREADS": "1"}] * cpus,
+                preload=["cloister.clients.app"],
+            ) as grid,
+            Journal(folder / "journal.sqlite") as journal,
+        ):
+            channel = GridChannel(grid, plan, refuse)
+            optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
+            checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
+            party = Party(plan, "run", roster, model.layout, channel, journal, lambda event: None)
+            for number in range(1, rounds + 2):
+                before = optimizer.weights.copy()
+                start = time.perf_counter()
+                done = run_round(RoundContext(party, checkpoints, optimizer), number)
+                whole = time.perf_counter() - start
+                furthest = float(np.abs(optimizer.weights - before - expected).max())
+                if not isinstance(done, RoundDone) or done.sites != SITES or furthest > 1e-5:
+                    raise SystemExit(
+                        f"the mean is off by {furthest:.3g}, or not that of {SITES} sites: {done}"
+                    )
+                spent.append((whole, done.seconds))
+    return spent[1:]
+
+
+def refuse(failure: Failure) -> None:
+    raise SystemExit(f"{failure.site}: {failure.reason}")
 
 
 # (c) Growth.

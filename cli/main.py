@@ -98,7 +98,40 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     check.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     check.add_argument("--json", action="store_true", help="print one line of JSON")
+
+    _add_site(verbs.add_parser("site", help="set up a site"))
+    _add_roster(verbs.add_parser("roster", help="work with rosters: who the sites are"))
     return parser
+
+
+def _add_site(parser: argparse.ArgumentParser) -> None:
+    init = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+        "init", help="make a site's identity and settings, and print its card"
+    )
+    init.set_defaults(verb="site")
+    init.add_argument(
+        "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
+    )
+    init.add_argument(
+        "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
+    )
+    init.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _add_roster(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    build = actions.add_parser("build", help="make a roster of the cards of all sites")
+    build.add_argument("cards", nargs="*", metavar="CARD", help="a file with one site's card")
+    build.add_argument("--out", default="roster.toml", metavar="FILE", help="(default: roster.toml)")
+    show = actions.add_parser("show", help="print names, keys and hash")
+    hash_ = actions.add_parser("hash", help="print the hash that every site pins")
+    verify = actions.add_parser("verify", help="check that a roster is the one that was agreed")
+    verify.add_argument("--hash", required=True, metavar="HEX", help="the hash that was agreed")
+    for name, action in {"build": build, "show": show, "hash": hash_, "verify": verify}.items():
+        action.set_defaults(verb="roster", action=name)
+        if action is not build:
+            action.add_argument("roster", metavar="FILE", help="the roster")
+        action.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

@@ -164,7 +164,12 @@ class Attempts:
 
     def _rebuild(self, record: _Record) -> Site:
         known = self._live.get(self._folder)
-        if known is not None and record.log and known[0] == record.log:
+        if (
+            known is not None
+            and record.log
+            and known[0] == record.log
+            and known[1].contract == self._contract
+        ):
             return known[1]
         site = Site(
             self._contract,

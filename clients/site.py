@@ -48,7 +48,7 @@ from cloister.protocol.errors import DataError, PlanError, RosterError, UpdateEr
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Join, Joined, Train
 from cloister.protocol.plan import Plan, Section
 from cloister.protocol.roster import Roster, load_identity, load_roster
-from cloister.protocol.storage import write_file
+from cloister.protocol.storage import write_bytes, write_file
 
 Vector = npt.NDArray[np.float32]
 
@@ -72,6 +72,8 @@ class SiteConfig(Section):
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
+    secure: bool = True
+    """Take part only in plans that sum under masks; `false` lets whoever runs the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=2)] = 3
     """Fewest sites whose sum it takes part in."""
     device: str = "auto"
@@ -130,9 +132,7 @@ class Site:
         """
         resident = _resident(request.plan, self.config.device)
         prepared = self._prepared(resident)
-        if resident.plan.aggregation.secure:
-            self._member()
-            self._roster()
+        self._check_plan(resident.plan)
         if not len(prepared.train):
             raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
         return Joined(self.config.name, resident.model.layout.size)
@@ -208,7 +208,8 @@ class Site:
     ) -> Contribution:
         """What leaves the site: the vector, under its masks where the plan says so. There is no other way out."""
         plan = resident.plan
-        statement, vector = b"", None
+        self._check_plan(plan)
+        statement = b""
         if plan.aggregation.secure:
             attempts = self._attempts(resident, purpose, request.run)
             model = bytes.fromhex(request.model_hash)
@@ -217,12 +218,39 @@ class Site:
             vector = make()
         return Contribution(self.config.name, request.round, request.model_hash, statement, vector)
 
+    def _check_plan(self, plan: Plan) -> None:
+        """What the site demands of a plan, at every message: it comes from a coordinator that may lie."""
+        if plan.aggregation.secure:
+            self._member()
+        elif self.config.secure:
+            raise PlanError(
+                "aggregation.secure",
+                False,
+                expected=f"true: {self.config.name} takes part in no sum in clear",
+                fix="only the site itself can allow it, by secure = false in its TOML",
+            )
+
     def _attempts(self, resident: _Resident, purpose: str, run: str) -> Attempts:
+        self._check_run(resident.plan, run)
         if purpose not in (TRAIN, EVALUATE):
             raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
         layout = resident.model.layout
         contract = contract_for(purpose, resident.plan, self._roster(), run, layout.size, layout.digest())
         return Attempts(self._state / "secure" / purpose, contract, self._member(), resident.attempts)
+
+    def _check_run(self, plan: Plan, run: str) -> None:
+        """One plan is one run: under another identity the coordinator could have the same updates summed again."""
+        pinned = self._state / "secure" / f"run-{plan.digest()[:32]}"
+        if not pinned.exists():
+            write_bytes(pinned, run.encode())
+        known = pinned.read_text(encoding="utf-8")
+        if known != run:
+            raise UpdateError(
+                "run",
+                run,
+                expected=f"{known}, in which {self.config.name} took part under this plan",
+                fix="give a new run another run.name or run.seed",
+            )
 
     def _member(self) -> Member:
         if not self.config.identity:
@@ -238,7 +266,7 @@ class Site:
         return Member(name, identity, self.config.minimum_cohort)
 
     def _roster(self) -> Roster:
-        return load_roster(Path(self.config.roster)).pinned(self.config.roster_hash)
+        return _pinned_roster(self.config.roster, self.config.roster_hash)
 
     def held_out(self, plan: Plan, weights: Vector) -> HeldOut:
         """The model's sums on the site's held-out records; for the site's own eyes.
@@ -280,7 +308,12 @@ class Site:
             state=self._state,
         )
         update = _Update(local.vector, local.tokens, local.loss)
-        facts = {"model": request.model_hash, "tokens": str(update.tokens), "loss": update.loss.hex()}
+        facts = {
+            "plan": resident.plan.digest(),
+            "model": request.model_hash,
+            "tokens": str(update.tokens),
+            "loss": update.loss.hex(),
+        }
         # Losing this file only costs training again, so it is not synced to disk.
         kept = update_path(self._state, request.round)
         write_file(
@@ -297,7 +330,9 @@ class Site:
                 facts, vector = file.metadata() or {}, file.get_tensor("update")
         except (OSError, SafetensorError):
             return None
-        if facts.get("model") != request.model_hash or vector.shape != (resident.model.layout.size,):
+        if (facts.get("plan"), facts.get("model")) != (resident.plan.digest(), request.model_hash):
+            return None
+        if vector.shape != (resident.model.layout.size,):
             return None
         return _Update(vector, int(facts["tokens"]), float.fromhex(facts["loss"]))
 
@@ -334,6 +369,12 @@ def _check_hash(model: Vector, named: str) -> None:
     own = params_sha256(model)
     if own != named:
         raise UpdateError("global model", own, expected=f"the model with the hash {named}")
+
+
+@lru_cache(maxsize=4)
+def _pinned_roster(path: str, pinned: str) -> Roster:
+    """The roster, verified once in a process: what its hash names cannot change."""
+    return load_roster(Path(path)).pinned(pinned)
 
 
 @lru_cache(maxsize=1)

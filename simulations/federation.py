@@ -70,7 +70,7 @@ def simulate(
     sites = folder.path / "sites"
     if not sites.exists():
         observe(Preparing("data of the sites"))
-        write_folder(sites, partial(_lay_out, plan))
+        write_folder(sites, partial(lay_out, plan))
     roster = load_roster(sites / "roster.toml") if plan.aggregation.secure else None
     outcomes: list[Outcome] = []
 
@@ -170,7 +170,7 @@ def _open_site(sites: Path, plan: Plan, context: Context) -> Site:
     return SimulatedSite(load_site(sites / site_name(index) / "site.toml").config, plan, index)
 
 
-def _lay_out(plan: Plan, folder: Path) -> None:
+def lay_out(plan: Plan, folder: Path) -> None:
     """Write every site's folder: its records and its TOML."""
     simulation = plan.simulation
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
@@ -190,6 +190,7 @@ def _lay_out(plan: Plan, folder: Path) -> None:
             "roster_hash": roster.hash.hex(),
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
+        toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
         (folder / name / "site.toml").write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 

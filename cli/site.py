@@ -1,0 +1,89 @@
+"""`cloister site init`: a site's identity, the card that it shows to the others, and a `site.toml` to fill in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from cloister.protocol.errors import CloisterError, RosterError, StorageError
+from cloister.protocol.roster import Card, new_identity, save_identity
+
+_SKELETON = """\
+# What belongs to this site alone; nothing of it travels. Relative paths start at this file's folder.
+
+# The site's name, as it is on its card.
+name = {name}
+
+# Its records: a file, a folder of files, or a hub name.
+data = "data.jsonl"
+
+# Folder for what the site keeps between messages, secrets of the attempt at hand among them.
+state = "state"
+
+# Its identity key. Who has it can speak for this site.
+identity = "identity.pem"
+
+# The roster that the sites agreed on, and its hash: "cloister roster hash roster.toml" prints it.
+# Compare the hash with the other sites, by telephone say, before you write it here. The site refuses any other roster.
+roster = "roster.toml"
+roster_hash = ""
+
+# Fewest sites whose sum this site takes part in.
+minimum_cohort = 3
+"""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the identity, the card and the skeleton, and print the card; never over another identity."""
+    folder = Path(arguments.folder)
+    identity = new_identity()
+    card = Card.of(arguments.name, identity)
+    pem, site, shown = folder / "identity.pem", folder / "site.toml", folder / f"{arguments.name}.card"
+    if os.path.lexists(pem):
+        raise RosterError(
+            "identity",
+            str(pem),
+            expected="no file there yet",
+            fix="keep it, or name another folder with --folder",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            "--folder", str(folder), expected=f"a folder that can be made ({error.strerror})"
+        ) from error
+    save_identity(identity, pem)
+    kept = os.path.lexists(site)
+    try:
+        if not kept:
+            _write(site, _SKELETON.format(name=json.dumps(arguments.name)))
+        _write(shown, card.text() + "\n")
+    except CloisterError:
+        pem.unlink(missing_ok=True)  # nobody has seen it
+        raise
+    if arguments.json:
+        found = {"name": card.name, "card": card.text(), "card_file": str(shown), "site_made": not kept}
+        print(json.dumps({**found, "identity": str(pem), "site": str(site)}))
+        return 0
+    print(f"identity  {pem}: keep it secret, and keep a copy: it cannot be made twice")
+    print(f"settings  {site}: {'was there and is as it was' if kept else 'new; fill it in'}")
+    print(f"card      {shown}: public, may be mailed\n\n{card.text()}\n")
+    print("next:")
+    print("  1. Send the card to the other sites.")
+    print("  2. With the cards of all sites: cloister roster build *.card --out roster.toml")
+    print(
+        "  3. Compare the roster's hash with the other sites by another way than the cards came, by telephone say."
+    )
+    print(f"  4. Put roster.toml into {folder} and its hash into {site.name} as roster_hash; set data.")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            path.name, str(path), expected=f"a file that can be written ({error.strerror})"
+        ) from error

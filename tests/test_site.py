@@ -1,0 +1,160 @@
+"""What a site refuses, whatever the coordinator sends it: each guard, and the same attack where the guard is out."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloister.aggregation.secure_messages import Advertise, Shares, from_bytes, to_bytes
+from cloister.aggregation.secure_sum import Coordinator
+from cloister.aggregation.sums import TRAIN, contract_for, training_layout
+from cloister.clients.site import Site, load_site
+from cloister.lm.layout import params_sha256
+from cloister.lm.model import load_model
+from cloister.protocol.errors import CloisterError, PlanError, SecureSumError, UpdateError
+from cloister.protocol.messages import Agree, Evaluate, Join, Train
+from cloister.protocol.plan import Plan, load
+from cloister.protocol.roster import load_roster
+from cloister.simulations.federation import lay_out
+from cloister.simulations.partition import site_name
+
+RUN = "a run"
+
+
+@pytest.fixture(scope="module")
+def plan(small_plan: Path) -> Plan:
+    return load(small_plan)
+
+
+@pytest.fixture
+def folder(plan: Plan, tmp_path: Path) -> Path:
+    lay_out(plan, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sites(folder: Path, plan: Plan) -> list[Site]:
+    return [load_site(folder / site_name(index) / "site.toml") for index in range(plan.cohort.sites)]
+
+
+@pytest.fixture(scope="module")
+def model(plan: Plan) -> np.ndarray[Any, np.dtype[np.float32]]:
+    loaded = load_model(plan)
+    return loaded.layout.flatten(loaded.module)
+
+
+def changed(plan: Plan, section: str, **values: Any) -> Plan:
+    return plan.model_copy(update={section: getattr(plan, section).model_copy(update=values)})
+
+
+def in_clear(plan: Plan) -> Plan:
+    return changed(plan, "aggregation", secure=False)
+
+
+def without_guard(site: Site) -> Site:
+    return dataclasses.replace(site, config=site.config.model_copy(update={"secure": False}))
+
+
+def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
+    sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
+) -> None:
+    site, clear = sites[0], in_clear(plan).to_json()
+    site.join(Join(plan.to_json()))
+    train = Train(clear, 1, 1, RUN, params_sha256(model), model)
+    evaluate = Evaluate(clear, 1, 1, RUN, params_sha256(model), model)
+    for act in (
+        lambda: site.join(Join(clear)),
+        lambda: site.train(train),
+        lambda: site.evaluate(evaluate),
+    ):
+        with pytest.raises(PlanError, match="takes part in no sum in clear"):
+            act()
+    # Without the guard the same message opens the site's own update.
+    opened = training_layout(in_clear(plan), model.size).open(without_guard(site).train(train).vector)
+    assert np.abs(opened.mean).max() > 0
+
+
+def test_a_site_hashes_the_model_it_received_itself(
+    sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
+) -> None:
+    other = model + 1
+    for act in (sites[0].train, sites[0].evaluate):
+        kind = Train if act == sites[0].train else Evaluate
+        with pytest.raises(UpdateError, match="global model"):
+            act(kind(plan.to_json(), 1, 1, RUN, params_sha256(model), other))  # type: ignore[arg-type]  # of its kind
+
+
+class Attack:
+    """A coordinator that may do as it likes, up to the moment at which sites hold each other's shares."""
+
+    def __init__(self, folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]) -> None:
+        self.sites, self.plan, self.model = sites, plan, model
+        loaded = load_model(plan)
+        roster = load_roster(folder / "roster.toml")
+        contract = contract_for(TRAIN, plan, roster, RUN, model.size, loaded.layout.digest())
+        names = [site.config.name for site in sites]
+        self.coordinator = Coordinator(contract, 1, 1, bytes.fromhex(params_sha256(model)), names)
+
+    def agree(self, site: Site, step: int, body: bytes, *, plan: Plan | None = None, run: str = RUN) -> bytes:
+        return site.agree(Agree((plan or self.plan).to_json(), run, TRAIN, step, 1, 1), body).body
+
+    def train(self, site: Site, inbox: bytes, *, plan: Plan | None = None, run: str = RUN) -> Any:
+        request = Train((plan or self.plan).to_json(), 1, 1, run, params_sha256(self.model), self.model)
+        return site.train(request, inbox)
+
+    def deal(self) -> dict[str, bytes]:
+        for site in self.sites:
+            begin = to_bytes(self.coordinator.begin)
+            self.coordinator.advertised(from_bytes(Advertise, self.agree(site, 1, begin)))
+        peers = to_bytes(self.coordinator.peers())
+        for site in self.sites:
+            self.coordinator.shared(from_bytes(Shares, self.agree(site, 2, peers)))
+        return {name: to_bytes(inbox) for name, inbox in self.coordinator.inboxes().items()}
+
+
+@pytest.fixture
+def attack(folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]) -> Attack:
+    return Attack(folder, sites, plan, model)
+
+
+def test_a_plan_cannot_change_in_the_middle_of_an_attempt(attack: Attack, plan: Plan) -> None:
+    inboxes = attack.deal()
+    site = attack.sites[0]
+    for other in (
+        changed(plan, "aggregation", bound=1e-6),
+        changed(plan, "local", steps=1),
+        changed(plan, "cohort", sites=5),
+    ):
+        with pytest.raises(CloisterError):
+            attack.train(site, inboxes[site.config.name], plan=other)
+    assert attack.train(site, inboxes[site.config.name]).statement
+
+
+def test_one_plan_is_one_run(attack: Attack) -> None:
+    inboxes = attack.deal()
+    site = attack.sites[0]
+    begin = to_bytes(attack.coordinator.begin)
+    with pytest.raises(UpdateError, match="give a new run another"):
+        attack.agree(site, 1, begin, run="another run")
+    with pytest.raises(UpdateError, match="run is 'another run'"):
+        attack.train(site, inboxes[site.config.name], run="another run")
+    assert attack.train(site, inboxes[site.config.name]).statement
+
+
+def test_shares_for_another_site_are_refused(attack: Attack) -> None:
+    inboxes = attack.deal()
+    first, second = attack.sites[0], attack.sites[1]
+    with pytest.raises(SecureSumError):
+        attack.train(first, inboxes[second.config.name])
+
+
+def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -> None:
+    inboxes = attack.deal()
+    site = attack.sites[0]
+    masked = attack.train(site, inboxes[site.config.name]).vector
+    request = Train(in_clear(plan).to_json(), 1, 1, RUN, params_sha256(attack.model), attack.model)
+    plain = without_guard(site).train(request).vector
+    assert masked.shape == plain.shape
+    assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
