@@ -30,6 +30,13 @@ identity = "identity.pem"
 roster = "roster.toml"
 roster_hash = ""
 
+# The one plan that this site takes part in, by its digest (cloister plan check PLAN.toml prints it). Read the plan
+# first, then pin it: left empty, the site takes part in any plan that it does not refuse for another reason.
+plan = ""
+
+# Take part only in plans that sum under masks. false lets whoever runs the coordinator see every update of this site.
+secure = true
+
 # Fewest sites whose sum this site takes part in.
 minimum_cohort = 3
 """

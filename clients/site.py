@@ -72,6 +72,9 @@ class SiteConfig(Section):
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
+    plan: str = ""
+    """Digest of the one plan that it takes part in (`cloister plan check` prints it); empty: any that it does not
+    refuse otherwise."""
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets whoever runs the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=2)] = 3
@@ -186,6 +189,13 @@ class Site:
         _check_hash(request.model, request.model_hash)
         layout = evaluation_layout(resident.plan)
 
+        self._pin(
+            f"evaluated-{request.model_hash}",
+            f"{request.run} round {request.round}",
+            "round of the model",
+            "one model is evaluated once",
+        )
+
         def make() -> RingVector:
             found = self.held_out(resident.plan, request.model)
             counters = {
@@ -220,6 +230,12 @@ class Site:
 
     def _check_plan(self, plan: Plan) -> None:
         """What the site demands of a plan, at every message: it comes from a coordinator that may lie."""
+        if self.config.plan not in ("", plan.digest()):
+            raise PlanError(
+                "digest of the plan",
+                plan.digest(),
+                expected=f"{self.config.plan}, which {self.config.name} pinned",
+            )
         if plan.aggregation.secure:
             self._member()
         elif self.config.secure:
@@ -231,25 +247,30 @@ class Site:
             )
 
     def _attempts(self, resident: _Resident, purpose: str, run: str) -> Attempts:
-        self._check_run(resident.plan, run)
+        self._check_plan(resident.plan)
+        self._pin(
+            f"run-{resident.plan.digest()}",
+            run,
+            "run",
+            "one plan is one run: in another, the same updates would be summed again",
+        )
         if purpose not in (TRAIN, EVALUATE):
             raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
         layout = resident.model.layout
         contract = contract_for(purpose, resident.plan, self._roster(), run, layout.size, layout.digest())
-        return Attempts(self._state / "secure" / purpose, contract, self._member(), resident.attempts)
+        # A folder for each run: what was answered in one is remembered while others go on.
+        folder = self._state / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
+        return Attempts(folder, contract, self._member(), resident.attempts)
 
-    def _check_run(self, plan: Plan, run: str) -> None:
-        """One plan is one run: under another identity the coordinator could have the same updates summed again."""
-        pinned = self._state / "secure" / f"run-{plan.digest()[:32]}"
+    def _pin(self, name: str, value: str, field: str, reason: str) -> None:
+        """Hold on to the first value that came; two sums of the same numbers over different sites open a site's own."""
+        pinned = self._state / "secure" / "pins" / name
         if not pinned.exists():
-            write_bytes(pinned, run.encode())
+            write_bytes(pinned, value.encode())
         known = pinned.read_text(encoding="utf-8")
-        if known != run:
+        if known != value:
             raise UpdateError(
-                "run",
-                run,
-                expected=f"{known}, in which {self.config.name} took part under this plan",
-                fix="give a new run another run.name or run.seed",
+                field, value, expected=f"{known}, as when it came to {self.config.name} first ({reason})"
             )
 
     def _member(self) -> Member:

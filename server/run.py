@@ -153,7 +153,8 @@ def _report(
     """Evaluate the model after a round where that is due, and write its line of metrics."""
     number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
-    if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
+    due = number % plan.server.evaluate_every == 0 or number == plan.run.rounds
+    if due and not _abandoned(facts):
         held_out = evaluate(number, context.optimizer.weights.copy())
         if held_out is not None:
             found = Evaluated(
@@ -166,3 +167,8 @@ def _report(
             board.add_scalar(name, value, number)
     board.flush()
     folder.add_metrics(row)
+
+
+def _abandoned(facts: dict[str, Any]) -> bool:
+    """Whether a round left the model as it was; sites evaluate one model once."""
+    return facts["round"] > 0 and "sites" not in facts

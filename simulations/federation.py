@@ -188,6 +188,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
             "identity": "identity.pem",
             "roster": "../roster.toml",
             "roster_hash": roster.hash.hex(),
+            "plan": plan.digest(),
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"

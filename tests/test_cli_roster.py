@@ -70,7 +70,7 @@ def test_a_site_gets_an_identity_a_card_and_settings(
     config = load_site(folder / "site.toml").config
     assert (config.name, config.data, config.state) == ("ward-7", "data.jsonl", str(folder / "state"))
     assert (config.identity, config.roster) == (str(pem), str(folder / "roster.toml"))
-    assert (config.roster_hash, config.minimum_cohort) == ("", 3)
+    assert (config.roster_hash, config.minimum_cohort, config.secure) == ("", 3, True)
 
 
 def test_init_tells_programs_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

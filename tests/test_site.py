@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.aggregation.secure_messages import Advertise, Shares, from_bytes, to_bytes
+from cloister.aggregation.secure_messages import (
+    Advertise,
+    Confirm,
+    Masked,
+    Reveal,
+    Shares,
+    from_bytes,
+    to_bytes,
+)
 from cloister.aggregation.secure_sum import Coordinator
 from cloister.aggregation.sums import TRAIN, contract_for, training_layout
 from cloister.clients.site import Site, load_site
@@ -54,13 +62,17 @@ def in_clear(plan: Plan) -> Plan:
 
 
 def without_guard(site: Site) -> Site:
-    return dataclasses.replace(site, config=site.config.model_copy(update={"secure": False}))
+    return dataclasses.replace(site, config=site.config.model_copy(update={"secure": False, "plan": ""}))
+
+
+def without_pin(site: Site) -> Site:
+    return dataclasses.replace(site, config=site.config.model_copy(update={"plan": ""}))
 
 
 def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
     sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
 ) -> None:
-    site, clear = sites[0], in_clear(plan).to_json()
+    site, clear = without_pin(sites[0]), in_clear(plan).to_json()
     site.join(Join(plan.to_json()))
     train = Train(clear, 1, 1, RUN, params_sha256(model), model)
     evaluate = Evaluate(clear, 1, 1, RUN, params_sha256(model), model)
@@ -89,13 +101,21 @@ def test_a_site_hashes_the_model_it_received_itself(
 class Attack:
     """A coordinator that may do as it likes, up to the moment at which sites hold each other's shares."""
 
-    def __init__(self, folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sites: list[Site],
+        plan: Plan,
+        model: np.ndarray[Any, Any],
+        run: str = RUN,
+        attempt: int = 1,
+    ) -> None:
         self.sites, self.plan, self.model = sites, plan, model
         loaded = load_model(plan)
         roster = load_roster(folder / "roster.toml")
-        contract = contract_for(TRAIN, plan, roster, RUN, model.size, loaded.layout.digest())
+        contract = contract_for(TRAIN, plan, roster, run, model.size, loaded.layout.digest())
         names = [site.config.name for site in sites]
-        self.coordinator = Coordinator(contract, 1, 1, bytes.fromhex(params_sha256(model)), names)
+        self.coordinator = Coordinator(contract, 1, attempt, bytes.fromhex(params_sha256(model)), names)
 
     def agree(self, site: Site, step: int, body: bytes, *, plan: Plan | None = None, run: str = RUN) -> bytes:
         return site.agree(Agree((plan or self.plan).to_json(), run, TRAIN, step, 1, 1), body).body
@@ -104,14 +124,30 @@ class Attack:
         request = Train((plan or self.plan).to_json(), 1, 1, run, params_sha256(self.model), self.model)
         return site.train(request, inbox)
 
-    def deal(self) -> dict[str, bytes]:
+    def deal(self, run: str = RUN) -> dict[str, bytes]:
         for site in self.sites:
             begin = to_bytes(self.coordinator.begin)
-            self.coordinator.advertised(from_bytes(Advertise, self.agree(site, 1, begin)))
+            self.coordinator.advertised(from_bytes(Advertise, self.agree(site, 1, begin, run=run)))
         peers = to_bytes(self.coordinator.peers())
         for site in self.sites:
-            self.coordinator.shared(from_bytes(Shares, self.agree(site, 2, peers)))
+            self.coordinator.shared(from_bytes(Shares, self.agree(site, 2, peers, run=run)))
         return {name: to_bytes(inbox) for name, inbox in self.coordinator.inboxes().items()}
+
+    def carry_through(self, left_out: tuple[str, ...]) -> None:
+        """All steps, with the vectors of some sites left out of the sum."""
+        for name, inbox in self.deal().items():
+            site = next(site for site in self.sites if site.config.name == name)
+            contribution = self.train(site, inbox)
+            if name not in left_out:
+                self.coordinator.fold(from_bytes(Masked, contribution.statement), contribution.vector)
+        survivors = to_bytes(self.coordinator.survivors())
+        left = [site for site in self.sites if site.config.name not in left_out]
+        for site in left:
+            self.coordinator.confirmed(from_bytes(Confirm, self.agree(site, 4, survivors)))
+        unmask = to_bytes(self.coordinator.request())
+        for site in left:
+            self.coordinator.revealed(from_bytes(Reveal, self.agree(site, 5, unmask)))
+        assert self.coordinator.enough
 
 
 @pytest.fixture
@@ -121,7 +157,7 @@ def attack(folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, A
 
 def test_a_plan_cannot_change_in_the_middle_of_an_attempt(attack: Attack, plan: Plan) -> None:
     inboxes = attack.deal()
-    site = attack.sites[0]
+    site = without_pin(attack.sites[0])
     for other in (
         changed(plan, "aggregation", bound=1e-6),
         changed(plan, "local", steps=1),
@@ -136,7 +172,7 @@ def test_one_plan_is_one_run(attack: Attack) -> None:
     inboxes = attack.deal()
     site = attack.sites[0]
     begin = to_bytes(attack.coordinator.begin)
-    with pytest.raises(UpdateError, match="give a new run another"):
+    with pytest.raises(UpdateError, match="one plan is one run"):
         attack.agree(site, 1, begin, run="another run")
     with pytest.raises(UpdateError, match="run is 'another run'"):
         attack.train(site, inboxes[site.config.name], run="another run")
@@ -158,3 +194,35 @@ def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -
     plain = without_guard(site).train(request).vector
     assert masked.shape == plain.shape
     assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
+
+
+def test_a_pinned_plan_is_the_only_one(sites: list[Site], plan: Plan) -> None:
+    renamed = changed(plan, "run", name="same-but-for-the-name")
+    with pytest.raises(PlanError, match="which site-000 pinned"):
+        sites[0].join(Join(renamed.to_json()))
+    without_pin(sites[0]).join(Join(renamed.to_json()))
+
+
+def test_what_was_answered_in_one_run_is_remembered_through_another(
+    folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
+) -> None:
+    """All four answer; they join another plan's run; then the first round is asked for again without one of them."""
+    loose = [without_pin(site) for site in sites]
+    Attack(folder, loose, plan, model).carry_through(left_out=())
+    Attack(folder, loose, changed(plan, "run", name="another"), model, "other run").deal("other run")
+    again = Attack(folder, loose, plan, model, attempt=2)
+    with pytest.raises(SecureSumError, match="the difference of two sums would open updates"):
+        again.carry_through(left_out=(loose[3].config.name,))
+
+
+def test_one_model_is_evaluated_in_one_round(
+    sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
+) -> None:
+    clear = in_clear(plan)
+    site = without_guard(sites[0])
+    site.evaluate(Evaluate(clear.to_json(), 1, 1, RUN, params_sha256(model), model))
+    site.evaluate(
+        Evaluate(clear.to_json(), 1, 2, RUN, params_sha256(model), model)
+    )  # a retry is no second round
+    with pytest.raises(UpdateError, match="one model is evaluated once"):
+        site.evaluate(Evaluate(clear.to_json(), 2, 1, RUN, params_sha256(model), model))
