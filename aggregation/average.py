@@ -70,9 +70,11 @@ class SumLayout:
             raise UpdateError("update", values.shape, expected=f"a vector of {self.size} values")
         if not 0 < weight <= self.heaviest:
             raise UpdateError("weight", weight, expected=f"from 1 to {self.heaviest}")
-        coded, clipped = self.ring.encode(values, random, factor=weight / self.heaviest)
+        vector: RingVector = np.empty(self.length, dtype=self.ring.dtype)
+        _, clipped = self.ring.encode(values, random, factor=weight / self.heaviest, out=vector[: self.size])
         known = {**counters, WEIGHT: weight, CLIPPED: clipped}
-        return np.concatenate([coded, self.ring.encode_counters([known[name] for name in self.counters])])
+        vector[self.size :] = self.ring.encode_counters([known[name] for name in self.counters])
+        return vector
 
     def open(self, total: RingVector) -> Opened:
         """Decode a finished sum.

@@ -106,6 +106,17 @@ def tolerated(n: int, fraction: float) -> int:
     return math.floor(fraction * n + 1e-9)
 
 
+def assumed(n: int, fraction: float) -> int:
+    """The least whole number of `n` sites that is not below the fraction: at least 1 unless it is 0.
+
+    Colluders are rounded up and dropouts down: a plan that says one site in ten may collude must withstand one
+    also among eight.
+    """
+    if not 0 <= fraction < 1:
+        raise ParameterError("fraction of the cohort", fraction, expected="0 or more and less than 1")
+    return math.ceil(fraction * n - 1e-9)
+
+
 @functools.lru_cache(maxsize=256)
 def parameters(n: int, dropouts: int, colluders: int) -> Parameters:
     """k and t for `n` sites of which up to `dropouts` drop out and up to `colluders` collude with the

@@ -9,6 +9,7 @@ Floating-point addition was refused: it is not associative, so the mean would de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from cloister.protocol.errors import UpdateError
 
 RingVector = npt.NDArray[np.unsignedinteger[Any]]
 
-_BLOCK = 1 << 16  # elements coded at a time: the float64 temporaries stay in cache
+_BLOCK = 1 << 15  # elements coded at a time: the float64 temporaries stay in cache
 _COUNTER_BITS = 64
 
 
@@ -58,7 +59,12 @@ class Ring:
         return self.levels / self.bound
 
     def encode(
-        self, values: npt.NDArray[np.float32], random: np.random.Generator, *, factor: float = 1.0
+        self,
+        values: npt.NDArray[np.float32],
+        random: np.random.Generator,
+        *,
+        factor: float = 1.0,
+        out: RingVector | None = None,
     ) -> tuple[RingVector, int]:
         """Code `factor` × clip(values, ±bound), rounded to one of the two nearest steps without bias.
 
@@ -66,6 +72,7 @@ class Ring:
             values: (d,) float32, finite.
             random: Source of the rounding; public, not a secret.
             factor: The term's weight in [0, 1].
+            out: (d,) ring integers to write into.
 
         Returns:
             (d,) ring integers, and the number of values that were clipped.
@@ -73,21 +80,29 @@ class Ring:
         Raises:
             UpdateError: a value is not finite.
         """
-        coded: RingVector = np.empty(values.shape, dtype=self.dtype)
+        coded: RingVector = np.empty(values.shape, dtype=self.dtype) if out is None else out
+        signed = coded.view(np.int16 if self.bits == 16 else np.int32)
         clipped = 0
+        step, chance = np.empty(_BLOCK), np.empty(_BLOCK)
         for start in range(0, values.size, _BLOCK):
-            block = values[start : start + _BLOCK].astype(np.float64)
-            if not np.isfinite(block).all():
+            block = values[start : start + _BLOCK]
+            scaled, draw = step[: block.size], chance[: block.size]
+            largest = float(np.abs(block).max())
+            if not math.isfinite(largest):
                 where = start + int(np.flatnonzero(~np.isfinite(block))[0])
                 raise UpdateError(f"update[{where}]", float(values[where]), expected="a finite number")
-            clipped += int(np.count_nonzero(np.abs(block) > self.bound))
-            np.clip(block, -self.bound, self.bound, out=block)
-            block *= self.scale * factor
-            block += random.random(block.size)
-            np.floor(block, out=block)
-            # Rounding of the product may lift the end of the range by one step: `levels` must hold, or sums wrap.
-            np.clip(block, -self.levels, self.levels, out=block)
-            coded[start : start + _BLOCK] = block.astype(np.int64).astype(self.dtype)
+            np.multiply(block, self.scale * factor, out=scaled, dtype=np.float64)
+            if largest >= self.bound:
+                clipped += int(np.count_nonzero(np.abs(block.astype(np.float64)) > self.bound))
+                limit = self.bound * self.scale * factor
+                np.clip(scaled, -limit, limit, out=scaled)
+            random.random(out=draw)
+            scaled += draw
+            np.floor(scaled, out=scaled)
+            if largest >= self.bound:
+                # Rounding of the product may lift the end of the range by a step: `levels` must hold, or sums wrap.
+                np.clip(scaled, -self.levels, self.levels, out=scaled)
+            signed[start : start + _BLOCK] = scaled  # whole numbers in range: the cast is exact
         return coded, clipped
 
     def decode(self, total: RingVector) -> npt.NDArray[np.float64]:
@@ -119,7 +134,8 @@ class Ring:
         """
         width = self._limb_bits
         if any(not 0 <= counter < 1 << _COUNTER_BITS for counter in counters):
-            raise ValueError(f"counters {list(counters)}: expected integers in [0, 2^64)")
+            # Their values are a site's own, and an error may travel.
+            raise ValueError("a counter is out of range: expected integers in [0, 2^64)")
         mask = (1 << width) - 1
         limbs = [counter >> (width * limb) & mask for counter in counters for limb in range(self.limbs)]
         coded: RingVector = np.array(limbs, dtype=self.dtype)

@@ -49,7 +49,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.graph import Graph, Parameters, parameters, tolerated
+from cloister.aggregation.graph import Graph, Parameters, assumed, parameters, tolerated
 from cloister.aggregation.secure_messages import (
     Advertise,
     Begin,
@@ -115,7 +115,7 @@ class Contract:
         Raises:
             ParameterError: the plan's tolerances cannot be met.
         """
-        return parameters(n, tolerated(n, self.dropouts), tolerated(n, self.colluders))
+        return parameters(n, tolerated(n, self.dropouts), assumed(n, self.colluders))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import Ring
@@ -21,6 +22,12 @@ BYTES = "bytes"
 
 LOSS_SCALE = 1 << 20
 """Summed losses travel as whole 2^-20 nats."""
+_LARGEST_LOSS = 1 << 50
+
+
+def count_of_loss(nats: float) -> int:
+    """A summed loss as a counter; one that is not finite, or beyond 2^30 nats, counts as 2^30."""
+    return min(round(nats * LOSS_SCALE), _LARGEST_LOSS) if math.isfinite(nats) else _LARGEST_LOSS
 
 
 def training_layout(plan: Plan, parameters: int) -> SumLayout:

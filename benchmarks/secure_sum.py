@@ -278,7 +278,7 @@ def own_rounds(rounds: int) -> list[tuple[float, float]]:
             ) as grid,
             Journal(folder / "journal.sqlite") as journal,
         ):
-            channel = GridChannel(grid, plan, refuse)
+            channel = GridChannel(grid, plan, "run", refuse)
             optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             party = Party(plan, "run", roster, model.layout, channel, journal, lambda event: None)

@@ -31,7 +31,7 @@ roster = "roster.toml"
 roster_hash = ""
 
 # The one plan that this site takes part in, by its digest (cloister plan check PLAN.toml prints it). Read the plan
-# first, then pin it: left empty, the site takes part in any plan that it does not refuse for another reason.
+# first, then pin it. Left empty, the site takes part in the first plan that it is asked to join, and in no other.
 plan = ""
 
 # Take part only in plans that sum under masks. false lets whoever runs the coordinator see every update of this site.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,23 +10,46 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cloister.clients.site import Site, load_site
-from cloister.protocol.errors import CloisterError, PlanError
+from cloister.protocol.errors import CloisterError, PlanError, SecureSumError
 from cloister.protocol.messages import Agree, Evaluate, Join, Reply, Train
 from cloister.protocol.records import from_records, private_of, to_records
+
+_log = logging.getLogger(__name__)
 
 REFUSED = 100
 """Code of the error reply by which a site says, in one line, why it does not do what it was asked."""
 
 
-def client_app(open_site: Callable[[Context], Site]) -> ClientApp:
-    """A `ClientApp` that serves the site which `open_site` finds for a context."""
+def reticent(error: Exception) -> str:
+    """What a coordinator may hear of an error: a refusal of the protocol, which is about its own messages, in full.
+
+    The text of any other error may quote records, losses or paths of the site; that stays in the site's log.
+    """
+    if isinstance(error, SecureSumError):
+        return str(error)
+    return f"{type(error).__name__}: the reason is in the site's own log"
+
+
+def client_app(
+    open_site: Callable[[Context], Site], explain: Callable[[Exception], str] = reticent
+) -> ClientApp:
+    """A `ClientApp` that serves the site which `open_site` finds for a context.
+
+    Args:
+        open_site: Finds the site.
+        explain: The line that the coordinator gets for an error.
+    """
     app = ClientApp()
 
     def answer(message: Message, context: Context, act: Callable[[Site, RecordDict], Reply]) -> Message:
         try:
             return Message(to_records(act(open_site(context), message.content)), reply_to=message)
         except CloisterError as error:
-            return Message(Error(REFUSED, str(error)), reply_to=message)
+            _log.warning("refused: %s", error)
+            return Message(Error(REFUSED, explain(error)), reply_to=message)
+        except Exception as error:  # a defect; its text would leave the site if it left this function
+            _log.exception("failed")
+            return Message(Error(REFUSED, explain(error)), reply_to=message)
 
     @app.query("join")
     def join(message: Message, context: Context) -> Message:

@@ -7,15 +7,20 @@ goes on with that. The file is written before a step's answer leaves. Its secret
 when the next attempt replaces it.
 
 The mark that shares were revealed has a file of its own, synced to disk before they are. A vector is masked once: that
-masking has begun is on disk before it begins, so that no crash leads to two vectors under one mask.
+masking has begun is synced to disk before it begins, so that no crash leads to two vectors under one mask. Messages
+that come to several processes at once take turns by a lock on the folder, which is free while the vector is made;
+whoever finds the attempt changed after that gives up.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -34,12 +39,13 @@ from cloister.aggregation.secure_messages import (
 )
 from cloister.aggregation.secure_sum import Answered, Contract, Site
 from cloister.protocol.encoding import pack, unpack
-from cloister.protocol.errors import StepError, StorageError
+from cloister.protocol.errors import EncodingError, StaleError, StepError, StorageError
 from cloister.protocol.storage import write_bytes
 
 ADVERTISE, SHARE, MASK, CONFIRM, UNMASK = 1, 2, 3, 4, 5
 _MASKED = 6  # in the record of an attempt: the digest of the vector that was masked
 
+_AGREED = (ADVERTISE, SHARE, CONFIRM, UNMASK)
 Log = tuple[tuple[int, bytes], ...]
 
 
@@ -62,8 +68,12 @@ class _Record:
     """Round and attempt that the site had joined before this one."""
     now: tuple[int, int]
     """Round and attempt of this one."""
-    seed: bytes
-    log: Log
+    seed: bytes = field(repr=False)
+    log: Log = field(repr=False)
+
+
+Live = dict[Path, tuple[_Record, Site]]
+"""Attempts that a process has in memory, by folder."""
 
 
 class Attempts:
@@ -82,7 +92,7 @@ class Attempts:
         folder: Path,
         contract: Contract,
         member: Member,
-        live: dict[Path, tuple[Log, Site]],
+        live: Live,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._folder = folder
@@ -91,40 +101,34 @@ class Attempts:
         self._live = live
         self._random = random
 
-    def agree(self, step: int, body: bytes) -> bytes:
-        """Handle step 1, 2, 4 or 5; the answer's bytes.
+    def agree(self, step: int, body: bytes, round_number: int) -> bytes:
+        """Handle step 1, 2, 4 or 5 of the attempt at a round's sum; the answer's bytes.
 
         Raises:
             SecureSumError: the site refuses, and why.
             StorageError: the site cannot keep what it must; nothing was answered.
         """
-        if step == ADVERTISE:
-            begin = from_bytes(Begin, body)
-            before = self._load()
-            newest = before.now if before and before.run == self._contract.run else (0, 0)
-            if before and before.log == ((ADVERTISE, body),) and newest == (begin.round, begin.attempt):
-                record = before  # the same message twice
-            else:
-                record = _Record(
-                    self._contract.run, newest, (begin.round, begin.attempt), self._random(keys.KEY), ()
-                )
-        else:
-            record = self._current()
-        site = self._rebuild(record)
-        answer = _handle(site, step, body)
-        if step == UNMASK:
-            self._wipe(record)
-        elif (step, body) not in record.log:
-            self._keep(record, (*record.log, (step, body)), site)
+        if step not in _AGREED:
+            raise StepError("step", step, expected="1, 2, 4 or 5")
+        with self._turn():
+            record = self._begin(body) if step == ADVERTISE else self._current()
+            _check_round(record, round_number)
+            site = self._rebuild(record)
+            answer = _handle(site, step, body)
+            if step == UNMASK:
+                self._wipe(record)
+            elif (step, body) not in record.log:
+                self._keep(record, (*record.log, (step, body)), site)
         return answer
 
     def mask(
-        self, inbox: bytes, model: bytes, threads: int, make: Callable[[], RingVector]
+        self, inbox: bytes, round_number: int, model: bytes, threads: int, make: Callable[[], RingVector]
     ) -> tuple[bytes, RingVector]:
         """Step 3: mask the site's vector.
 
         Args:
             inbox: The step's message.
+            round_number: The round that the vector is for.
             model: SHA-256 of the global model, as the site computed it.
             threads: Threads that mask.
             make: Makes the vector, of the contract's length; called once the message is found in order. It is masked
@@ -136,21 +140,44 @@ class Attempts:
         Raises:
             SecureSumError: the site refuses, and why.
         """
-        record = self._current()
-        if any(step == MASK for step, _ in record.log):
-            raise StepError(
-                "update", expected="to be asked for once in an attempt", fix="try the round again"
-            )
-        site = self._rebuild(record)
-        site.receive(from_bytes(Inbox, inbox))
-        vector = make()
-        log = (*record.log, (MASK, inbox))
-        self._keep(record, log, site)
-        site.mask(vector, model=model, threads=threads)
-        digest = hashlib.sha256(vector.data).digest()
-        statement = site.masked(digest)
-        self._keep(record, (*log, (_MASKED, digest)), site)
+        with self._turn():
+            record = self._current()
+            _check_round(record, round_number)
+            if any(step == MASK for step, _ in record.log):
+                raise StepError(
+                    "update", expected="to be asked for once in an attempt", fix="try the round again"
+                )
+            site = self._rebuild(record)
+            site.receive(from_bytes(Inbox, inbox))
+        vector = make()  # which may take long
+        with self._turn():
+            if self._load() != record:
+                raise StepError("attempt", expected="to be as it was before the vector was made")
+            begun = self._keep(record, (*record.log, (MASK, inbox)), site, durable=True)
+            site.mask(vector, model=model, threads=threads)
+            digest = hashlib.sha256(vector.data).digest()
+            statement = site.masked(digest)
+            self._keep(begun, (*begun.log, (_MASKED, digest)), site)
         return to_bytes(statement), vector
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be the only process that works on this site's attempt."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _begin(self, body: bytes) -> _Record:
+        begin = from_bytes(Begin, body)
+        now = (begin.round, begin.attempt)
+        before, earlier = self._load(), self._earlier()
+        if before and before.now == now and before.log == ((ADVERTISE, body),):
+            return before  # the same message twice
+        newest = max(
+            before.now if before else (0, 0), (earlier.round, earlier.attempt) if earlier else (0, 0)
+        )
+        return _Record(self._contract.run, newest, now, self._random(keys.KEY), ())
 
     def _current(self) -> _Record:
         record = self._load()
@@ -164,12 +191,7 @@ class Attempts:
 
     def _rebuild(self, record: _Record) -> Site:
         known = self._live.get(self._folder)
-        if (
-            known is not None
-            and record.log
-            and known[0] == record.log
-            and known[1].contract == self._contract
-        ):
+        if known is not None and record.log and known[0] == record and known[1].contract == self._contract:
             return known[1]
         site = Site(
             self._contract,
@@ -185,10 +207,12 @@ class Attempts:
             _handle(site, step, body)
         return site
 
-    def _keep(self, record: _Record, log: Log, site: Site) -> None:
-        kept = pack(record.run, record.newest, record.now, record.seed, log)
-        _write_secret(self._folder / "attempt", kept)
-        self._live[self._folder] = (log, site)
+    def _keep(self, record: _Record, log: Log, site: Site, *, durable: bool = False) -> _Record:
+        kept = dataclasses.replace(record, log=log)
+        content = pack(kept.run, kept.newest, kept.now, kept.seed, kept.log)
+        _write_secret(self._folder / "attempt", content, durable=durable)
+        self._live[self._folder] = (kept, site)
+        return kept
 
     def _wipe(self, record: _Record) -> None:
         """Keep only which attempt it was."""
@@ -196,14 +220,14 @@ class Attempts:
         self._live.pop(self._folder, None)
 
     def _load(self) -> _Record | None:
+        """The attempt that was kept; a file that a power cut has torn is none, and the next attempt replaces it."""
         try:
-            kept = (self._folder / "attempt").read_bytes()
-        except FileNotFoundError:
-            return None
-        match unpack(kept):
-            case (str(run), (int(a), int(b)), (int(c), int(d)), bytes(seed), tuple(steps)):
-                return _Record(run, (a, b), (c, d), seed, cast(Log, steps))
-        raise StorageError(str(self._folder / "attempt"), expected="an attempt as this site keeps it")
+            match unpack((self._folder / "attempt").read_bytes()):
+                case (str(run), (int(a), int(b)), (int(c), int(d)), bytes(seed), tuple(steps)):
+                    return _Record(run, (a, b), (c, d), seed, cast(Log, steps))
+        except (FileNotFoundError, EncodingError):
+            pass
+        return None
 
     def _mark(self, mark: Answered) -> None:
         content = pack(mark.run, mark.round, mark.attempt, mark.survivors)
@@ -239,14 +263,28 @@ def _handle(site: Site, step: int, body: bytes) -> bytes:
     raise StepError("step", step, expected="a step of the secure sum")
 
 
-def _write_secret(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read; it need not survive a power cut, for a new attempt has new secrets."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(".attempt.tmp")
+def _check_round(record: _Record, round_number: int) -> None:
+    """What a vector is of, and what its masks are for, is one round: otherwise one update could be summed in two."""
+    if record.now[0] != round_number:
+        raise StaleError("round", round_number, expected=f"{record.now[0]}, which the attempt is at")
+
+
+def _write_secret(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace a file that nobody else can read."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except OSError as error:
         raise StorageError(str(path), expected=f"a disk that takes the write ({error.strerror})") from error

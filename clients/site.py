@@ -19,36 +19,39 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.secure_sum import Site as SecureSite
+from cloister.aggregation.secure_messages import Begin, from_bytes
 from cloister.aggregation.sums import (
     BYTES,
     CORRECT,
     EVALUATE,
     LOSS,
-    LOSS_SCALE,
     TOKENS,
     TRAIN,
     contract_for,
+    count_of_loss,
     evaluation_layout,
     training_layout,
 )
-from cloister.clients.attempt import Attempts, Log, Member
+from cloister.clients.attempt import ADVERTISE, Attempts, Live, Member
+from cloister.clients.pins import Pins
 from cloister.clients.train import Trainer
 from cloister.lm.data import Prepared, cached, prepare, prepared_key
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import params_sha256
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
-from cloister.protocol.errors import DataError, PlanError, RosterError, UpdateError
+from cloister.protocol.cohort import draw
+from cloister.protocol.errors import DataError, MemberError, PlanError, RosterError, StaleError, UpdateError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Join, Joined, Train
-from cloister.protocol.plan import Plan, Section
+from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
 from cloister.protocol.roster import Roster, load_identity, load_roster
-from cloister.protocol.storage import write_bytes, write_file
+from cloister.protocol.storage import write_file
 
 Vector = npt.NDArray[np.float32]
 
@@ -73,11 +76,10 @@ class SiteConfig(Section):
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
     plan: str = ""
-    """Digest of the one plan that it takes part in (`cloister plan check` prints it); empty: any that it does not
-    refuse otherwise."""
+    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first."""
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets whoever runs the coordinator see every update."""
-    minimum_cohort: Annotated[int, Field(ge=2)] = 3
+    minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
     """Fewest sites whose sum it takes part in."""
     device: str = "auto"
     """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
@@ -133,9 +135,12 @@ class Site:
         Raises:
             CloisterError: why this site cannot take part.
         """
+        plan = Plan.from_json(request.plan)
+        self._check_plan(plan)
+        if plan.aggregation.secure:
+            self._pins.join(plan, request.run)
         resident = _resident(request.plan, self.config.device)
         prepared = self._prepared(resident)
-        self._check_plan(resident.plan)
         if not len(prepared.train):
             raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
         return Joined(self.config.name, resident.model.layout.size)
@@ -146,9 +151,11 @@ class Site:
         Raises:
             CloisterError: why it refuses.
         """
-        resident = _resident(request.plan, self.config.device)
+        resident = self._open(request)
         attempts = self._attempts(resident, request.purpose, request.run)
-        return Agreed(self.config.name, attempts.agree(request.step, private))
+        if request.step == ADVERTISE:
+            self._check_begin(resident.plan, request.purpose, from_bytes(Begin, private))
+        return Agreed(self.config.name, attempts.agree(request.step, private, request.round))
 
     def train(self, request: Train, private: bytes = b"") -> Contribution:
         """The site's contribution to a round: trained, or taken from an earlier attempt at the same round.
@@ -160,16 +167,17 @@ class Site:
         Raises:
             CloisterError: why there is none.
         """
-        resident = _resident(request.plan, self.config.device)
-        _check_hash(request.model, request.model_hash)
+        resident = self._open(request)
+        _check_model(request.model, request.model_hash)
         layout = training_layout(resident.plan, resident.model.layout.size)
 
         def make() -> RingVector:
             update = self._finished_update(resident, request) or self._new_update(resident, request)
             weight = update.tokens if resident.plan.aggregation.weighting == "tokens" else 1
-            counters = {TOKENS: update.tokens, LOSS: round(update.loss * update.tokens * LOSS_SCALE)}
+            counters = {TOKENS: update.tokens, LOSS: count_of_loss(update.loss * update.tokens)}
+            # Public, so that a second attempt rounds alike: what hides the vector is its mask.
             random = np.random.Generator(
-                np.random.Philox(self._seed(resident.plan, "rounding", request.round))
+                np.random.SFC64(self._seed(resident.plan, "rounding", request.round))
             )
             return layout.contribution(update.vector, weight, counters, random)
 
@@ -185,21 +193,14 @@ class Site:
         Raises:
             CloisterError: why there are none.
         """
-        resident = _resident(request.plan, self.config.device)
-        _check_hash(request.model, request.model_hash)
+        resident = self._open(request)
+        _check_model(request.model, request.model_hash)
         layout = evaluation_layout(resident.plan)
-
-        self._pin(
-            f"evaluated-{request.model_hash}",
-            f"{request.run} round {request.round}",
-            "round of the model",
-            "one model is evaluated once",
-        )
 
         def make() -> RingVector:
             found = self.held_out(resident.plan, request.model)
             counters = {
-                LOSS: round(found.loss_nats * LOSS_SCALE),
+                LOSS: count_of_loss(found.loss_nats),
                 CORRECT: found.correct,
                 TOKENS: found.tokens,
                 BYTES: found.bytes,
@@ -218,24 +219,25 @@ class Site:
     ) -> Contribution:
         """What leaves the site: the vector, under its masks where the plan says so. There is no other way out."""
         plan = resident.plan
-        self._check_plan(plan)
         statement = b""
         if plan.aggregation.secure:
             attempts = self._attempts(resident, purpose, request.run)
             model = bytes.fromhex(request.model_hash)
-            statement, vector = attempts.mask(private, model, plan.local.threads, make)
+            statement, vector = attempts.mask(private, request.round, model, plan.local.threads, make)
         else:
             vector = make()
         return Contribution(self.config.name, request.round, request.model_hash, statement, vector)
 
+    def _open(self, request: Agree | Train | Evaluate) -> _Resident:
+        """Model and trainer for a message, once its plan and run are found to be those that the site has joined."""
+        plan = Plan.from_json(request.plan)
+        self._check_plan(plan)
+        if plan.aggregation.secure:
+            self._pins.check(plan, request.run)
+        return _resident(request.plan, self.config.device)
+
     def _check_plan(self, plan: Plan) -> None:
         """What the site demands of a plan, at every message: it comes from a coordinator that may lie."""
-        if self.config.plan not in ("", plan.digest()):
-            raise PlanError(
-                "digest of the plan",
-                plan.digest(),
-                expected=f"{self.config.plan}, which {self.config.name} pinned",
-            )
         if plan.aggregation.secure:
             self._member()
         elif self.config.secure:
@@ -246,45 +248,44 @@ class Site:
                 fix="only the site itself can allow it, by secure = false in its TOML",
             )
 
-    def _attempts(self, resident: _Resident, purpose: str, run: str) -> Attempts:
-        self._check_plan(resident.plan)
-        self._pin(
-            f"run-{resident.plan.digest()}",
-            run,
-            "run",
-            "one plan is one run: in another, the same updates would be summed again",
-        )
-        if purpose not in (TRAIN, EVALUATE):
-            raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
-        layout = resident.model.layout
-        contract = contract_for(purpose, resident.plan, self._roster(), run, layout.size, layout.digest())
-        # A folder for each run: what was answered in one is remembered while others go on.
-        folder = self._state / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
-        return Attempts(folder, contract, self._member(), resident.attempts)
-
-    def _pin(self, name: str, value: str, field: str, reason: str) -> None:
-        """Hold on to the first value that came; two sums of the same numbers over different sites open a site's own."""
-        pinned = self._state / "secure" / "pins" / name
-        if not pinned.exists():
-            write_bytes(pinned, value.encode())
-        known = pinned.read_text(encoding="utf-8")
-        if known != value:
-            raise UpdateError(
-                field, value, expected=f"{known}, as when it came to {self.config.name} first ({reason})"
+    def _check_begin(self, plan: Plan, purpose: str, begin: Begin) -> None:
+        """A round of the plan, and a cohort that the plan draws for it."""
+        if not (1 if purpose == TRAIN else 0) <= begin.round <= plan.run.rounds:
+            raise StaleError("round", begin.round, expected=f"one of the plan's {plan.run.rounds}")
+        names = self._roster().names
+        drawn = draw(plan, names, begin.round) if purpose == TRAIN else names
+        strangers = sorted(set(begin.cohort).difference(drawn))
+        if strangers:
+            raise MemberError(
+                "cohort", strangers[0], expected=f"only sites that the plan draws for round {begin.round}"
             )
 
-    def _member(self) -> Member:
+    def _attempts(self, resident: _Resident, purpose: str, run: str) -> Attempts:
+        if purpose not in (TRAIN, EVALUATE):
+            raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
+        plan, layout = resident.plan, resident.model.layout
+        contract = contract_for(purpose, plan, self._roster(), run, layout.size, layout.digest())
+        needed = plan.cohort.needed() if purpose == TRAIN else plan.cohort.needed_to_evaluate()
+        # A folder for each run: what was answered in one is remembered while others go on.
+        folder = self._state / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
+        return Attempts(folder, contract, self._member(needed), resident.attempts)
+
+    @property
+    def _pins(self) -> Pins:
+        return Pins(self._state / "secure" / "pins", self.config.name, self.config.plan)
+
+    def _member(self, needed: int = 0) -> Member:
         if not self.config.identity:
             raise PlanError(
                 f"identity of {self.config.name}",
                 expected="a key in the site's TOML, because the plan sums securely",
                 fix="make one: cloister site init",
             )
-        identity = load_identity(Path(self.config.identity))
+        identity = _identity(self.config.identity)
         name = self.config.name
         if identity.public_key() != self._roster().key(name):
             raise RosterError(f"identity of {name}", expected="the key that the roster has for it")
-        return Member(name, identity, self.config.minimum_cohort)
+        return Member(name, identity, max(self.config.minimum_cohort, needed))
 
     def _roster(self) -> Roster:
         return _pinned_roster(self.config.roster, self.config.roster_hash)
@@ -382,14 +383,25 @@ class _Resident:
     model: LanguageModel
     trainer: Trainer
     device: torch.device
-    attempts: dict[Path, tuple[Log, SecureSite]] = field(default_factory=dict)
+    attempts: Live = field(default_factory=dict)
 
 
-def _check_hash(model: Vector, named: str) -> None:
-    """The hash binds the masks to the model, so it is the site's own of what it received."""
+def _check_model(model: Vector, named: str) -> None:
+    """The hash binds the masks to the model, so it is the site's own of what it received.
+
+    A model that is not finite is refused before any record is seen: what training made of it would tell of them.
+    """
     own = params_sha256(model)
     if own != named:
         raise UpdateError("global model", own, expected=f"the model with the hash {named}")
+    if not np.isfinite(model).all():
+        raise UpdateError("global model", "not finite", expected="finite weights")
+
+
+@lru_cache(maxsize=256)
+def _identity(path: str) -> Ed25519PrivateKey:
+    """A site's key, read once in a process."""
+    return load_identity(Path(path))
 
 
 @lru_cache(maxsize=4)

@@ -131,6 +131,10 @@ class ReconstructionError(SecureSumError):
     """A reconstructed secret is not the one that its site committed to or advertised."""
 
 
+class PinnedError(SecureSumError):
+    """A message is of another plan or run than the site has said yes to."""
+
+
 class RosterError(CloisterError):
     """A card or roster is damaged, inconsistent, or not the one that was agreed."""
 

@@ -19,6 +19,8 @@ class Join:
 
     plan: str
     """The plan, as canonical JSON."""
+    run: str
+    """Identity of the run, drawn at random when it began."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from cloister.aggregation.graph import parameters, tolerated
+from cloister.aggregation.graph import assumed, parameters, tolerated
 from cloister.protocol.errors import ParameterError, PlanError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -161,6 +162,10 @@ class CohortSection(Section):
         """Sites of the cohort that must finish for the round to count."""
         return max(1, math.ceil(self.quorum * self.size()))
 
+    def needed_to_evaluate(self) -> int:
+        """Sites of the federation that must answer for an evaluation to count."""
+        return max(1, math.ceil(self.quorum * self.sites))
+
 
 class AggregationSection(Section):
     """How updates are summed."""
@@ -277,11 +282,26 @@ class Plan(Section):
 
     def digest(self) -> str:
         """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""
-        agreed = self.model_dump(mode="json", exclude={"simulation", "faults"})
-        return hashlib.sha256(_canonical(agreed)).hexdigest()
+        return self._digest
 
     def to_json(self) -> str:
         """The whole plan as canonical JSON; `from_json` reads it back to an equal plan."""
+        return self._json
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A changed copy, unchecked, with a digest of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        for cached in ("_digest", "_json"):
+            copied.__dict__.pop(cached, None)
+        return copied
+
+    @cached_property
+    def _digest(self) -> str:
+        agreed = self.model_dump(mode="json", exclude={"simulation", "faults"})
+        return hashlib.sha256(_canonical(agreed)).hexdigest()
+
+    @cached_property
+    def _json(self) -> str:
         return _canonical(self.model_dump(mode="json")).decode()
 
     def most_tokens(self) -> int:
@@ -428,7 +448,7 @@ def _check_secure(plan: Plan) -> None:
                 fix="raise it, or set aggregation.secure = false where everybody may see every update",
             )
         try:
-            parameters(n, tolerated(n, plan.aggregation.dropouts), tolerated(n, plan.aggregation.colluders))
+            parameters(n, tolerated(n, plan.aggregation.dropouts), assumed(n, plan.aggregation.colluders))
         except ParameterError as error:
             raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
 

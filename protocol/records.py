@@ -33,7 +33,10 @@ def to_records(message: Spoken) -> RecordDict:
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
         if isinstance(value, np.ndarray):
-            arrays[field.name] = Array(str(value.dtype), tuple(value.shape), _STYPE, value.tobytes())
+            array = Array(str(value.dtype), tuple(value.shape), _STYPE, b"")
+            # Flower's constructor insists on bytes, which would be a copy; what carries the array takes any buffer.
+            array.data = value.data.cast("B")  # type: ignore[assignment]
+            arrays[field.name] = array
         else:
             config[field.name] = value
     return RecordDict({"fields": config, "vectors": arrays})

@@ -33,18 +33,19 @@ class GridChannel:
     Args:
         grid: Flower's grid.
         plan: The plan that every site is asked to join.
+        run: Identity of the run.
         refused: Told of each site that does not join, and why.
 
     Raises:
         EngineError: too few sites join for any cohort to reach its quorum.
     """
 
-    def __init__(self, grid: Grid, plan: Plan, refused: Callable[[Failure], None]) -> None:
+    def __init__(self, grid: Grid, plan: Plan, run: str, refused: Callable[[Failure], None]) -> None:
         self._grid = grid
         self._nodes: dict[str, int] = {}
         nodes = list(grid.get_node_ids())
         reasons = []
-        for node, reply in self._exchange(nodes, Join(plan.to_json()), plan.cohort.deadline_s):
+        for node, reply in self._exchange(nodes, Join(plan.to_json(), run), plan.cohort.deadline_s):
             if isinstance(reply, Joined) and reply.site not in self._nodes:
                 self._nodes[reply.site] = node
                 continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.graph import Parameters, parameters, tolerated
+from cloister.aggregation.graph import Parameters, assumed, parameters, tolerated
 from cloister.aggregation.secure_messages import traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
@@ -95,7 +95,7 @@ def secure_cost(
     if not plan.aggregation.secure:
         return None
     n = plan.cohort.size()
-    found = parameters(n, tolerated(n, plan.aggregation.dropouts), tolerated(n, plan.aggregation.colluders))
+    found = parameters(n, tolerated(n, plan.aggregation.dropouts), assumed(n, plan.aggregation.colluders))
     length = training_layout(plan, trained).length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
     sent, received = traffic(found, _NAME)

@@ -36,7 +36,7 @@ def at_sites(party: Party) -> Evaluation:
             party,
             EVALUATE,
             party.channel.sites,
-            1,
+            plan.cohort.needed_to_evaluate(),
             lambda tries: Evaluate(plan.to_json(), round_number, tries, party.run, model_hash, weights),
         )
         if isinstance(total, Failed):

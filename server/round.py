@@ -24,11 +24,11 @@ import numpy as np
 from cloister.aggregation.average import CLIPPED
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, TRAIN
 from cloister.lm.layout import params_sha256
+from cloister.protocol.cohort import draw
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Train
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.cohort import draw
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.progress import RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, sum_over
@@ -54,7 +54,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned:
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.
-    cohort = draw(plan, party.channel.sites, number)
+    joined = set(party.channel.sites)
+    known = party.roster.names if party.roster else party.channel.sites
+    # From all sites of the roster, so that each of them can repeat the draw; who has not joined is not asked.
+    cohort = [site for site in draw(plan, known, number) if site in joined]
     # 2 to 7.
     model = context.optimizer.weights.copy()
     model_hash = params_sha256(model)

@@ -73,6 +73,7 @@ def run(
     observe(Preparing("model"))
     model = load_model(plan)
     checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
+    run_identity = identity(folder)
     with Journal(folder.journal) as journal:
         done = journal.newest(steps.DONE)
         if done is None:
@@ -83,7 +84,7 @@ def run(
             checkpoint = checkpoints.load(done.round)
             optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
         last = done.round if done else 0
-        party = Party(plan, _identity(journal), roster, model.layout, channel, journal, observe, clock)
+        party = Party(plan, run_identity, roster, model.layout, channel, journal, observe, clock)
         evaluate = at_coordinator(plan, model) if plan.server.evaluation else at_sites(party)
         context = RoundContext(party, checkpoints, optimizer)
         observe(Started(plan, tuple(channel.sites), model.layout.size, last))
@@ -101,12 +102,13 @@ def run(
     return outcome(folder)
 
 
-def _identity(journal: Journal) -> str:
+def identity(folder: RunFolder) -> str:
     """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this."""
-    created = journal.newest(steps.CREATED)
-    if created is None:
-        journal.record(0, 0, steps.CREATED, {"run": secrets.token_hex(16)})
-        return _identity(journal)
+    with Journal(folder.journal) as journal:
+        if journal.newest(steps.CREATED) is None:
+            journal.record(0, 0, steps.CREATED, {"run": secrets.token_hex(16)})
+        created = journal.newest(steps.CREATED)
+    assert created is not None
     return str(created.detail["run"])
 
 
@@ -153,8 +155,7 @@ def _report(
     """Evaluate the model after a round where that is due, and write its line of metrics."""
     number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
-    due = number % plan.server.evaluate_every == 0 or number == plan.run.rounds
-    if due and not _abandoned(facts):
+    if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
         held_out = evaluate(number, context.optimizer.weights.copy())
         if held_out is not None:
             found = Evaluated(
@@ -167,8 +168,3 @@ def _report(
             board.add_scalar(name, value, number)
     board.flush()
     folder.add_metrics(row)
-
-
-def _abandoned(facts: dict[str, Any]) -> bool:
-    """Whether a round left the model as it was; sites evaluate one model once."""
-    return facts["round"] > 0 and "sites" not in facts

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 
 from cloister.aggregation.sums import EVALUATE, TRAIN
 from cloister.clients.app import client_app
-from cloister.clients.site import Site, load_site
+from cloister.clients.site import Site, SiteConfig, load_site
 from cloister.protocol.errors import EngineError, FaultError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
 from cloister.protocol.plan import Plan, ProfileSection
@@ -33,10 +33,10 @@ from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder
 from cloister.server.journal import FINISHED
 from cloister.server.progress import Observer, Preparing, SiteFailed
-from cloister.server.run import Outcome, outcome, reached, run
+from cloister.server.run import Outcome, identity, outcome, reached, run
 from cloister.simulations.corpus import corpus_records
 from cloister.simulations.flower import run_on_flower
-from cloister.simulations.grid import LocalGrid
+from cloister.simulations.grid import LocalGrid, one_line
 from cloister.simulations.partition import partition, site_name, write_sites
 
 _RUN_ID = 1
@@ -77,7 +77,7 @@ def simulate(
     def coordinate(grid: Grid, _context: Context) -> None:
         observe(Preparing("sites"))
         channel = GridChannel(
-            grid, plan, lambda failure: observe(SiteFailed(0, failure.site, failure.reason))
+            grid, plan, identity(folder), lambda failure: observe(SiteFailed(0, failure.site, failure.reason))
         )
         outcomes.append(run(folder, channel, observe, roster=roster))
 
@@ -108,7 +108,7 @@ def simulate(
 
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run."""
-    return client_app(partial(_open_site, sites, plan))
+    return client_app(partial(_open_site, sites, plan), explain=one_line)  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -130,7 +130,7 @@ class SimulatedSite(Site):
 
     def agree(self, request: Agree, private: bytes) -> Agreed:
         """Take the step, or drop out before it."""
-        step = {1: "advertise", 2: "share", 4: "confirm", 5: "unmask"}[request.step]
+        step = {1: "advertise", 2: "share", 4: "confirm", 5: "unmask"}.get(request.step, "advertise")
         self._maybe_drop_out(step, request.purpose, request.round, request.tries)
         return super().agree(request, private)
 
@@ -167,7 +167,13 @@ def _draw(*parts: str | int) -> float:
 
 def _open_site(sites: Path, plan: Plan, context: Context) -> Site:
     index = int(context.node_config["partition-id"])
-    return SimulatedSite(load_site(sites / site_name(index) / "site.toml").config, plan, index)
+    return SimulatedSite(_config(sites / site_name(index) / "site.toml"), plan, index)
+
+
+@lru_cache(maxsize=4096)
+def _config(path: Path) -> SiteConfig:
+    """A simulated site's configuration, read once in a worker."""
+    return load_site(path).config
 
 
 def lay_out(plan: Plan, folder: Path) -> None:
@@ -177,10 +183,10 @@ def lay_out(plan: Plan, folder: Path) -> None:
     parts = partition(corpus.records, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, corpus.records, parts)
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
-    roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
+    roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, folder / "roster.toml")
-    for name, identity in identities.items():
-        save_identity(identity, folder / name / "identity.pem")
+    for name, key in identities.items():
+        save_identity(key, folder / name / "identity.pem")
         keys = {
             "name": name,
             "data": "data.jsonl",

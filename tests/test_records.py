@@ -24,7 +24,7 @@ VECTOR = np.arange(5, dtype=np.float32)
 @pytest.mark.parametrize(
     "message",
     [
-        Join("{}"),
+        Join("{}", "run"),
         Joined("site-0", 7),
         Agree("{}", "run", "train", 2, 3, 1),
         Agreed("site-0", bytes(range(256))),

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.graph import parameters
 from cloister.lm.layout import Layout, params_sha256
+from cloister.protocol.cohort import draw
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
 from cloister.protocol.plan import Plan, ServerSection, parse
 from cloister.server import checkpoint as checkpoint_module
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.cohort import draw
 from cloister.server.cost import cost, secure_cost
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, Message, RecordDict
 
 from cloister.aggregation.secure_messages import (
     Advertise,
@@ -18,17 +19,27 @@ from cloister.aggregation.secure_messages import (
 )
 from cloister.aggregation.secure_sum import Coordinator
 from cloister.aggregation.sums import TRAIN, contract_for, training_layout
+from cloister.clients.app import client_app, reticent
 from cloister.clients.site import Site, load_site
 from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model
-from cloister.protocol.errors import CloisterError, PlanError, SecureSumError, UpdateError
+from cloister.protocol.errors import (
+    MemberError,
+    PinnedError,
+    PlanError,
+    SecureSumError,
+    StaleError,
+    UpdateError,
+)
 from cloister.protocol.messages import Agree, Evaluate, Join, Train
 from cloister.protocol.plan import Plan, load
+from cloister.protocol.records import to_records
 from cloister.protocol.roster import load_roster
 from cloister.simulations.federation import lay_out
+from cloister.simulations.grid import identify
 from cloister.simulations.partition import site_name
 
-RUN = "a run"
+RUN = "0a1b2c"
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +84,11 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
     sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
 ) -> None:
     site, clear = without_pin(sites[0]), in_clear(plan).to_json()
-    site.join(Join(plan.to_json()))
+    site.join(Join(plan.to_json(), RUN))
     train = Train(clear, 1, 1, RUN, params_sha256(model), model)
     evaluate = Evaluate(clear, 1, 1, RUN, params_sha256(model), model)
     for act in (
-        lambda: site.join(Join(clear)),
+        lambda: site.join(Join(clear, RUN)),
         lambda: site.train(train),
         lambda: site.evaluate(evaluate),
     ):
@@ -92,6 +103,7 @@ def test_a_site_hashes_the_model_it_received_itself(
     sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
 ) -> None:
     other = model + 1
+    sites[0].join(Join(plan.to_json(), RUN))
     for act in (sites[0].train, sites[0].evaluate):
         kind = Train if act == sites[0].train else Evaluate
         with pytest.raises(UpdateError, match="global model"):
@@ -115,6 +127,8 @@ class Attack:
         roster = load_roster(folder / "roster.toml")
         contract = contract_for(TRAIN, plan, roster, run, model.size, loaded.layout.digest())
         names = [site.config.name for site in sites]
+        for site in sites:
+            site.join(Join(plan.to_json(), run))
         self.coordinator = Coordinator(contract, 1, attempt, bytes.fromhex(params_sha256(model)), names)
 
     def agree(self, site: Site, step: int, body: bytes, *, plan: Plan | None = None, run: str = RUN) -> bytes:
@@ -157,26 +171,79 @@ def attack(folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, A
 
 def test_a_plan_cannot_change_in_the_middle_of_an_attempt(attack: Attack, plan: Plan) -> None:
     inboxes = attack.deal()
-    site = without_pin(attack.sites[0])
-    for other in (
-        changed(plan, "aggregation", bound=1e-6),
-        changed(plan, "local", steps=1),
-        changed(plan, "cohort", sites=5),
-    ):
-        with pytest.raises(CloisterError):
-            attack.train(site, inboxes[site.config.name], plan=other)
+    site = attack.sites[0]
+    for loose in (site, without_pin(site)):
+        for other in (
+            changed(plan, "aggregation", bound=1e-6),
+            changed(plan, "local", steps=1),
+            changed(plan, "cohort", sites=5),
+        ):
+            with pytest.raises(PinnedError):
+                attack.train(loose, inboxes[site.config.name], plan=other)
     assert attack.train(site, inboxes[site.config.name]).statement
 
 
-def test_one_plan_is_one_run(attack: Attack) -> None:
+def test_one_plan_is_one_run(attack: Attack, plan: Plan) -> None:
     inboxes = attack.deal()
     site = attack.sites[0]
     begin = to_bytes(attack.coordinator.begin)
-    with pytest.raises(UpdateError, match="one plan is one run"):
-        attack.agree(site, 1, begin, run="another run")
-    with pytest.raises(UpdateError, match="run is 'another run'"):
-        attack.train(site, inboxes[site.config.name], run="another run")
+    for act in (
+        lambda: attack.agree(site, 1, begin, run="an0ther"),
+        lambda: attack.train(site, inboxes[site.config.name], run="an0ther"),
+    ):
+        with pytest.raises(PinnedError, match=r"to join it first|would sum the same updates"):
+            act()
+    with pytest.raises(PinnedError, match="would sum the same updates again"):
+        site.join(Join(plan.to_json(), "an0ther"))
     assert attack.train(site, inboxes[site.config.name]).statement
+
+
+def test_a_message_that_was_not_joined_pins_nothing(sites: list[Site], plan: Plan) -> None:
+    with pytest.raises(PinnedError, match="to be asked to join it first"):
+        sites[0].agree(Agree(plan.to_json(), "junk", TRAIN, 1, 1, 1), b"")
+    sites[0].join(Join(plan.to_json(), RUN))
+
+
+@pytest.mark.parametrize("purpose", ["train", "evaluate"])
+def test_rounds_and_cohorts_are_those_of_the_plan(attack: Attack, purpose: str, plan: Plan) -> None:
+    site, begin = attack.sites[0], attack.coordinator.begin
+    for other, kind in (
+        (dataclasses.replace(begin, round=plan.run.rounds + 1), StaleError),
+        (dataclasses.replace(begin, round=10**9), StaleError),
+        (dataclasses.replace(begin, cohort=(*begin.cohort, "stranger")), MemberError),
+        (dataclasses.replace(begin, cohort=begin.cohort[:2]), SecureSumError),
+    ):
+        request = Agree(plan.to_json(), RUN, purpose, 1, other.round, 1)
+        with pytest.raises(kind):
+            site.agree(request, to_bytes(other))
+
+
+def test_an_error_tells_the_coordinator_nothing_of_the_site(
+    folder: Path, sites: list[Site], plan: Plan
+) -> None:
+    """Whatever goes wrong at a site, records, losses and paths stay there."""
+    secret = sites[0].config.data
+    nosy = changed(plan, "data", format="messages", messages_field="text")
+    app = client_app(lambda _context: without_pin(sites[0]))
+    identify(1, 0)
+    message = Message(to_records(Join(nosy.to_json(), RUN)), 1, "query.join")
+    reply = app(message, Context(1, 1, {}, RecordDict(), {}))
+    assert reply.error.reason == "DataError: the reason is in the site's own log"
+    open_hearted = client_app(lambda _context: without_pin(sites[0]), explain=str)
+    reply = open_hearted(message, Context(1, 1, {}, RecordDict(), {}))
+    assert "the quick brown fox" in str(reply.error.reason)  # which shows what would have left
+    for error in (ValueError(secret), UpdateError("x", secret, expected="y"), KeyError(secret)):
+        assert secret not in reticent(error)
+
+
+def test_a_model_that_is_not_finite_is_refused_before_a_record_is_seen(
+    sites: list[Site], plan: Plan, model: Any
+) -> None:
+    crafted = model.copy()
+    crafted[7] = np.inf
+    sites[0].join(Join(plan.to_json(), RUN))
+    with pytest.raises(UpdateError, match="finite weights"):
+        sites[0].train(Train(plan.to_json(), 1, 1, RUN, params_sha256(crafted), crafted))
 
 
 def test_shares_for_another_site_are_refused(attack: Attack) -> None:
@@ -198,31 +265,19 @@ def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -
 
 def test_a_pinned_plan_is_the_only_one(sites: list[Site], plan: Plan) -> None:
     renamed = changed(plan, "run", name="same-but-for-the-name")
-    with pytest.raises(PlanError, match="which site-000 pinned"):
-        sites[0].join(Join(renamed.to_json()))
-    without_pin(sites[0]).join(Join(renamed.to_json()))
+    with pytest.raises(PinnedError, match="which site-000 has pinned"):
+        sites[0].join(Join(renamed.to_json(), RUN))
+    # Without a pin of its own, the first plan that a site joins is the only one.
+    loose = without_pin(sites[1])
+    loose.join(Join(renamed.to_json(), RUN))
+    with pytest.raises(PinnedError):
+        loose.join(Join(plan.to_json(), "0ther"))
 
 
-def test_what_was_answered_in_one_run_is_remembered_through_another(
+def test_a_site_answers_for_one_list_of_survivors_through_attempts(
     folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
 ) -> None:
-    """All four answer; they join another plan's run; then the first round is asked for again without one of them."""
-    loose = [without_pin(site) for site in sites]
-    Attack(folder, loose, plan, model).carry_through(left_out=())
-    Attack(folder, loose, changed(plan, "run", name="another"), model, "other run").deal("other run")
-    again = Attack(folder, loose, plan, model, attempt=2)
+    Attack(folder, sites, plan, model).carry_through(left_out=())
+    again = Attack(folder, sites, plan, model, attempt=2)
     with pytest.raises(SecureSumError, match="the difference of two sums would open updates"):
-        again.carry_through(left_out=(loose[3].config.name,))
-
-
-def test_one_model_is_evaluated_in_one_round(
-    sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
-) -> None:
-    clear = in_clear(plan)
-    site = without_guard(sites[0])
-    site.evaluate(Evaluate(clear.to_json(), 1, 1, RUN, params_sha256(model), model))
-    site.evaluate(
-        Evaluate(clear.to_json(), 1, 2, RUN, params_sha256(model), model)
-    )  # a retry is no second round
-    with pytest.raises(UpdateError, match="one model is evaluated once"):
-        site.evaluate(Evaluate(clear.to_json(), 2, 1, RUN, params_sha256(model), model))
+        again.carry_through(left_out=(sites[3].config.name,))

@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Who takes part in a round: a public draw, so that a site can check the cohort that it is shown."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""What a site holds on to once it has said yes, so that a coordinator cannot have the same numbers summed twice.
+
+From the sum over some sites and the sum over all but one of them, of the same updates, that one's update follows. So a
+site takes part in one plan, in one run of it, and in no other plan under that run's identity; it says so when it joins,
+and every later message must fit. A pin is written once, whole and synced, by whichever process comes first.
+
+A new plan in the same state folder is the site's own decision: its digest goes into the site's TOML.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from cloister.protocol.errors import PinnedError
+from cloister.protocol.plan import Plan
+from cloister.protocol.storage import write_bytes
+
+
+class Pins:
+    """The pins in a site's state folder.
+
+    Args:
+        folder: Where they are.
+        site: The site's name, for messages.
+        plan: Digest of the plan that the site's own configuration names; empty: the first that it joined.
+    """
+
+    def __init__(self, folder: Path, site: str, plan: str) -> None:
+        self._folder = folder
+        self._site = site
+        self._plan = plan
+
+    def join(self, plan: Plan, run: str) -> None:
+        """Take part in a plan and a run, if nothing speaks against it.
+
+        Raises:
+            PinnedError: another plan or run came first.
+            StorageError: the pin cannot be kept.
+        """
+        for name, value in self._of(plan, run):
+            self._write(name, value)
+        self.check(plan, run)
+
+    def check(self, plan: Plan, run: str) -> None:
+        """Refuse a message that does not fit.
+
+        Raises:
+            PinnedError: it is of another plan or run, or of one that was not joined.
+        """
+        digest = plan.digest()
+        if self._plan and digest != self._plan:
+            raise PinnedError(
+                "digest of the plan", digest, expected=f"{self._plan}, which {self._site} has pinned"
+            )
+        for name, value in self._of(plan, run):
+            known = self._read(name)
+            if known == "":
+                raise PinnedError("run", run, expected=f"{self._site} to be asked to join it first")
+            if known != value:
+                raise PinnedError(
+                    "plan" if name == "plan" else "run",
+                    value,
+                    expected=f"{known}, which {self._site} has joined: another would sum the same updates again",
+                    fix=f"for a new run give the site a new state folder, or pin plan = {digest!r} in its TOML",
+                )
+
+    def _of(self, plan: Plan, run: str) -> list[tuple[str, str]]:
+        digest = plan.digest()
+        first = [] if self._plan else [("plan", digest)]
+        safe = run if run.isalnum() and len(run) <= 64 else "unreadable"
+        return [*first, (f"run-of-{digest}", run), (f"plan-of-{safe}", digest)]
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self._folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def _write(self, name: str, value: str) -> None:
+        """Write a pin that is not there; of several processes one is first, and the others find its value."""
+        path = self._folder / name
+        if path.exists():
+            return
+        draft = path.with_name(f".{name}.{os.getpid()}")
+        write_bytes(draft, value.encode())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink(missing_ok=True)
