@@ -22,6 +22,7 @@ from cloister.protocol.storage import write_file
 
 Vector = npt.NDArray[np.float32]
 
+_FIX = "bring the file back from a copy; an older round cannot be done again, for sites answer a round once"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
@@ -85,7 +86,7 @@ class Checkpoints:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
         except (OSError, SafetensorError) as error:
-            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})") from error
+            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
         if facts.get("layout") != self._layout.digest():
             raise RunFolderError(str(path), expected="a checkpoint of the model that the plan names")
         model = {
@@ -93,7 +94,9 @@ class Checkpoints:
         }
         weights = self._layout.join(model)
         if params_sha256(weights) != facts.get("params_sha256"):
-            raise RunFolderError(str(path), expected="weights with the SHA-256 that was recorded with them")
+            raise RunFolderError(
+                str(path), expected="weights with the SHA-256 that was recorded with them", fix=_FIX
+            )
         state = {
             name.removeprefix(_OPTIMIZER): t for name, t in tensors.items() if name.startswith(_OPTIMIZER)
         }

@@ -77,6 +77,7 @@ def run(
     with Journal(folder.journal) as journal:
         done = journal.newest(steps.DONE)
         if done is None:
+            _check_nothing_lost(folder)
             optimizer = ServerOptimizer(plan.server, model.layout.flatten(model.module))
             digest = checkpoints.save(0, optimizer.weights, {})
             journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
@@ -102,6 +103,35 @@ def run(
     return outcome(folder)
 
 
+def _check_nothing_lost(folder: RunFolder) -> None:
+    """A journal that knows of no round, beside a run that had some, is not the journal of that run.
+
+    Raises:
+        RunFolderError: there are checkpoints or metrics that it knows nothing of; nothing was touched.
+    """
+    later = [
+        path for path in folder.checkpoints.glob("round-*.safetensors") if "round-00000" not in path.name
+    ]
+    if later or folder.metrics():
+        raise RunFolderError(
+            str(folder.journal),
+            expected="the journal of this run, and it is gone",
+            fix="bring it back from a copy, or start a new run with another --out",
+        )
+
+
+def finish(folder: RunFolder) -> None:
+    """Write `final/` from the last checkpoint of a run that has come to its end.
+
+    Raises:
+        RunFolderError: the checkpoint is missing or damaged.
+        StorageError: the disk is full.
+    """
+    model = load_model(folder.plan)
+    checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
+    save_pretrained(model, checkpoints.load(folder.plan.run.rounds).weights, folder.final)
+
+
 def identity(folder: RunFolder) -> str:
     """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this."""
     with Journal(folder.journal) as journal:
@@ -124,7 +154,9 @@ def outcome(folder: RunFolder) -> Outcome:
     """Read what came of a finished run."""
     with Journal(folder.journal) as journal:
         end = journal.newest(steps.FINISHED)
-    rows = folder.metrics()
+        known = {entry.round: entry.detail for entry in journal.entries() if entry.step == steps.DONE}
+    reported = {row["round"]: row for row in folder.metrics()}
+    rows = [known[number] | reported.get(number, {}) for number in sorted(known)]
     evaluated = [row for row in rows if "loss" in row]
     if end is None:
         raise RunFolderError(

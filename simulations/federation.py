@@ -33,7 +33,7 @@ from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder
 from cloister.server.journal import FINISHED
 from cloister.server.progress import Observer, Preparing, SiteFailed
-from cloister.server.run import Outcome, identity, outcome, reached, run
+from cloister.server.run import Outcome, finish, identity, outcome, reached, run
 from cloister.simulations.corpus import corpus_records
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid, one_line
@@ -66,6 +66,8 @@ def simulate(
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
+        if not folder.final.is_dir():
+            finish(folder)
         return outcome(folder)
     sites = folder.path / "sites"
     if not sites.exists():

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,6 +244,42 @@ def test_a_finished_run_is_not_run_again(
     again = result(capsys, "resume", whole["run"])
     assert again["params_sha256"] == whole["params_sha256"]
     assert (Path(whole["run"]) / "metrics.jsonl").read_text() == before
+
+
+def test_what_was_lost_from_a_folder_is_rebuilt_or_named_and_nothing_more_is_lost(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["run"], run)
+    shutil.rmtree(run / "final")
+    (run / "metrics.jsonl").unlink()
+    again = result(capsys, "resume", str(run))
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["tokens_per_second"] == whole["tokens_per_second"]
+    assert run_cli(capsys, "generate", str(run), "--prompt", "record", "--tokens", "3")[0] == 0
+    shutil.copy(Path(whole["run"]) / "metrics.jsonl", run)
+    for file in run.glob("journal.sqlite*"):
+        file.unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert "the journal of this run, and it is gone" in refusal(capsys, "resume", str(run))
+    kept = {
+        path: path.read_bytes()
+        for path in before
+        if "journal" not in path.name and path.name != "workers.log"
+    }
+    assert all(before[path] == content for path, content in kept.items())
+
+
+def test_a_damaged_checkpoint_is_named(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_run, small_plan, out, "round done, not reported")
+    newest = max((out / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:1000])
+    line = refusal(capsys, "resume", str(out))
+    assert newest.name in line
+    assert "bring the file back from a copy" in line
 
 
 def test_a_full_disk_while_checkpointing_loses_nothing(
