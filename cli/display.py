@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -16,9 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cloister.protocol.errors import CloisterError
+from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
+from cloister.server.journal import DONE
 from cloister.server.progress import (
     AttemptFailed,
     Evaluated,
@@ -53,34 +57,46 @@ class Display(Protocol):
         """A site started or stopped working."""
 
 
+class PipedConsole(Console):
+    """A console whose reader may leave, as `head` does: what follows is dropped, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Print no more, instead of ending the process."""
+        self.quiet = True
+        with suppress(OSError):  # a stream without a file descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self.file.fileno())  # what is buffered would fail again
+            finally:
+                os.close(nowhere)
+
+
 def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
     """Run a folder's plan, show it, and print what came of it; a new run that is refused leaves no folder."""
-    from cloister.server.journal import DONE
-    from cloister.server.run import reached
-    from cloister.simulations.federation import simulate
-    from cloister.simulations.inspection import aggregation_error, per_site
-
-    console = Console(stderr=arguments.json)
+    console = PipedConsole(stderr=arguments.json)
     display: Display = (
         LiveDisplay(console, folder) if console.is_terminal and not arguments.json else LineDisplay(console)
     )
     started = time.monotonic()
     try:
+        from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
+
         with display:
             outcome = simulate(
                 folder, display.event, engine=arguments.engine, workers=arguments.workers, watch=display.watch
             )
     except KeyboardInterrupt:
-        console.print(f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True)
+        _print_how_to_go_on(console, folder)
         raise
-    except CloisterError:
-        if reached(folder, DONE):
-            console.print(
-                f"stopped; go on with: cloister resume {folder.path}", style="yellow", soft_wrap=True
-            )
-        elif new:
-            folder.discard()
+    except CloisterError as error:
+        if not _begun(folder):
+            if new and not isinstance(error, StorageError):  # which is for a person to mend, and to resume
+                folder.discard()
+        elif not isinstance(error, RunFolderError):
+            _print_how_to_go_on(console, folder)
         raise
+    from cloister.simulations.inspection import aggregation_error, per_site
+
     if arguments.json:
         print(
             json.dumps(
@@ -105,10 +121,10 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
     for site in per_site(folder):
         table.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
     console.print(table)
-    error = aggregation_error(folder)
-    if error is not None:
+    apart = aggregation_error(folder)
+    if apart is not None:
         console.print(
-            f"lora averages A and B apart: {error:.1%} off the mean of their products in the last round"
+            f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
         )
     if outcome.initial_loss is not None and outcome.final_loss is not None:
         console.print(
@@ -121,10 +137,25 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
     for line in (
         f"weights {outcome.params_sha256}",
         f"run     {folder.path}",
-        f"try     cloister generate {folder.path} --prompt 'The '",
+        f"try     cloister generate {shlex.quote(str(folder.path))} --prompt 'The '",
     ):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(Text(line), soft_wrap=True)
     return 0
+
+
+def _begun(folder: RunFolder) -> bool:
+    """Whether there is something to lose; a journal that cannot be read may know of something."""
+    from cloister.server.run import reached
+
+    try:
+        return reached(folder, DONE)
+    except RunFolderError:
+        return True
+
+
+def _print_how_to_go_on(console: Console, folder: RunFolder) -> None:
+    command = f"cloister resume {shlex.quote(str(folder.path))}"
+    console.print(Text(f"stopped; go on with: {command}", style="yellow"), soft_wrap=True)
 
 
 def _print_sample(console: Console, folder: RunFolder) -> None:
@@ -152,7 +183,7 @@ class LineDisplay:
         """Print the event."""
         line = describe(event)
         if line:
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+            self._console.print(Text(line), soft_wrap=True)
 
     def watch(self, site: str, at_work: bool) -> None:
         """Nothing: a line for each would drown the rest."""

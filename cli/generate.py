@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from cloister.protocol.errors import CloisterError, RunFolderError
@@ -15,13 +16,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError("--tokens", arguments.tokens, expected="1 or more")
     if not 0 <= arguments.temperature <= 100:
         raise CloisterError("--temperature", arguments.temperature, expected="from 0 to 100")
+    if not 0 <= arguments.seed < 2**63:
+        raise CloisterError("--seed", arguments.seed, expected="from 0 to 2^63 - 1")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
     folder = Path(arguments.run)
     read_plan(folder)
     if not (folder / "final").is_dir():
         raise RunFolderError(
             str(folder),
             expected="a finished run, with final/ in it",
-            fix=f"finish it: cloister resume {folder}",
+            fix=f"finish it: cloister resume {shlex.quote(str(folder))}",
         )
     from cloister.lm.generate import generate
 

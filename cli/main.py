@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -21,10 +22,15 @@ _SET_HELP = "override a field of the plan, such as local.steps=50 (repeatable)"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0 done, 2 refused, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="replace")  # a mark for what the terminal cannot show ends no run
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        return int(importlib.import_module(f"cloister.cli.{arguments.verb}").run(arguments))
+        code = int(importlib.import_module(f"cloister.cli.{arguments.verb}").run(arguments))
+        sys.stdout.flush()  # so that it fails here or not at all
+        return code
     except CloisterError as error:
         if arguments.traceback:
             raise
@@ -37,15 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if arguments.traceback or error.errno != errno.ENOSPC:
+        if arguments.traceback:
             raise
-        return _refuse(
-            f"disk is full ({error.filename or 'unknown file'}): expected room to write; free space"
-        )
+        if error.errno == errno.ENOSPC:
+            return _refuse(
+                f"disk is full ({error.filename or 'unknown file'}): expected room to write; free space"
+            )
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
+        return _refuse(f"{what}; --traceback shows what was being done")
 
 
 def _refuse(line: str) -> int:
-    print(f"cloister: {line}", file=sys.stderr)
+    print(f"cloister: {' '.join(line.split())}", file=sys.stderr)
     return 2
 
 
@@ -60,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="on an error, show the Python traceback too")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    simulate = verbs.add_parser("simulate", help="run a whole federation on this machine")
+    simulate = verbs.add_parser(
+        "simulate",
+        help="run a whole federation on this machine",
+        description="Run a whole federation on this machine: every site with records of its own, the coordinator, "
+        "and between them the same messages as between machines. What comes of it is kept in the run folder.",
+    )
     simulate.set_defaults(verb="simulate")
     simulate.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
     simulate.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
@@ -70,12 +84,20 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     _add_engine(simulate)
 
-    resume = verbs.add_parser("resume", help="go on with a run that was stopped")
+    resume = verbs.add_parser(
+        "resume",
+        help="go on with a run that was stopped",
+        description="Go on with a run that was stopped, killed or interrupted, from the last round that was done.",
+    )
     resume.set_defaults(verb="resume")
     resume.add_argument("run", metavar="RUN", help="the run's folder")
     _add_engine(resume)
 
-    generate = verbs.add_parser("generate", help="let the final model of a run write")
+    generate = verbs.add_parser(
+        "generate",
+        help="let the final model of a run write",
+        description="Print the prompt and what the final model of a finished run makes of it.",
+    )
     generate.set_defaults(verb="generate")
     generate.add_argument("run", metavar="RUN", help="the run's folder")
     generate.add_argument("--prompt", required=True, help="text to go on from")
@@ -89,9 +111,16 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
     )
 
-    plan = verbs.add_parser("plan", help="work with plans").add_subparsers(metavar="ACTION", required=True)
+    plan = verbs.add_parser(
+        "plan",
+        help="work with plans",
+        description="Work with plans: what the parties agree on before a run.",
+    ).add_subparsers(metavar="ACTION", required=True)
     check = plan.add_parser(
-        "check", help="print a plan as it will run, and what it will cost; refuse it if unsound"
+        "check",
+        help="print a plan as it will run, and what it will cost; refuse it if unsound",
+        description="Print a plan as it will run, with every default, its digest, and what it will cost each side. "
+        "A plan that is not sound is refused with the field that is wrong.",
     )
     check.set_defaults(verb="plan")
     check.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
@@ -99,14 +128,29 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     check.add_argument("--json", action="store_true", help="print one line of JSON")
 
-    _add_site(verbs.add_parser("site", help="set up a site"))
-    _add_roster(verbs.add_parser("roster", help="work with rosters: who the sites are"))
+    _add_site(
+        verbs.add_parser(
+            "site",
+            help="set up a site",
+            description="Set up a site: its identity, its settings, and the card that it shows to the others.",
+        )
+    )
+    _add_roster(
+        verbs.add_parser(
+            "roster",
+            help="work with rosters: who the sites are",
+            description="Work with rosters: the cards of all sites in one file, whose hash every site pins.",
+        )
+    )
     return parser
 
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
     init = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
-        "init", help="make a site's identity and settings, and print its card"
+        "init",
+        help="make a site's identity and settings, and print its card",
+        description="Make a site's identity key and a site.toml to fill in, and print the card to send to the others. "
+        "An identity that is there is never replaced.",
     )
     init.set_defaults(verb="site")
     init.add_argument(
@@ -120,12 +164,28 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 def _add_roster(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    build = actions.add_parser("build", help="make a roster of the cards of all sites")
+    build = actions.add_parser(
+        "build",
+        help="make a roster of the cards of all sites",
+        description="Make a roster of the cards of all sites, in whatever order they are given, and print its hash.",
+    )
     build.add_argument("cards", nargs="*", metavar="CARD", help="a file with one site's card")
     build.add_argument("--out", default="roster.toml", metavar="FILE", help="(default: roster.toml)")
-    show = actions.add_parser("show", help="print names, keys and hash")
-    hash_ = actions.add_parser("hash", help="print the hash that every site pins")
-    verify = actions.add_parser("verify", help="check that a roster is the one that was agreed")
+    show = actions.add_parser(
+        "show",
+        help="print names, keys and hash",
+        description="Print the name and the public key of every site in a roster, and the roster's hash.",
+    )
+    hash_ = actions.add_parser(
+        "hash",
+        help="print the hash that every site pins",
+        description="Print a roster's hash, which every site compares with the others and pins.",
+    )
+    verify = actions.add_parser(
+        "verify",
+        help="check that a roster is the one that was agreed",
+        description="Check that a roster has the hash that was agreed; otherwise refuse it.",
+    )
     verify.add_argument("--hash", required=True, metavar="HEX", help="the hash that was agreed")
     for name, action in {"build": build, "show": show, "hash": hash_, "verify": verify}.items():
         action.set_defaults(verb="roster", action=name)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cloister.cli.display import PipedConsole
 from cloister.cli.simulate import find_plan
 from cloister.protocol.plan import Plan
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
         print(json.dumps(found | (asdict(secure) if secure else {})))
         return 0
-    console = Console()
+    console = PipedConsole()
     _print_plan(console, plan)
     table = Table(title="What it costs", title_justify="left", show_header=False)
     table.add_column(style="cyan")

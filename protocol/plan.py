@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -23,7 +24,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from cloister.aggregation.graph import assumed, parameters, tolerated
+from cloister.aggregation.graph import LARGEST, assumed, parameters, tolerated
 from cloister.protocol.errors import ParameterError, PlanError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -49,7 +50,7 @@ class RunSection(Section):
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run, used for its folder: letters, digits, dots, dashes."""
-    rounds: Count = 10
+    rounds: Annotated[int, Field(ge=1, lt=2**31)] = 10
     """Number of rounds."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, cohorts, data order and rounding: public, never a source of secrets."""
@@ -438,7 +439,14 @@ def _check_sound(plan: Plan) -> None:
 
 def _check_secure(plan: Plan) -> None:
     """Refuse a secure sum that would protect nobody, or whose threshold its own dropouts could not meet."""
-    for field, n in (("cohort.fraction", plan.cohort.size()), ("cohort.sites", plan.cohort.sites)):
+    if plan.cohort.sites > LARGEST:
+        raise PlanError(
+            "cohort.sites",
+            plan.cohort.sites,
+            expected=f"up to {LARGEST} sites under the secure sum",
+            fix="lower it, or set aggregation.secure = false where everybody may see every update",
+        )
+    for field, n in (("cohort.sites", plan.cohort.sites), ("cohort.fraction", plan.cohort.size())):
         if n < SMALLEST_COHORT:
             raise PlanError(
                 field,
@@ -462,11 +470,21 @@ def _canonical(value: object) -> bytes:
 def _explain(error: ErrorDetails) -> PlanError:
     """Turn pydantic's first complaint into one line in the plan's own words."""
     location = error["loc"]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    field = (
+        "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+        or "plan"
+    )
     if error["type"] == "extra_forbidden":
         return _unknown_key(tuple(str(part) for part in location))
+    if error["type"] == "json_invalid":
+        return PlanError("plan", expected=f"whole JSON in UTF-8 ({error['ctx']['error']})")
     value = error["input"]
-    message = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    if field == "run.name" and error["type"] in ("string_pattern_mismatch", "string_too_short"):
+        name = "letters, digits, dots, dashes, underscores, starting with a letter or digit"
+        return PlanError(field, value, expected=name)
+    # "Input should be a valid integer", "String should have at most 64 characters"
+    message = re.sub(r"^\w+ should (be|have) ", "", error["msg"])
+    message = re.sub(r"^a valid (?=(\w))", lambda match: "an " if match[1] in "aeiou" else "a ", message)
     if error["type"] == "missing":
         return PlanError(field, expected="a value, and there is none")
     if error["type"] == "model_type":

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from cloister.protocol.errors import RunFolderError, StorageError
+from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 
@@ -28,10 +30,11 @@ class RunFolder:
     Build it with `create` or `reopen`.
     """
 
-    def __init__(self, path: Path, plan: Plan, lock: IO[bytes]) -> None:
+    def __init__(self, path: Path, plan: Plan, lock: IO[bytes], *, made: bool = False) -> None:
         self.path = path
         self.plan = plan
         self._lock = lock
+        self._made = made
 
     @classmethod
     def create(cls, path: Path, plan: Plan) -> RunFolder:
@@ -40,27 +43,36 @@ class RunFolder:
         Raises:
             RunFolderError: there is something in it already, or it cannot be made.
         """
-        if (path / "plan.json").exists():
-            raise RunFolderError(
-                str(path),
-                expected="a new folder, and this one holds another run",
-                fix=f"go on with it by `cloister resume {path}`, or choose another --out",
-            )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunFolderError(
-                str(path),
-                expected="a new or empty folder, and this one holds other files",
-                fix="choose another --out",
-            )
         try:
+            if (path / "plan.json").exists():
+                raise RunFolderError(
+                    str(path),
+                    expected="a new folder, and this one holds another run",
+                    fix=f"go on with it by `cloister resume {shlex.quote(str(path))}`, or choose another --out",
+                )
+            made = not path.exists()
+            if not made and (not path.is_dir() or any(path.iterdir())):
+                raise RunFolderError(
+                    str(path),
+                    expected="a new or empty folder, and this one holds other files",
+                    fix="choose another --out",
+                )
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                str(path), expected=f"a folder that can be made ({error.strerror})"
+                str(path),
+                expected=f"a folder that can be made ({error.strerror})",
+                fix="choose another --out",
             ) from error
-        lock = _take(path)
-        write_bytes(path / "plan.json", plan.to_json().encode())
-        return cls(path, plan, lock)
+        folder = cls(path, plan, _take(path), made=made)
+        try:
+            write_bytes(path / "plan.json", plan.to_json().encode())
+        except StorageError as error:  # there is nothing to resume
+            folder.discard()
+            raise RunFolderError(
+                str(path), expected=error.expected, fix="free space, or choose another --out"
+            ) from error
+        return folder
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
@@ -79,9 +91,20 @@ class RunFolder:
         self.close()
 
     def discard(self) -> None:
-        """Remove what is in the folder: for a run that was refused before it had anything to lose."""
+        """Remove what a new run made, in a folder that was new or empty; one that was empty is so again.
+
+        For a run that was refused before it had anything to lose.
+        """
+        with suppress(OSError):
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._made:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -108,15 +131,18 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rounds' metrics; a last line that was cut off by a crash is left out."""
+        """The rounds' metrics, up to the first line that is none, such as one cut off by a crash."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        rows = []
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        rows: list[dict[str, Any]] = []
         for line in lines:
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except ValueError:  # no JSON, or no UTF-8
                 break
+            if not isinstance(row, dict) or not isinstance(row.get("round"), int):
+                break
+            rows.append(row)
         return rows
 
     def truncate_metrics(self, last_round: int) -> None:
@@ -146,22 +172,45 @@ def read_plan(path: Path) -> Plan:
     """The plan of the run in a folder.
 
     Raises:
-        RunFolderError: there is no run in it.
+        RunFolderError: there is no run in it, or its plan cannot be read.
     """
+    file = path / "plan.json"
     try:
-        text = (path / "plan.json").read_text(encoding="utf-8")
-    except OSError:
+        return Plan.from_json(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             str(path), expected="the folder of a run, with a plan.json in it", fix="runs are kept under runs/"
         ) from None
-    return Plan.from_json(text)
+    except OSError as error:
+        raise RunFolderError(
+            str(path),
+            expected=f"the folder of a run, with a plan.json that can be read ({error.strerror})",
+        ) from error
+    except PlanError as error:
+        raise RunFolderError(
+            str(file),
+            expected=f"a whole plan ({error})",
+            fix="restore it from a copy, or start a new run",
+        ) from error
 
 
 def _take(path: Path) -> IO[bytes]:
-    lock = (path / ".lock").open("wb")
+    try:
+        lock = (path / ".lock").open("wb")
+    except OSError as error:
+        raise RunFolderError(
+            str(path),
+            expected=f"a folder that can be written to ({error.strerror})",
+            fix="mend its permissions",
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         raise RunFolderError(str(path), expected="a run that no other process is working on") from None
+    except OSError as error:
+        lock.close()
+        raise RunFolderError(
+            str(path), expected=f"a file system that can lock a file ({error.strerror})"
+        ) from error
     return lock

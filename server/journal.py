@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class Entry:
 class Journal:
     """An open journal; use it as a context manager.
 
+    Whoever builds it or calls its methods gets a `RunFolderError` where the file is no journal, or is damaged.
+
     Args:
         path: The SQLite file, made when it is not there.
         clock: Seconds since the epoch, for the time stamps.
@@ -51,7 +54,7 @@ class Journal:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
-        try:
+        with self._readable():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -59,8 +62,6 @@ class Journal:
                 "CREATE TABLE IF NOT EXISTS entries (id INTEGER PRIMARY KEY, time REAL NOT NULL,"
                 " round INTEGER NOT NULL, attempt INTEGER NOT NULL, step TEXT NOT NULL, detail TEXT NOT NULL)"
             )
-        except sqlite3.DatabaseError as error:
-            raise RunFolderError(str(path), expected=f"a journal that SQLite can open ({error})") from error
 
     def __enter__(self) -> Journal:
         return self
@@ -76,32 +77,50 @@ class Journal:
         Raises:
             StorageError: the disk is full; the journal is as it was.
         """
-        try:
-            self._db.execute(
-                "INSERT INTO entries (time, round, attempt, step, detail) VALUES (?, ?, ?, ?, ?)",
-                (self._clock(), round_number, attempt, step, json.dumps(dict(detail or {}), sort_keys=True)),
-            )
-        except sqlite3.OperationalError as error:
-            raise StorageError(
-                str(self._path),
-                expected=f"a disk that takes the write ({error})",
-                fix="free space, then go on with: cloister resume",
-            ) from error
+        text = json.dumps(dict(detail or {}), sort_keys=True)
+        with self._readable():
+            try:
+                self._db.execute(
+                    "INSERT INTO entries (time, round, attempt, step, detail) VALUES (?, ?, ?, ?, ?)",
+                    (self._clock(), round_number, attempt, step, text),
+                )
+            except sqlite3.OperationalError as error:
+                raise StorageError(
+                    str(self._path),
+                    expected=f"a disk that takes the write ({error})",
+                    fix="free space, then go on with: cloister resume",
+                ) from error
 
     def entries(self) -> list[Entry]:
         """Everything recorded, oldest first."""
-        rows = self._db.execute("SELECT round, attempt, step, detail FROM entries ORDER BY id")
-        return [Entry(row[0], row[1], row[2], json.loads(row[3])) for row in rows]
+        with self._readable():
+            rows = self._db.execute("SELECT round, attempt, step, detail FROM entries ORDER BY id")
+            return [Entry(row[0], row[1], row[2], json.loads(row[3])) for row in rows]
 
     def newest(self, step: str, round_number: int | None = None) -> Entry | None:
         """The newest entry of a step, in any round or in one."""
         query = "SELECT round, attempt, step, detail FROM entries WHERE step = ? AND (? IS NULL OR round = ?)"
-        row = self._db.execute(
-            f"{query} ORDER BY id DESC LIMIT 1", (step, round_number, round_number)
-        ).fetchone()
-        return Entry(row[0], row[1], row[2], json.loads(row[3])) if row else None
+        with self._readable():
+            row = self._db.execute(
+                f"{query} ORDER BY id DESC LIMIT 1", (step, round_number, round_number)
+            ).fetchone()
+            return Entry(row[0], row[1], row[2], json.loads(row[3])) if row else None
 
     def count(self, step: str, round_number: int) -> int:
         """How often a step was recorded for a round, in this process or an earlier one."""
         query = "SELECT COUNT(*) FROM entries WHERE round = ? AND step = ?"
-        return int(self._db.execute(query, (round_number, step)).fetchone()[0])
+        with self._readable():
+            return int(self._db.execute(query, (round_number, step)).fetchone()[0])
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.DatabaseError, json.JSONDecodeError) as error:
+            # Of these, an OperationalError is the system's, such as a full disk: the file may be whole.
+            damaged = not isinstance(error, sqlite3.OperationalError)
+            raise RunFolderError(
+                str(self._path),
+                expected=f"a journal that SQLite can open and read ({error})",
+                fix="restore it from a copy, or start a new run" if damaged else "",
+            ) from error

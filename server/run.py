@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -77,7 +78,6 @@ def run(
     with Journal(folder.journal) as journal:
         done = journal.newest(steps.DONE)
         if done is None:
-            _check_nothing_lost(folder)
             optimizer = ServerOptimizer(plan.server, model.layout.flatten(model.module))
             digest = checkpoints.save(0, optimizer.weights, {})
             journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
@@ -133,9 +133,14 @@ def finish(folder: RunFolder) -> None:
 
 
 def identity(folder: RunFolder) -> str:
-    """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this."""
+    """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this.
+
+    Raises:
+        RunFolderError: the folder holds a run, and its journal is gone.
+    """
     with Journal(folder.journal) as journal:
         if journal.newest(steps.CREATED) is None:
+            _check_nothing_lost(folder)
             journal.record(0, 0, steps.CREATED, {"run": secrets.token_hex(16)})
         created = journal.newest(steps.CREATED)
     assert created is not None
@@ -160,7 +165,9 @@ def outcome(folder: RunFolder) -> Outcome:
     evaluated = [row for row in rows if "loss" in row]
     if end is None:
         raise RunFolderError(
-            str(folder.path), expected="a run that has come to its end", fix=f"cloister resume {folder.path}"
+            str(folder.path),
+            expected="a run that has come to its end",
+            fix=f"cloister resume {shlex.quote(str(folder.path))}",
         )
     initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
     final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}

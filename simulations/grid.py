@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, forkserver, get_context, parent_process, util
+from multiprocessing import connection, forkserver, get_context, parent_process, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -127,7 +127,7 @@ class LocalGrid(Grid):
         self._ids = itertools.count(1)
         self._closed = False
         # The fork server imports what it preloads while the coordinator goes on.
-        self._in_fork_server(forkserver.ensure_running)
+        self._in_fork_server(lambda: None)
         # Not a weakref.finalize: it must run before multiprocessing waits for its children at exit.
         self._at_exit = util.Finalize(self, _end_all, (self._workers,), exitpriority=0)
 
@@ -430,13 +430,15 @@ class LocalGrid(Grid):
         return _Worker(index, process, _Channel(ours, borrows=True))
 
     def _in_fork_server(self, act: Callable[[], T]) -> T:
-        """Do something that may start the fork server, with this grid's preloads and environment."""
+        """Do something that needs the fork server; it is started with this grid's preloads and environment."""
         get_context("forkserver").set_forkserver_preload(self._preload)
         # In the pickle, what lives in the main module is in __main__, or in __mp_main__ where this process was spawned.
         # Threads and the like are read when a library is loaded, which may be in the fork server.
         common = set.intersection(*(set(variables.items()) for variables in self._environments))
         try:
             with environment(dict(common)), _main_module(needed=b"_main__" in self._factory):
+                with _interrupts_held():
+                    forkserver.ensure_running()
                 return act()
         except (EOFError, OSError) as error:
             raise EngineError(
@@ -527,6 +529,7 @@ def _work(
     """A worker process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator to decide
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_coordinator, daemon=True).start()
     os.environ.update(variables)
     if log:
@@ -826,6 +829,20 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start a process with Ctrl-C blocked, until it ignores it; for this one Ctrl-C only waits.
+
+    The fork server ignores Ctrl-C too, but only when it has imported what it preloads.
+    """
+    resource_tracker.ensure_running()  # where it starts it, it unblocks Ctrl-C
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
