@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.aggregation.graph import Graph, Parameters, parameters, tolerated
+from cloister.aggregation.graph import Graph, Parameters, assumed, parameters, tolerated
 from cloister.protocol.errors import MemberError, ParameterError
 
 # Google, fcp/secagg/server/graph_parameter_finder_test.cc, semi-malicious: n, colluders, dropouts, k, t.
@@ -106,6 +106,10 @@ def test_sizes_out_of_range_are_refused(n: int) -> None:
 def test_fractions_are_of_whole_sites() -> None:
     assert [tolerated(n, 0.1) for n in (9, 10, 20, 30, 70)] == [0, 1, 2, 3, 7]
     assert tolerated(100, 0.29) == 29
+    # A colluder too few would let two lists of survivors be signed; a dropout too few only ends an attempt.
+    assert [assumed(n, 0.1) for n in (3, 8, 10, 11, 20)] == [1, 1, 1, 2, 2]
+    assert assumed(100, 0.29) == 29
+    assert assumed(8, 0.0) == 0
     for fraction in (-0.1, 1.0, math.nan):
         with pytest.raises(ParameterError):
             tolerated(10, fraction)
