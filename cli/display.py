@@ -198,7 +198,7 @@ def describe(event: Event) -> str:
             resumed = f", from round {done}" if done else ""
             return (
                 f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
-                f"{parameters:,} trained parameters, plan {plan.digest()[:12]}"
+                f"{parameters:,} trained parameters, {_how(plan)}, plan {plan.digest()[:12]}"
             )
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
@@ -222,6 +222,10 @@ def describe(event: Event) -> str:
         case Finished(rounds):
             return f"finished {rounds} rounds"
     return ""
+
+
+def _how(plan: Plan) -> str:
+    return "secure sum" if plan.aggregation.secure else "sum IN CLEAR: the coordinator sees every update"
 
 
 def _clipped(event: RoundDone) -> str:
@@ -295,7 +299,10 @@ class LiveDisplay:
 
     def _parts(self) -> list[RenderableType]:
         plan = self._plan
-        head = Text.assemble(("cloister ", "bold cyan"), (plan.run.name, "bold"), f"  {self._path}")
+        style = "green" if plan.aggregation.secure else "bold yellow"
+        head = Text.assemble(
+            ("cloister ", "bold cyan"), (plan.run.name, "bold"), "  ", (_how(plan), style), f"  {self._path}"
+        )
         head.truncate(self._console.width, overflow="ellipsis")
         progress = Table.grid(padding=(0, 1), expand=True)
         progress.add_column(no_wrap=True)

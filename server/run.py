@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model, save_pretrained
-from cloister.protocol.errors import RunFolderError
+from cloister.protocol.errors import QuorumError, RunFolderError
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
@@ -22,7 +22,7 @@ from cloister.server.evaluate import Evaluation, at_coordinator, at_sites
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal
 from cloister.server.optimizer import ServerOptimizer
-from cloister.server.progress import Evaluated, Finished, Observer, Preparing, Started
+from cloister.server.progress import Evaluated, Finished, Observer, Preparing, RoundAbandoned, Started
 from cloister.server.round import RoundContext, run_round
 from cloister.server.sum import Channel, Party
 
@@ -80,7 +80,8 @@ def run(
         if done is None:
             optimizer = ServerOptimizer(plan.server, model.layout.flatten(model.module))
             digest = checkpoints.save(0, optimizer.weights, {})
-            journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
+            initial = {"round": 0, "params_sha256": digest}
+            journal.record(0, 1, steps.DONE, initial)
         else:
             checkpoint = checkpoints.load(done.round)
             optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
@@ -93,9 +94,19 @@ def run(
         with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
             if not any(row["round"] == last for row in folder.metrics()):
                 # A process that was killed may have journaled a round and not yet reported it.
-                _report(context, folder, board, done.detail if done else {"round": 0}, evaluate)
+                _report(context, folder, board, done.detail if done else initial, evaluate)
+            abandoned = 0
             for number in range(last + 1, plan.run.rounds + 1):
-                _report(context, folder, board, asdict(run_round(context, number)), evaluate)
+                result = run_round(context, number)
+                _report(context, folder, board, asdict(result), evaluate)
+                abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) else 0
+                if abandoned == plan.cohort.attempts:
+                    raise QuorumError(
+                        f"rounds {number - abandoned + 1} to {number}",
+                        "given up",
+                        expected="survivors that reveal their shares",
+                        fix="see above which sites did not, and mend them; `cloister resume` goes on after them",
+                    )
         save_pretrained(model, optimizer.weights, folder.final)
         digest = params_sha256(optimizer.weights)
         journal.record(plan.run.rounds, 1, steps.FINISHED, {"params_sha256": digest})

@@ -346,6 +346,19 @@ def test_dropouts_at_every_step_do_not_end_a_run(
         assert f"[faults] {step} took it out" in out, step
 
 
+def test_a_run_whose_sites_never_reveal_shares_stops_and_says_so(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--out", str(tmp_path / "run"), "--rounds", "9", "--set", "cohort.attempts=2"]
+    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments, "--set", "faults.unmask=1.0")
+    assert code == 2
+    assert "rounds 1 to 2 is 'given up': expected survivors that reveal their shares" in err
+    assert "round 0: not evaluated, after 2 attempts" in out
+    assert "round 1: given up after 2 attempts; the model is as it was" in out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len({row["params_sha256"] for row in rows}) == 1
+
+
 def test_a_killed_worker_is_a_dropout(small_plan: Path, tmp_path: Path) -> None:
     failed: list[str] = []
     working: list[str] = []
