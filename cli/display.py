@@ -120,7 +120,8 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
         table.add_column(heading, justify="left" if heading == "site" else "right")
     for site in per_site(folder):
         table.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     apart = aggregation_error(folder)
     if apart is not None:
         console.print(

@@ -35,10 +35,10 @@ class SiteOutcome:
 def per_site(folder: RunFolder) -> list[SiteOutcome]:
     """Evaluate the initial and the final model on each site's own held-out records, and keep it in `sites.json`.
 
-    Empty where the sites' folders are no longer there.
+    Empty where the sites hold nothing out, or where their folders are no longer there.
     """
     plan = folder.plan
-    if not (folder.path / "sites").is_dir():
+    if not plan.data.held_out or not (folder.path / "sites").is_dir():
         return []
     checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
     first, last = checkpoints.load(0), checkpoints.load(plan.run.rounds)

@@ -308,6 +308,24 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
     assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
 
 
+def test_the_coordinator_evaluates_where_it_has_records(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    public = tmp_path / "public.jsonl"
+    public.write_text('{"text": "the quick brown fox jumps over the lazy dogs. the quick brown fox."}\n' * 3)
+    arguments = ["--out", str(tmp_path / "run"), "--set", "data.held_out=0.0"]
+    code, out, err = run_cli(
+        capsys, "simulate", str(small_plan), *arguments, "--set", f"server.evaluation={public}"
+    )
+    assert code == 0, err
+    assert "nan" not in out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert not (tmp_path / "run" / "sites.json").exists()
+    with Journal(tmp_path / "run" / "journal.sqlite") as journal:
+        assert not any(entry.step.startswith("evaluate") for entry in journal.entries())  # no site was asked
+
+
 # The secure sum
 
 
