@@ -34,8 +34,8 @@ def to_records(message: Spoken) -> RecordDict:
         value = getattr(message, field.name)
         if isinstance(value, np.ndarray):
             array = Array(str(value.dtype), tuple(value.shape), _STYPE, b"")
-            # Flower's constructor insists on bytes, which would be a copy; what carries the array takes any buffer.
-            array.data = value.data.cast("B")  # type: ignore[assignment]
+            # Flower's constructor insists on bytes, which would be a copy.
+            array.data = value.data.cast("B")  # type: ignore[assignment]  # what carries it takes any buffer
             arrays[field.name] = array
         else:
             config[field.name] = value

@@ -121,7 +121,7 @@ class _Site(ClientApp):
         identify(message.metadata.run_id, message.metadata.dst_node_id)
         try:
             return self._app(message, context)
-        except Exception as error:
+        except Exception as error:  # whatever a handler raises is its site's error reply, as on LocalGrid
             traceback.print_exc()
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, one_line(error)), reply_to=message)
 

@@ -537,7 +537,7 @@ def _work(
     channel = _Channel(theirs)
     try:
         app: ClientApp = pickle.loads(factory)()
-    except Exception as error:
+    except Exception as error:  # whatever the factory raises, the coordinator must hear that there is no app
         traceback.print_exc()
         channel.send(_Unusable(one_line(error)), _Vectors())
         return
@@ -555,7 +555,7 @@ def _work(
             if not isinstance(reply, Message):
                 raise TypeError(f"the client app returned a {type(reply).__name__}: expected a Message")
             channel.send((reply, context), lent)
-        except Exception as error:
+        except Exception as error:  # whatever a handler raises is its site's error reply, as in Flower
             traceback.print_exc()
             channel.send(_Raised(one_line(error)), _Vectors())
         # The next wait may be long: give their memory back before it.

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
+from cloister.aggregation.graph import parameters
 from cloister.aggregation.secure_messages import (
     Advertise,
+    Begin,
     Confirm,
     Masked,
     Reveal,
@@ -18,7 +20,7 @@ from cloister.aggregation.secure_messages import (
     to_bytes,
 )
 from cloister.aggregation.secure_sum import Coordinator
-from cloister.aggregation.sums import TRAIN, contract_for, training_layout
+from cloister.aggregation.sums import TRAIN, contract_for, count_of_loss, training_layout
 from cloister.clients.app import client_app, reticent
 from cloister.clients.site import Site, load_site
 from cloister.lm.layout import params_sha256
@@ -29,10 +31,11 @@ from cloister.protocol.errors import (
     PlanError,
     SecureSumError,
     StaleError,
+    TooFewSitesError,
     UpdateError,
 )
 from cloister.protocol.messages import Agree, Evaluate, Join, Train
-from cloister.protocol.plan import Plan, load
+from cloister.protocol.plan import Plan, load, parse
 from cloister.protocol.records import to_records
 from cloister.protocol.roster import load_roster
 from cloister.simulations.federation import lay_out
@@ -281,3 +284,28 @@ def test_a_site_answers_for_one_list_of_survivors_through_attempts(
     again = Attack(folder, sites, plan, model, attempt=2)
     with pytest.raises(SecureSumError, match="the difference of two sums would open updates"):
         again.carry_through(left_out=(sites[3].config.name,))
+
+
+def test_a_site_holds_the_coordinator_to_the_plans_quorum(
+    sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
+) -> None:
+    """Three of four sites: enough for the site's own minimum, and for a plan that asks for no more."""
+    names = tuple(site.config.name for site in sites)
+    three = Begin(1, 1, bytes.fromhex(params_sha256(model)), names[:3], parameters(3, 0, 1).threshold)
+    strict, loose = (changed(plan, "cohort", quorum=quorum) for quorum in (1.0, 0.75))
+    for site, chosen in ((without_pin(sites[0]), strict), (without_pin(sites[1]), loose)):
+        site.join(Join(chosen.to_json(), RUN))
+    request = Agree(strict.to_json(), RUN, TRAIN, 1, 1, 1)
+    with pytest.raises(TooFewSitesError, match="at least 4 sites"):
+        without_pin(sites[0]).agree(request, to_bytes(three))
+    request = Agree(loose.to_json(), RUN, TRAIN, 1, 1, 1)
+    assert without_pin(sites[1]).agree(request, to_bytes(three)).body
+
+
+@pytest.mark.parametrize("nats", [float("nan"), float("inf"), 1e300])
+def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> None:
+    """An error would tell that it happened, and once told by how much."""
+    ring = training_layout(parse(""), 1).ring
+    assert count_of_loss(nats) == count_of_loss(2.0**40)
+    assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
+    assert count_of_loss(1.5) == 3 * 2**19
