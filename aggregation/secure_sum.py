@@ -230,7 +230,7 @@ class Site:
         self.minimum = minimum
         self._identity = identity
         self._random = random
-        self._answered = answered
+        self.answered = answered
         self._earlier = earlier
         self._newest = newest
         self._done: list[tuple[Message, Any]] = []  # for each step that was done: the message and the reply
@@ -432,7 +432,7 @@ class Site:
 
         Args:
             vector: Shape (m,), uint16 or uint32 as the ring, contiguous.
-            model: SHA-256 of the global model that the vector was computed from.
+            model: Hash of the global model that the vector was computed from.
             offset: Where `vector` starts in the whole vector of `length` elements.
             threads: Parts that are masked at the same time.
             pool: Where they run; by default a pool for this call.
@@ -468,7 +468,7 @@ class Site:
         the site.
 
         Args:
-            model: SHA-256 of the global model that the vector was computed from.
+            model: Hash of the global model that the vector was computed from.
 
         Raises:
             StaleError: the vector was computed from another model than the attempt's.
@@ -579,7 +579,7 @@ class Site:
         mark = Answered(
             self.contract.run, self.attempt.round, self.attempt.attempt, _answered_digest(survivors)
         )
-        self._answered(mark)  # durable before the reply exists
+        self.answered(mark)  # durable before the reply exists
         return self._finish(request, Reveal(ctx, self.name, self_shares, mask_shares))
 
     def _check_repeat(self, request: Unmask) -> Reveal | None:
@@ -660,7 +660,7 @@ class Coordinator:
         contract: As at the sites.
         round_: Round, from 1.
         attempt: Attempt at that round, from 1.
-        model: SHA-256 of the global model.
+        model: Hash of the global model.
         cohort: Names of the round's sites.
     """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -87,6 +89,16 @@ def site_of_node(context: Context) -> Site:
         raise PlanError(
             "node-config", dict(context.node_config), expected="site = the path of the site's TOML"
         )
+    try:
+        changed = os.stat(path).st_mtime_ns
+    except OSError:
+        changed = 0  # what is wrong with it, reading it will say
+    return _site(path, changed)
+
+
+@lru_cache(maxsize=256)
+def _site(path: str, changed: int) -> Site:
+    """A site's configuration, read again only when its file has changed."""
     return load_site(Path(path))
 
 

@@ -1,28 +1,24 @@
 """A site's side of the secure sum, from one message to the next.
 
 The protocol (`aggregation/secure_sum.py`) is a state machine, and each message of a site may be handled by another
-process. So an attempt is kept in the site's own state folder as the secret seed of its random choices and the messages
-that came, in a file that only the site can read, and is rebuilt by handling them again; a process that has it in memory
-goes on with that. The file is written before a step's answer leaves. Its secrets are wiped when shares are revealed, or
-when the next attempt replaces it.
+process. So an attempt is kept in the site's own state folder (`attempt_files.py`) as the secret seed of its random
+choices and the messages that came, and is rebuilt by handling them again; a process that has it in memory goes on with
+that. A message is kept before its answer leaves. The secrets are wiped when shares are revealed, or when the next
+attempt begins.
 
-The mark that shares were revealed has a file of its own, synced to disk before they are. A vector is masked once: that
-masking has begun is synced to disk before it begins, so that no crash leads to two vectors under one mask. Messages
-that come to several processes at once take turns by a lock on the folder, which is free while the vector is made;
-whoever finds the attempt changed after that gives up.
+The mark that shares were revealed is synced to disk before they are. A vector is masked once: that masking has begun is
+synced to disk before it begins, so that no crash leads to two vectors under one mask. Messages that come to several
+processes at once take turns by a lock on the folder, which is free while the vector is made; whoever finds the attempt
+changed after that gives up.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
-import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -38,15 +34,14 @@ from cloister.aggregation.secure_messages import (
     to_bytes,
 )
 from cloister.aggregation.secure_sum import Answered, Contract, Site
-from cloister.protocol.encoding import pack, unpack
-from cloister.protocol.errors import EncodingError, StaleError, StepError, StorageError
-from cloister.protocol.storage import write_bytes
+from cloister.clients.attempt_files import AttemptFiles, Kept, State
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import StaleError, StepError
 
 ADVERTISE, SHARE, MASK, CONFIRM, UNMASK = 1, 2, 3, 4, 5
-_MASKED = 6  # in the record of an attempt: the digest of the vector that was masked
+_MASKED = 6  # in the log of an attempt: the digest of the vector that was masked
 
 _AGREED = (ADVERTISE, SHARE, CONFIRM, UNMASK)
-Log = tuple[tuple[int, bytes], ...]
 
 
 @dataclass(frozen=True)
@@ -60,20 +55,16 @@ class Member:
 
 
 @dataclass(frozen=True)
-class _Record:
-    """An attempt as it is kept."""
+class _Known:
+    """What a process has in memory of a folder."""
 
-    run: str
-    newest: tuple[int, int]
-    """Round and attempt that the site had joined before this one."""
-    now: tuple[int, int]
-    """Round and attempt of this one."""
-    seed: bytes = field(repr=False)
-    log: Log = field(repr=False)
+    state: State
+    site: Site | None
+    """The protocol's state, where it was built and its contract and minimum are still those of the messages."""
 
 
-Live = dict[Path, tuple[_Record, Site]]
-"""Attempts that a process has in memory, by folder."""
+Live = dict[Path, _Known]
+"""By folder, what a process has in memory."""
 
 
 class Attempts:
@@ -110,16 +101,23 @@ class Attempts:
         """
         if step not in _AGREED:
             raise StepError("step", step, expected="1, 2, 4 or 5")
-        with self._turn():
-            record = self._begin(body) if step == ADVERTISE else self._current()
-            _check_round(record, round_number)
-            site = self._rebuild(record)
+        with self._turn() as files:
+            state = self._state(files)
+            if step == ADVERTISE:
+                return self._begin(files, state, body, round_number)
+            kept = self._current(state, round_number)
+            site = self._rebuild(state, kept)
+
+            def reveal(mark: Answered) -> None:
+                self._remember(files.mark_answered(state, mark), None)
+
+            site.answered = reveal
             answer = _handle(site, step, body)
             if step == UNMASK:
-                self._wipe(record)
-            elif (step, body) not in record.log:
-                self._keep(record, (*record.log, (step, body)), site)
-        return answer
+                self._remember(files.end(self._state(files)), None)
+            elif (step, body) not in kept.log:
+                self._remember(files.keep(state, (step, body)), site)
+            return answer
 
     def mask(
         self, inbox: bytes, round_number: int, model: bytes, threads: int, make: Callable[[], RingVector]
@@ -129,7 +127,7 @@ class Attempts:
         Args:
             inbox: The step's message.
             round_number: The round that the vector is for.
-            model: SHA-256 of the global model, as the site computed it.
+            model: Hash of the global model, as the site computed it.
             threads: Threads that mask.
             make: Makes the vector, of the contract's length; called once the message is found in order. It is masked
                 in place.
@@ -140,108 +138,85 @@ class Attempts:
         Raises:
             SecureSumError: the site refuses, and why.
         """
-        with self._turn():
-            record = self._current()
-            _check_round(record, round_number)
-            if any(step == MASK for step, _ in record.log):
+        with self._turn() as files:
+            state = self._state(files)
+            kept = self._current(state, round_number)
+            if state.marks.masking == kept.now:
                 raise StepError(
                     "update", expected="to be asked for once in an attempt", fix="try the round again"
                 )
-            site = self._rebuild(record)
+            site = self._rebuild(state, kept)
             site.receive(from_bytes(Inbox, inbox))
+            self._remember(state, site)
         vector = make()  # which may take long
-        with self._turn():
-            if self._load() != record:
+        with self._turn() as files:
+            if self._state(files) != state:
                 raise StepError("attempt", expected="to be as it was before the vector was made")
-            begun = self._keep(record, (*record.log, (MASK, inbox)), site, durable=True)
+            begun = files.keep(files.mark_masking(state), (MASK, inbox))
             site.mask(vector, model=model, threads=threads)
-            digest = hashlib.sha256(vector.data).digest()
+            digest = vector_hash(vector)
             statement = site.masked(digest)
-            self._keep(begun, (*begun.log, (_MASKED, digest)), site)
+            self._remember(files.keep(begun, (_MASKED, digest)), site)
         return to_bytes(statement), vector
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Be the only process that works on this site's attempt."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self._folder / "lock").open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def _turn(self) -> AbstractContextManager[AttemptFiles]:
+        return AttemptFiles.turn(self._folder, self._contract.run)
 
-    def _begin(self, body: bytes) -> _Record:
+    def _state(self, files: AttemptFiles) -> State:
+        known = self._live.get(self._folder)
+        return files.state(known.state if known else None)
+
+    def _remember(self, state: State, site: Site | None) -> None:
+        self._live[self._folder] = _Known(state, site)
+
+    def _begin(self, files: AttemptFiles, state: State, body: bytes, round_number: int) -> bytes:
         begin = from_bytes(Begin, body)
+        kept = state.kept
         now = (begin.round, begin.attempt)
-        before, earlier = self._load(), self._earlier()
-        if before and before.now == now and before.log == ((ADVERTISE, body),):
-            return before  # the same message twice
-        newest = max(
-            before.now if before else (0, 0), (earlier.round, earlier.attempt) if earlier else (0, 0)
-        )
-        return _Record(self._contract.run, newest, now, self._random(keys.KEY), ())
+        if kept is None or kept.now != now or kept.log != ((ADVERTISE, body),):
+            answered = state.marks.answered
+            revealed = (answered.round, answered.attempt) if answered else (0, 0)
+            kept = Kept(max(state.marks.joined, revealed), now, self._random(keys.KEY))
+        _check_round(kept, round_number)
+        site = self._rebuild(state, kept)
+        answer = _handle(site, ADVERTISE, body)
+        if not kept.log:
+            joined = Kept(kept.newest, kept.now, kept.seed, ((ADVERTISE, body),))
+            self._remember(files.begin(state, joined), site)
+        return answer
 
-    def _current(self) -> _Record:
-        record = self._load()
-        if record is None or record.run != self._contract.run or not record.log:
+    def _current(self, state: State, round_number: int) -> Kept:
+        if state.kept is None:
             raise StepError(
                 "attempt",
                 expected="one that this site has joined and not yet answered",
                 fix="try the round again",
             )
-        return record
+        _check_round(state.kept, round_number)
+        return state.kept
 
-    def _rebuild(self, record: _Record) -> Site:
+    def _rebuild(self, state: State, kept: Kept) -> Site:
         known = self._live.get(self._folder)
-        if known is not None and record.log and known[0] == record and known[1].contract == self._contract:
-            return known[1]
+        if (
+            known is not None
+            and known.site is not None
+            and known.state.kept == kept
+            and known.site.contract == self._contract
+        ):
+            return known.site
         site = Site(
             self._contract,
             self._member.name,
             self._member.identity,
             minimum=self._member.minimum,
-            random=keys.random_from(record.seed),
-            answered=self._mark,
-            earlier=self._earlier(),
-            newest=record.newest,
+            random=keys.random_from(kept.seed),
+            answered=_unprepared,
+            earlier=state.marks.answered,
+            newest=kept.newest,
         )
-        for step, body in record.log:
+        for step, body in kept.log:
             _handle(site, step, body)
         return site
-
-    def _keep(self, record: _Record, log: Log, site: Site, *, durable: bool = False) -> _Record:
-        kept = dataclasses.replace(record, log=log)
-        content = pack(kept.run, kept.newest, kept.now, kept.seed, kept.log)
-        _write_secret(self._folder / "attempt", content, durable=durable)
-        self._live[self._folder] = (kept, site)
-        return kept
-
-    def _wipe(self, record: _Record) -> None:
-        """Keep only which attempt it was."""
-        _write_secret(self._folder / "attempt", pack(record.run, record.newest, record.now, b"", ()))
-        self._live.pop(self._folder, None)
-
-    def _load(self) -> _Record | None:
-        """The attempt that was kept; a file that a power cut has torn is none, and the next attempt replaces it."""
-        try:
-            match unpack((self._folder / "attempt").read_bytes()):
-                case (str(run), (int(a), int(b)), (int(c), int(d)), bytes(seed), tuple(steps)):
-                    return _Record(run, (a, b), (c, d), seed, cast(Log, steps))
-        except (FileNotFoundError, EncodingError):
-            pass
-        return None
-
-    def _mark(self, mark: Answered) -> None:
-        content = pack(mark.run, mark.round, mark.attempt, mark.survivors)
-        write_bytes(self._folder / "answered", content, durable=True)
-
-    def _earlier(self) -> Answered | None:
-        try:
-            content = (self._folder / "answered").read_bytes()
-        except FileNotFoundError:
-            return None
-        match unpack(content):
-            case (str(run), int(round_), int(attempt), bytes(survivors)):
-                return Answered(run, round_, attempt, survivors)
-        raise StorageError(str(self._folder / "answered"), expected="a mark as this site keeps it")
 
 
 def _handle(site: Site, step: int, body: bytes) -> bytes:
@@ -263,28 +238,11 @@ def _handle(site: Site, step: int, body: bytes) -> bytes:
     raise StepError("step", step, expected="a step of the secure sum")
 
 
-def _check_round(record: _Record, round_number: int) -> None:
+def _unprepared(mark: Answered) -> None:
+    raise AssertionError("a mark outside of a turn at the folder")
+
+
+def _check_round(kept: Kept, round_number: int) -> None:
     """What a vector is of, and what its masks are for, is one round: otherwise one update could be summed in two."""
-    if record.now[0] != round_number:
-        raise StaleError("round", round_number, expected=f"{record.now[0]}, which the attempt is at")
-
-
-def _write_secret(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace a file that nobody else can read."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-        if durable:
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except OSError as error:
-        raise StorageError(str(path), expected=f"a disk that takes the write ({error.strerror})") from error
+    if kept.now[0] != round_number:
+        raise StaleError("round", round_number, expected=f"{kept.now[0]}, which the attempt is at")

@@ -43,10 +43,10 @@ from cloister.clients.pins import Pins
 from cloister.clients.train import Trainer
 from cloister.lm.data import Prepared, cached, prepare, prepared_key
 from cloister.lm.evaluate import HeldOut, evaluate
-from cloister.lm.layout import params_sha256
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.protocol.cohort import draw
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import DataError, MemberError, PlanError, RosterError, StaleError, UpdateError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Join, Joined, Train
 from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
@@ -56,6 +56,8 @@ from cloister.protocol.storage import write_file
 Vector = npt.NDArray[np.float32]
 
 _log = logging.getLogger(__name__)
+
+_MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each takes a few open files
 
 
 class SiteConfig(Section):
@@ -135,7 +137,7 @@ class Site:
         Raises:
             CloisterError: why this site cannot take part.
         """
-        plan = Plan.from_json(request.plan)
+        plan = _plan(request.plan)
         self._check_plan(plan)
         if plan.aggregation.secure:
             self._pins.join(plan, request.run)
@@ -230,7 +232,7 @@ class Site:
 
     def _open(self, request: Agree | Train | Evaluate) -> _Resident:
         """Model and trainer for a message, once its plan and run are found to be those that the site has joined."""
-        plan = Plan.from_json(request.plan)
+        plan = _plan(request.plan)
         self._check_plan(plan)
         if plan.aggregation.secure:
             self._pins.check(plan, request.run)
@@ -319,7 +321,13 @@ class Site:
                 _log.warning("%s: nothing can be learned from %d records", self.config.name, made.dropped)
             return made
 
-        return cached(cache, prepared_key(source, tokenizer, data, seed=seed, split=split), make)
+        key = prepared_key(source, tokenizer, data, seed=seed, split=split)
+        known = resident.prepared.get(self._state)
+        if known is None or known[0] != key:
+            if len(resident.prepared) >= _MOST_PREPARED:
+                resident.prepared.clear()
+            known = resident.prepared[self._state] = key, cached(cache, key, make)
+        return known[1]
 
     def _new_update(self, resident: _Resident, request: Train) -> _Update:
         local = resident.trainer.train(
@@ -384,6 +392,8 @@ class _Resident:
     trainer: Trainer
     device: torch.device
     attempts: Live = field(default_factory=dict)
+    prepared: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
+    """By state folder the key of the site's sequences, and the sequences: mapped from disk."""
 
 
 def _check_model(model: Vector, named: str) -> None:
@@ -391,7 +401,7 @@ def _check_model(model: Vector, named: str) -> None:
 
     A model that is not finite is refused before any record is seen: what training made of it would tell of them.
     """
-    own = params_sha256(model)
+    own = vector_hash(model).hex()
     if own != named:
         raise UpdateError("global model", own, expected=f"the model with the hash {named}")
     if not np.isfinite(model).all():
@@ -410,9 +420,15 @@ def _pinned_roster(path: str, pinned: str) -> Roster:
     return load_roster(Path(path)).pinned(pinned)
 
 
+@lru_cache(maxsize=4)
+def _plan(plan_json: str) -> Plan:
+    """The plan of a message, read and checked once in a process."""
+    return Plan.from_json(plan_json)
+
+
 @lru_cache(maxsize=1)
 def _resident(plan_json: str, device_name: str) -> _Resident:
-    plan = Plan.from_json(plan_json)
+    plan = _plan(plan_json)
     torch.set_num_threads(plan.local.threads)
     device = device_for(device_name)
     model = load_model(plan)

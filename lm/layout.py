@@ -58,6 +58,10 @@ class Layout:
 
     def digest(self) -> str:
         """SHA-256, in hex, over names and shapes: two parties with equal digests lay out vectors alike."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         listed = json.dumps(list(zip(self.names, self.shapes, strict=True)), separators=(",", ":"))
         return hashlib.sha256(listed.encode()).hexdigest()
 

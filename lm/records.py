@@ -7,6 +7,7 @@ a file and a line, that no private file leaves a copy in its global cache, and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -87,8 +88,14 @@ def fingerprint(source: str, *, split: str = "train") -> bytes:
             status = file.stat()
             digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
             if status.st_size <= _HASHED_BYTES:
-                digest.update(hashlib.sha256(file.read_bytes()).digest())
+                digest.update(_content_hash(file, status.st_size, status.st_mtime_ns))
     return digest.digest()
+
+
+@functools.lru_cache(maxsize=256)
+def _content_hash(file: Path, size: int, changed: int) -> bytes:
+    """SHA-256 of a file, read again only when its size or time of change is another."""
+    return hashlib.sha256(file.read_bytes()).digest()
 
 
 @contextlib.contextmanager

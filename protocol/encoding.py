@@ -8,11 +8,14 @@ would not write are refused. Refused: JSON and protobuf, which have several enco
 
 from __future__ import annotations
 
+import struct
 from typing import TypeAlias
 
 from cloister.protocol.errors import EncodingError
 
 Value: TypeAlias = "int | str | bytes | tuple[Value, ...]"
+
+_HEAD = struct.Struct(">cQ")  # tag, and value, length or count
 
 DEEPEST = 8
 """Tuples in tuples that are read; messages need four."""
@@ -25,9 +28,9 @@ def pack(*values: Value) -> bytes:
         EncodingError: an integer is negative or does not fit in 64 bits.
         TypeError: a value is of another type.
     """
-    into = bytearray()
+    into: list[bytes] = []
     _write(values, into)
-    return bytes(into)
+    return b"".join(into)
 
 
 def unpack(data: bytes) -> tuple[Value, ...]:
@@ -42,20 +45,20 @@ def unpack(data: bytes) -> tuple[Value, ...]:
     return value
 
 
-def _write(value: Value, into: bytearray) -> None:
-    if isinstance(value, bool):
-        raise TypeError("a truth value has no canonical encoding; use 0 or 1")
-    if isinstance(value, int):
-        if not 0 <= value < 2**64:
-            raise EncodingError("integer", value, expected="0 to 2^64 - 1")
-        into += b"i" + value.to_bytes(8, "big")
+def _write(value: Value, into: list[bytes]) -> None:
+    if isinstance(value, bytes):
+        into += (_HEAD.pack(b"b", len(value)), value)
     elif isinstance(value, str):
         text = value.encode()
-        into += b"s" + len(text).to_bytes(8, "big") + text
-    elif isinstance(value, bytes):
-        into += b"b" + len(value).to_bytes(8, "big") + value
+        into += (_HEAD.pack(b"s", len(text)), text)
+    elif isinstance(value, bool):
+        raise TypeError("a truth value has no canonical encoding; use 0 or 1")
+    elif isinstance(value, int):
+        if not 0 <= value < 2**64:
+            raise EncodingError("integer", value, expected="0 to 2^64 - 1")
+        into.append(_HEAD.pack(b"i", value))
     elif isinstance(value, tuple):
-        into += b"t" + len(value).to_bytes(8, "big")
+        into.append(_HEAD.pack(b"t", len(value)))
         for item in value:
             _write(item, into)
     else:

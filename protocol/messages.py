@@ -77,7 +77,7 @@ class Train:
     run: str
     """Identity of the run."""
     model_hash: str
-    """SHA-256, in hex, of `model`'s bytes."""
+    """Hash of `model`, in hex (`digest.py`)."""
     model: npt.NDArray[np.float32]
     """The global model's trained parameters."""
 
@@ -95,7 +95,7 @@ class Evaluate:
     run: str
     """Identity of the run."""
     model_hash: str
-    """SHA-256, in hex, of `model`'s bytes."""
+    """Hash of `model`, in hex (`digest.py`)."""
     model: npt.NDArray[np.float32]
     """The global model's trained parameters."""
 

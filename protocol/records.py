@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from cloister.protocol.messages import Reply, Request
 
 Spoken = Request | Reply
 M = TypeVar("M", bound=Spoken)
+
+_HINTS = {kind: get_type_hints(kind) for kind in get_args(Spoken)}
 
 _STYPE = "cloister.raw"
 _DTYPES = ("float32", "uint16", "uint32")
@@ -70,7 +72,7 @@ def from_records(kind: type[M], records: RecordDict) -> M:
     arrays = records.get("vectors")
     if not isinstance(config, ConfigRecord) or not isinstance(arrays, ArrayRecord):
         raise UpdateError(kind.__name__, sorted(records), expected="the records 'fields' and 'vectors'")
-    hints = get_type_hints(kind)
+    hints = _HINTS[kind]
     if {*config, *arrays} != set(hints) or {*config} & {*arrays}:
         raise UpdateError(kind.__name__, sorted({*config, *arrays}), expected=f"the fields {sorted(hints)}")
     values: dict[str, Any] = {}

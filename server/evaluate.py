@@ -14,9 +14,9 @@ import numpy.typing as npt
 from cloister.aggregation.sums import BYTES, CORRECT, EVALUATE, LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate
-from cloister.lm.layout import params_sha256
 from cloister.lm.model import LanguageModel, device_for
 from cloister.lm.records import read_records
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.messages import Evaluate
 from cloister.protocol.plan import Plan
 from cloister.server.progress import NotEvaluated
@@ -31,7 +31,7 @@ def at_sites(party: Party) -> Evaluation:
     plan = party.plan
 
     def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
-        model_hash = params_sha256(weights)
+        model_hash = vector_hash(weights).hex()
         total = sum_over(
             party,
             EVALUATE,

@@ -23,8 +23,8 @@ import numpy as np
 
 from cloister.aggregation.average import CLIPPED
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, TRAIN
-from cloister.lm.layout import params_sha256
 from cloister.protocol.cohort import draw
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Train
 from cloister.server import journal as steps
@@ -60,7 +60,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned:
     cohort = [site for site in draw(plan, known, number) if site in joined]
     # 2 to 7.
     model = context.optimizer.weights.copy()
-    model_hash = params_sha256(model)
+    model_hash = vector_hash(model).hex()
     total = sum_over(
         party,
         TRAIN,
@@ -75,12 +75,15 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned:
             expected=f"{plan.cohort.needed()} of {len(cohort)} sites to finish in one of them",
             fix="mend the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
         )
+    # 8. Server step.
+    if not isinstance(total, Failed):
+        context.optimizer.step(total.opened.mean)
+    # 9. Checkpoint, then journal.
+    digest = context.checkpoints.save(number, context.optimizer.weights, context.optimizer.state())
     done: RoundDone | RoundAbandoned
     if isinstance(total, Failed):
-        done = RoundAbandoned(round=number, attempts=total.attempts, params_sha256=model_hash)
+        done = RoundAbandoned(round=number, attempts=total.attempts, params_sha256=digest)
     else:
-        # 8. Server step.
-        context.optimizer.step(total.opened.mean)
         counters = total.opened.counters
         done = RoundDone(
             round=number,
@@ -92,10 +95,8 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned:
             train_loss=counters[LOSS] / LOSS_SCALE / max(counters[TOKENS], 1),
             clipped=counters[CLIPPED],
             update_norm=float(np.linalg.norm(total.opened.mean)),
-            params_sha256=params_sha256(context.optimizer.weights),
+            params_sha256=digest,
         )
-    # 9. Checkpoint, then journal.
-    context.checkpoints.save(number, context.optimizer.weights, context.optimizer.state())
     party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done

@@ -18,7 +18,6 @@ asked for, later attempts at the same sum go to just those survivors.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from cloister.aggregation.secure_messages import (
 from cloister.aggregation.secure_sum import Coordinator
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError, SecureSumError, TooFewSitesError, UpdateError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Failure, Reply, Request, Train
 from cloister.protocol.plan import Plan
@@ -286,7 +286,7 @@ class _Masked(_Plain):
 def _fold(coordinator: Coordinator, contribution: Contribution) -> None:
     statement = from_bytes(Masked, contribution.statement)
     _check_sender(statement, contribution.site)
-    digest = hashlib.sha256(contribution.vector.data).digest()
+    digest = vector_hash(contribution.vector)
     if digest != statement.digest:
         raise UpdateError(f"masked vector of {contribution.site}", expected="the bytes that the site signed")
     coordinator.fold(statement, contribution.vector)

@@ -593,15 +593,15 @@ def test_the_mark_is_written_before_shares_leave() -> None:
     federation = Federation(3)
     request = federation.to_request()
     site = federation.sites["site-000"]
-    wrote = site._answered
+    wrote = site.answered
 
     def full(mark: Answered) -> None:
         raise OSError("disk full")
 
-    site._answered = full
+    site.answered = full
     with pytest.raises(OSError, match="disk full"):
         site.unmask(request)
-    site._answered = wrote
+    site.answered = wrote
     assert site.unmask(request).self_shares
     assert [(mark.run, mark.round, mark.attempt) for mark in federation.marks["site-000"]] == [("run", 1, 1)]
 

@@ -23,8 +23,8 @@ from cloister.aggregation.secure_sum import Coordinator
 from cloister.aggregation.sums import TRAIN, contract_for, count_of_loss, training_layout
 from cloister.clients.app import client_app, reticent
 from cloister.clients.site import Site, load_site
-from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     MemberError,
     PinnedError,
@@ -88,8 +88,8 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
 ) -> None:
     site, clear = without_pin(sites[0]), in_clear(plan).to_json()
     site.join(Join(plan.to_json(), RUN))
-    train = Train(clear, 1, 1, RUN, params_sha256(model), model)
-    evaluate = Evaluate(clear, 1, 1, RUN, params_sha256(model), model)
+    train = Train(clear, 1, 1, RUN, vector_hash(model).hex(), model)
+    evaluate = Evaluate(clear, 1, 1, RUN, vector_hash(model).hex(), model)
     for act in (
         lambda: site.join(Join(clear, RUN)),
         lambda: site.train(train),
@@ -110,7 +110,7 @@ def test_a_site_hashes_the_model_it_received_itself(
     for act in (sites[0].train, sites[0].evaluate):
         kind = Train if act == sites[0].train else Evaluate
         with pytest.raises(UpdateError, match="global model"):
-            act(kind(plan.to_json(), 1, 1, RUN, params_sha256(model), other))  # type: ignore[arg-type]  # of its kind
+            act(kind(plan.to_json(), 1, 1, RUN, vector_hash(model).hex(), other))  # type: ignore[arg-type]  # of its kind
 
 
 class Attack:
@@ -132,13 +132,13 @@ class Attack:
         names = [site.config.name for site in sites]
         for site in sites:
             site.join(Join(plan.to_json(), run))
-        self.coordinator = Coordinator(contract, 1, attempt, bytes.fromhex(params_sha256(model)), names)
+        self.coordinator = Coordinator(contract, 1, attempt, vector_hash(model), names)
 
     def agree(self, site: Site, step: int, body: bytes, *, plan: Plan | None = None, run: str = RUN) -> bytes:
         return site.agree(Agree((plan or self.plan).to_json(), run, TRAIN, step, 1, 1), body).body
 
     def train(self, site: Site, inbox: bytes, *, plan: Plan | None = None, run: str = RUN) -> Any:
-        request = Train((plan or self.plan).to_json(), 1, 1, run, params_sha256(self.model), self.model)
+        request = Train((plan or self.plan).to_json(), 1, 1, run, vector_hash(self.model).hex(), self.model)
         return site.train(request, inbox)
 
     def deal(self, run: str = RUN) -> dict[str, bytes]:
@@ -246,7 +246,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_seen(
     crafted[7] = np.inf
     sites[0].join(Join(plan.to_json(), RUN))
     with pytest.raises(UpdateError, match="finite weights"):
-        sites[0].train(Train(plan.to_json(), 1, 1, RUN, params_sha256(crafted), crafted))
+        sites[0].train(Train(plan.to_json(), 1, 1, RUN, vector_hash(crafted).hex(), crafted))
 
 
 def test_shares_for_another_site_are_refused(attack: Attack) -> None:
@@ -260,7 +260,7 @@ def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -
     inboxes = attack.deal()
     site = attack.sites[0]
     masked = attack.train(site, inboxes[site.config.name]).vector
-    request = Train(in_clear(plan).to_json(), 1, 1, RUN, params_sha256(attack.model), attack.model)
+    request = Train(in_clear(plan).to_json(), 1, 1, RUN, vector_hash(attack.model).hex(), attack.model)
     plain = without_guard(site).train(request).vector
     assert masked.shape == plain.shape
     assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
@@ -291,7 +291,7 @@ def test_a_site_holds_the_coordinator_to_the_plans_quorum(
 ) -> None:
     """Three of four sites: enough for the site's own minimum, and for a plan that asks for no more."""
     names = tuple(site.config.name for site in sites)
-    three = Begin(1, 1, bytes.fromhex(params_sha256(model)), names[:3], parameters(3, 0, 1).threshold)
+    three = Begin(1, 1, vector_hash(model), names[:3], parameters(3, 0, 1).threshold)
     strict, loose = (changed(plan, "cohort", quorum=quorum) for quorum in (1.0, 0.75))
     for site, chosen in ((without_pin(sites[0]), strict), (without_pin(sites[1]), loose)):
         site.join(Join(chosen.to_json(), RUN))

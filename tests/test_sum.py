@@ -1,7 +1,6 @@
 """A sum over a cohort as the adapters carry it: both ends real, the channel in this process."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from cloister.aggregation.graph import parameters
 from cloister.aggregation.secure_messages import Begin, Masked, from_bytes, to_bytes
 from cloister.aggregation.sums import TRAIN, contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
-from cloister.lm.layout import Layout, params_sha256
+from cloister.lm.layout import Layout
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError, StaleError, StepError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Failure, Reply, Request, Train
 from cloister.protocol.plan import Plan, parse
@@ -91,7 +91,7 @@ class Sites:
         assert isinstance(request, Train)
         statement, vector = b"", self.vector(name)
         if self.plan.aggregation.secure:
-            model = bytes.fromhex(params_sha256(request.model))
+            model = vector_hash(request.model)
             statement, vector = self.attempts(name).mask(private, request.round, model, 1, lambda: vector)
         return Contribution(name, request.round, request.model_hash, statement, vector)
 
@@ -114,7 +114,7 @@ class Run:
             TRAIN,
             self.sites.sites,
             plan.cohort.needed(),
-            lambda tries: Train(plan.to_json(), number, tries, RUN, params_sha256(MODEL), MODEL),
+            lambda tries: Train(plan.to_json(), number, tries, RUN, vector_hash(MODEL).hex(), MODEL),
         )
 
 
@@ -307,7 +307,7 @@ def begun(open_run: Callable[..., Run]) -> tuple[Sites, bytes, dict[str, bytes]]
 
     sites = open_run(4).sites
     contract = contract_for(TRAIN, sites.plan, sites.roster, RUN, LAYOUT.size, LAYOUT.digest())
-    coordinator = Coordinator(contract, 1, 1, bytes.fromhex(params_sha256(MODEL)), sites.sites)
+    coordinator = Coordinator(contract, 1, 1, vector_hash(MODEL), sites.sites)
     for name in sites.sites:
         body = sites.attempts(name).agree(1, to_bytes(coordinator.begin), 1)
         assert sites.attempts(name).agree(1, to_bytes(coordinator.begin), 1) == body  # asked twice
@@ -320,9 +320,9 @@ def begun(open_run: Callable[..., Run]) -> tuple[Sites, bytes, dict[str, bytes]]
 
 def test_a_vector_is_masked_once_in_an_attempt_even_by_another_process(open_run: Callable[..., Run]) -> None:
     sites, _, inboxes = begun(open_run)
-    name, model = NAMES[0], bytes.fromhex(params_sha256(MODEL))
+    name, model = NAMES[0], vector_hash(MODEL)
     statement, vector = sites.attempts(name).mask(inboxes[name], 1, model, 1, lambda: sites.vector(name))
-    assert from_bytes(Masked, statement).digest == hashlib.sha256(vector.data).digest()
+    assert from_bytes(Masked, statement).digest == vector_hash(vector)
     with pytest.raises(StepError, match="once in an attempt"):
         sites.attempts(name).mask(inboxes[name], 1, model, 1, lambda: sites.vector(name))
 
@@ -331,7 +331,7 @@ def test_a_crash_while_masking_never_leads_to_a_second_vector_under_one_mask(
     open_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites, _, inboxes = begun(open_run)
-    name, model = NAMES[0], bytes.fromhex(params_sha256(MODEL))
+    name, model = NAMES[0], vector_hash(MODEL)
 
     def crash(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -366,7 +366,7 @@ def test_secrets_are_for_the_site_alone_and_wiped_when_it_has_answered(open_run:
 def test_a_vector_of_one_round_is_not_masked_for_another(open_run: Callable[..., Run]) -> None:
     """Else one update could be summed in two rounds, over different sites."""
     sites, _, inboxes = begun(open_run)
-    name, model = NAMES[0], bytes.fromhex(params_sha256(MODEL))
+    name, model = NAMES[0], vector_hash(MODEL)
     with pytest.raises(StaleError, match="which the attempt is at"):
         sites.attempts(name).mask(inboxes[name], 2, model, 1, lambda: sites.vector(name))
     begin = to_bytes(Begin(5, 1, model, tuple(NAMES[:4]), 3))
@@ -380,14 +380,14 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     for step, body in ((3, inboxes[name]), (6, bytes(32)), (0, b""), (7, b"")):
         with pytest.raises(StepError, match="1, 2, 4 or 5"):
             sites.attempts(name).agree(step, body, 1)
-    model = bytes.fromhex(params_sha256(MODEL))
+    model = vector_hash(MODEL)
     assert sites.attempts(name).mask(inboxes[name], 1, model, 1, lambda: sites.vector(name))
 
 
 def test_two_messages_at_once_mask_one_vector(open_run: Callable[..., Run]) -> None:
     """While one vector is being made, another process is asked for the same update."""
     sites, _, inboxes = begun(open_run)
-    name, model = NAMES[0], bytes.fromhex(params_sha256(MODEL))
+    name, model = NAMES[0], vector_hash(MODEL)
     inside: list[tuple[bytes, Any]] = []
 
     def make() -> Any:
