@@ -139,6 +139,22 @@ class RosterError(CloisterError):
     """A card or roster is damaged, inconsistent, or not the one that was agreed."""
 
 
+class BudgetError(CloisterError):
+    """A release would exceed what may be spent."""
+
+
+class LedgerError(CloisterError):
+    """A ledger is damaged or altered, or a charge contradicts what it holds."""
+
+
+class PolicyError(CloisterError):
+    """A site's policy forbids what it was asked to do."""
+
+
+class AccountingError(CloisterError):
+    """Privacy losses cannot be composed or calibrated as asked."""
+
+
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = repr(text) if isinstance(value, str) else text

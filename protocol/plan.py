@@ -33,6 +33,11 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
+SIMULATED_PUBLIC = "simulation:public"
+"""`server.evaluation` of a simulation that keeps public records apart (`simulation.public`)."""
+NO_EVALUATION = "none"
+"""`server.evaluation` of a run whose model nobody evaluates."""
+
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
@@ -135,6 +140,9 @@ class LocalSection(Section):
     """AdamW's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
+    sampler: Literal["auto", "shuffle", "poisson"] = "auto"
+    """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each record on its own, which record-level privacy
+    assumes), or `auto`: `poisson` under record-level privacy, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; `auto` is bfloat16 on a GPU and float32 on a CPU. Weights stay float32."""
     threads: Count = 1
@@ -187,6 +195,67 @@ class AggregationSection(Section):
     """Largest absolute change of one parameter in one round that is carried; larger ones are clipped and counted."""
 
 
+class AdaptiveSection(Section):
+    """Adaptive clipping (Andrew et al. 2021): the clipping norm follows a quantile of the sites' update norms."""
+
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Fraction of the sites whose update should not be clipped."""
+    learning_rate: Positive = 0.2
+    """Step of the logarithm of the clipping norm for each unit of distance from the quantile."""
+    count_noise: Positive = 1.0
+    """Standard deviation of the noise on the number of sites whose update was not clipped: it is paid for too."""
+
+
+class PrivacySection(Section):
+    """Differential privacy: what is protected, by how much noise, and how much may be spent."""
+
+    unit: Literal["none", "record", "site"] = "none"
+    """What the guarantee protects: `none` (there is no guarantee), one `record` of a site, or everything one `site`
+    holds."""
+    clip: Positive = 1.0
+    """L2 norm C to which the gradient of a record, or the update of a site, is clipped; with `adaptive` the first."""
+    noise_multiplier: Positive | None = None
+    """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
+    target_epsilon: Positive | None = None
+    """Epsilon of the whole run, from which the noise multiplier is calibrated; instead of `noise_multiplier`."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Delta: smaller than 1 over the number of units that are protected."""
+    budget: Positive | None = None
+    """Epsilon that may be spent; a round that would exceed it is not begun. None: `target_epsilon`, or no limit."""
+    accountant: Literal["pld", "rdp"] = "pld"
+    """How losses are composed: privacy loss distributions (tight), or Renyi divergences; Skellam noise has only RDP."""
+    sampling_rate: Fraction | None = None
+    """Unit `record`: probability with which each of a site's records is in a step's batch, on its own (Poisson)."""
+    record: Literal["record", "window"] = "record"
+    """Unit `record`: `record` is one record as the data has them; `window` is one sequence of
+    `data.sequence_length` tokens cut from a text, and then a longer text counts as several."""
+    windows: Count = 4
+    """Unit `record`: most sequences of one long record that are learned from; their gradients are averaged."""
+    method: Literal["auto", "reference", "opacus"] = "auto"
+    """Unit `record`: per-record gradients one at a time (`reference`: right for every model), by Opacus (faster), or
+    `auto`: by Opacus where it is right."""
+    trusted_coordinator: bool = False
+    """Unit `site`: the coordinator adds Gaussian noise to the sum, and is trusted to; otherwise each site adds its
+    part of Skellam noise under the secure sum."""
+    adaptive: AdaptiveSection | None = None
+    """Unit `site`: let the clipping norm follow a quantile of the update norms."""
+
+
+class PublicSection(Section):
+    """Training on public text before the first round: by the coordinator, without privacy cost."""
+
+    source: str = ""
+    """Public records: a `builtin:` source, a file, a folder or a hub name; empty: no public training."""
+    split: str = "train"
+    """Split of a hub data set."""
+    steps: Count = 250
+    """Optimizer steps."""
+    batch_size: Count = 16
+    """Sequences in a step."""
+    learning_rate: Positive = 3e-3
+    """Peak learning rate of AdamW, with a tenth of the steps as warm-up and a cosine after that."""
+
+
 class ServerSection(Section):
     """The coordinator's step on the mean update, and what it keeps."""
 
@@ -201,7 +270,8 @@ class ServerSection(Section):
     epsilon: Positive = 1e-3
     """Epsilon of `adam` (FedAdam's adaptivity)."""
     evaluation: str = ""
-    """Source of public held-out records for the coordinator; empty: each site evaluates on its own held-out records."""
+    """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
+    empty: each site evaluates on its own held-out records, which no privacy unit allows."""
     evaluate_every: Count = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
@@ -235,6 +305,11 @@ class SimulationSection(Section):
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`)."""
     alpha: Positive = 0.5
     """Concentration of the Dirichlet partition: smaller is less even."""
+    public: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the records that no site gets: the public records of `server.evaluation = "simulation:public"`."""
+    noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Declared seed of all noise, so that a private simulation can be repeated: who has it can take the noise off, so
+    nothing is then protected, and the report says so. None: secret noise."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, where there are GPUs."""
     profiles: tuple[ProfileSection, ...] = ()
@@ -274,6 +349,10 @@ class Plan(Section):
     """Who takes part."""
     aggregation: AggregationSection = AggregationSection()
     """How updates are summed."""
+    privacy: PrivacySection = PrivacySection()
+    """Differential privacy."""
+    public: PublicSection = PublicSection()
+    """Training on public text before the first round."""
     server: ServerSection = ServerSection()
     """The coordinator's step."""
     simulation: SimulationSection = SimulationSection()
@@ -394,6 +473,17 @@ def _check_sound(plan: Plan) -> None:
         )
     if plan.aggregation.secure:
         _check_secure(plan)
+    if plan.privacy.unit == "none":
+        _check_not_private(plan)
+    else:
+        _check_private(plan)
+    if (plan.server.evaluation == SIMULATED_PUBLIC) != (plan.simulation.public > 0):
+        raise PlanError(
+            "simulation.public",
+            plan.simulation.public,
+            expected=f"more than 0 just where server.evaluation is {SIMULATED_PUBLIC!r}, and that is "
+            f"{plan.server.evaluation!r}",
+        )
     if plan.model.config and not plan.model.name.startswith("builtin:"):
         raise PlanError(
             "model.config",
@@ -437,6 +527,114 @@ def _check_sound(plan: Plan) -> None:
         )
 
 
+def _check_not_private(plan: Plan) -> None:
+    """Refuse what only means something with a privacy unit: it would look like a guarantee, and there is none."""
+    default = PrivacySection()
+    for name in PrivacySection.model_fields:
+        value = getattr(plan.privacy, name)
+        if value != getattr(default, name):
+            raise PlanError(
+                f"privacy.{name}",
+                value if not isinstance(value, Section) else "set",
+                expected="nothing there without a privacy unit",
+                fix="set privacy.unit = 'record' or 'site', or remove it",
+            )
+    if plan.local.sampler == "poisson":
+        raise PlanError(
+            "local.sampler",
+            "poisson",
+            expected="shuffle or auto without record-level privacy",
+            fix="set local.sampler = 'auto'",
+        )
+
+
+def _check_private(plan: Plan) -> None:
+    """Refuse a plan whose guarantee would not be what it says, or would be spent beside the ledger."""
+    privacy, local = plan.privacy, plan.local
+    record = privacy.unit == "record"
+    given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(privacy, name) is not None]
+    if len(given) != 1:
+        both = given or ["neither"]
+        raise PlanError(
+            "privacy",
+            " and ".join(both),
+            expected="either noise_multiplier or target_epsilon: one follows from the other",
+            fix="keep one of them" if given else "set one of them; `cloister budget` shows what it means",
+        )
+    if privacy.budget is not None and privacy.target_epsilon is not None:
+        raise PlanError(
+            "privacy.budget",
+            privacy.budget,
+            expected="no budget beside target_epsilon, which is the budget",
+            fix="remove privacy.budget",
+        )
+    if plan.aggregation.weighting != "uniform":
+        raise PlanError(
+            "aggregation.weighting",
+            plan.aggregation.weighting,
+            expected="uniform under privacy: a weight by tokens depends on the data, and breaks the sensitivity of the "
+            "mean",
+            fix="set aggregation.weighting = 'uniform'",
+        )
+    if not plan.server.evaluation:
+        raise PlanError(
+            "server.evaluation",
+            "",
+            expected="public records, or none, under privacy: losses on the sites' own records would be released "
+            "without being paid for",
+            fix="name public records in server.evaluation, or set server.evaluation = 'none'",
+        )
+    if record and privacy.sampling_rate is None:
+        raise PlanError(
+            "privacy.sampling_rate",
+            expected="the probability with which a record is in a batch, and there is none",
+            fix="set privacy.sampling_rate to the expected batch size over the records of a site",
+        )
+    if record and local.sampler == "shuffle":
+        raise PlanError(
+            "local.sampler",
+            "shuffle",
+            expected="poisson under record-level privacy: it is what the accountant assumes",
+            fix="set local.sampler = 'auto'",
+        )
+    if not record and local.sampler == "poisson":
+        raise PlanError("local.sampler", "poisson", expected="shuffle or auto where the unit is the site")
+    if not record and privacy.sampling_rate is not None:
+        raise PlanError(
+            "privacy.sampling_rate",
+            privacy.sampling_rate,
+            expected="none where the unit is the site: cohorts are public, so drawing them amplifies nothing",
+            fix="remove privacy.sampling_rate",
+        )
+    for name, default in (("record", "record"), ("windows", 4), ("method", "auto")):
+        if not record and getattr(privacy, name) != default:
+            raise PlanError(
+                f"privacy.{name}", getattr(privacy, name), expected="nothing there where the unit is the site"
+            )
+    if record and privacy.record == "window" and plan.data.format != "text":
+        raise PlanError(
+            "privacy.record",
+            "window",
+            expected=f"record where data.format is {plan.data.format}: only a text can be cut into records",
+            fix="set privacy.record = 'record'",
+        )
+    if record and (privacy.trusted_coordinator or privacy.adaptive is not None):
+        name = "trusted_coordinator" if privacy.trusted_coordinator else "adaptive"
+        raise PlanError(
+            f"privacy.{name}",
+            "set",
+            expected="it only where the unit is the site",
+            fix=f"remove privacy.{name}",
+        )
+    if not record and not privacy.trusted_coordinator and not plan.aggregation.secure:
+        raise PlanError(
+            "aggregation.secure",
+            False,
+            expected="true where the unit is the site: the noise of one site alone is too little to protect its update",
+            fix="set aggregation.secure = true, or privacy.trusted_coordinator = true where it really is",
+        )
+
+
 def _check_secure(plan: Plan) -> None:
     """Refuse a secure sum that would protect nobody, or whose threshold its own dropouts could not meet."""
     if plan.cohort.sites > LARGEST:
@@ -461,6 +659,10 @@ def _check_secure(plan: Plan) -> None:
             raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
 
 
+_UNSUMMABLE = ("flora", "fedex-lora", "hetlora", "stacked-lora", "residual-lora")
+"""Adapter schemes from the literature that stack the sites' factors or need their residuals."""
+
+
 def _canonical(value: object) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -479,6 +681,9 @@ def _explain(error: ErrorDetails) -> PlanError:
     if error["type"] == "json_invalid":
         return PlanError("plan", expected=f"whole JSON in UTF-8 ({error['ctx']['error']})")
     value = error["input"]
+    if field == "model.adapter.scheme" and value in _UNSUMMABLE:
+        expected = f"a scheme that can be summed: {value} needs each site's own factors, which no sum gives"
+        return PlanError(field, value, expected=expected, fix="set model.adapter.scheme = 'ffa-lora'")
     if field == "run.name" and error["type"] in ("string_pattern_mismatch", "string_too_short"):
         name = "letters, digits, dots, dashes, underscores, starting with a letter or digit"
         return PlanError(field, value, expected=name)

@@ -1,0 +1,231 @@
+"""What an audit shows: lower bounds on epsilon from guesses about what was in the data, to hold against the claim.
+
+An accountant's epsilon is an upper bound that is only as good as the code it describes. An audit plays the game that
+differential privacy bounds and counts the wins: more wins than (epsilon, delta) allows, at a stated confidence, prove
+the claim false. Wins within the bound prove nothing; an audit never shows that a mechanism is private.
+
+Two games. In one run (Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", NeurIPS 2023,
+arXiv:2305.08846): m canaries, each put into the data by its own fair coin; the auditor sees the released models,
+scores every canary, guesses some coins and abstains from the others. In many runs (Jagielski, Ullman and Oprea 2020;
+Nasr et al. 2021): the mechanism is run anew with and without one target, and a test tells the two apart. The second
+needs thousands of runs and is the reference for mechanisms that cost nothing to run.
+
+A bound is honest only if what decides on the guesses was fixed before the coins were looked at: the score, the number
+of guesses, the threshold. To try several and keep the best, divide 1 - confidence by their number. Refused: bounds
+from a hypothesised trade-off curve (Mahloujifar et al. 2025), tighter, but about a mechanism that is assumed to be the
+one that ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.protocol.errors import CloisterError
+
+_BISECTIONS = 60
+
+
+def guess(scores: npt.ArrayLike, k_plus: int, k_minus: int) -> npt.NDArray[np.int8]:
+    """Guess the canaries of which the score is surest: the highest were in the data, the lowest were not.
+
+    Args:
+        scores: Shape (m,), finite: higher for a canary that looks more like training data.
+        k_plus: Canaries that are guessed to be in.
+        k_minus: Canaries that are guessed to be out.
+
+    Returns:
+        Shape (m,): 1 for in, -1 for out, 0 for no guess. Equal scores are taken in their order.
+
+    Raises:
+        CloisterError: the scores are not one finite vector, or there are more guesses than canaries.
+    """
+    scores_m = np.asarray(scores, dtype=np.float64)
+    if scores_m.ndim != 1 or not np.isfinite(scores_m).all():
+        raise CloisterError(
+            "scores", f"an array {list(scores_m.shape)}", expected="one vector of finite numbers"
+        )
+    if k_plus < 0 or k_minus < 0 or k_plus + k_minus > scores_m.size:
+        raise CloisterError(
+            "k_plus and k_minus",
+            [k_plus, k_minus],
+            expected=f"0 or more each, and no more than the {scores_m.size} canaries together",
+        )
+    order = np.argsort(scores_m, kind="stable")
+    guesses_m = np.zeros(scores_m.size, np.int8)
+    guesses_m[order[:k_minus]] = -1
+    guesses_m[order[scores_m.size - k_plus :]] = 1
+    return guesses_m
+
+
+def count(guesses: npt.ArrayLike, included: Sequence[bool] | npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """(correct, guesses): how many of the guesses there were, and how many were right.
+
+    Args:
+        guesses: Shape (m,), of 1, -1 and 0, as `guess` gives them.
+        included: Shape (m,), bool: the coins.
+
+    Raises:
+        CloisterError: there is not one coin for each canary.
+    """
+    guesses_m, included_m = np.asarray(guesses), np.asarray(included, dtype=np.bool_)
+    if guesses_m.shape != included_m.shape:
+        raise CloisterError(
+            "included", list(included_m.shape), expected=f"a coin for each of {list(guesses_m.shape)}"
+        )
+    right_m = guesses_m == np.where(included_m, 1, -1)
+    return int(right_m.sum()), int(np.count_nonzero(guesses_m))
+
+
+def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
+    """A bound on the probability of this many correct guesses, or more, against any (epsilon, delta)-DP mechanism.
+
+    Steinke, Nasr and Jagielski 2023, Theorem 3.1 (appendix D of the arXiv version has it in code): with
+    W ~ Binomial(r, e^epsilon / (1 + e^epsilon)),
+
+        P[correct >= v] <= P[W >= v] + 2 m delta max_{1 <= i <= v} P[v - i <= W < v] / i.
+
+    Neighbours are data sets with and without one canary.
+
+    Args:
+        correct: v, right guesses.
+        guesses: r, guesses that were made.
+        m: Canaries, each included by its own fair coin, guessed or not.
+        epsilon: Of the mechanism under test, 0 or more.
+        delta: Of the mechanism under test.
+
+    Raises:
+        CloisterError: not 0 <= v <= r <= m, or epsilon or delta is out of range.
+    """
+    _check_counts(correct, guesses, m)
+    _check_delta(delta)
+    if not epsilon >= 0:
+        raise CloisterError("epsilon", epsilon, expected="0 or more")
+    return _p_value(correct, guesses, m, epsilon, delta)
+
+
+def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: float = 0.95) -> float:
+    """The largest epsilon that one run's guesses refute: the mechanism is (epsilon, delta)-DP for no smaller one.
+
+    Found by bisection of `p_value` = 1 - confidence, from below. The statement errs with probability 1 - confidence at
+    most: a mechanism that is (epsilon, delta)-DP is so for every larger epsilon, and for fixed m and r what refutes one
+    number of correct guesses refutes every larger number.
+
+    Args:
+        correct: v, right guesses.
+        guesses: r, guesses that were made: fixed before the coins were seen.
+        m: Canaries, each included by its own fair coin, guessed or not.
+        delta: Delta at which epsilon is stated.
+        confidence: Probability with which the bound is true.
+
+    Returns:
+        Epsilon; 0 where nothing is refuted.
+
+    Raises:
+        CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
+    """
+    _check_counts(correct, guesses, m)
+    _check_delta(delta)
+    level = 1 - _checked_confidence(confidence)
+    if _p_value(correct, guesses, m, 0.0, delta) >= level:
+        return 0.0
+    low, high = 0.0, 1.0
+    while _p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _p_value(correct, guesses, m, middle, delta) < level:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def distinguish(
+    false_positives: int,
+    negatives: int,
+    false_negatives: int,
+    positives: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> float:
+    """The largest epsilon that many independent runs with and without one target refute.
+
+    A test between the two of an (epsilon, delta)-DP mechanism has (Kairouz, Oh and Viswanath 2015, Theorem 2.1)
+
+        FPR + e^epsilon FNR >= 1 - delta   and   FNR + e^epsilon FPR >= 1 - delta,
+
+    so epsilon >= max(ln((1 - delta - FPR) / FNR), ln((1 - delta - FNR) / FPR)). Both rates are replaced by their upper
+    Clopper-Pearson limits, each at half of 1 - confidence.
+
+    Args:
+        false_positives: Runs without the target in which the test said that it was there.
+        negatives: Runs without the target.
+        false_negatives: Runs with the target in which the test said that it was not there.
+        positives: Runs with the target.
+        delta: Delta at which epsilon is stated.
+        confidence: Probability with which the bound is true.
+
+    Returns:
+        Epsilon; 0 where nothing is refuted.
+
+    Raises:
+        CloisterError: more errors than runs, or delta or confidence is out of range.
+    """
+    _check_delta(delta)
+    level = (1 - _checked_confidence(confidence)) / 2
+    fpr = _upper_limit("false_positives", false_positives, negatives, level)
+    fnr = _upper_limit("false_negatives", false_negatives, positives, level)
+    bounds = (
+        math.log((1 - delta - one) / other) if 1 - delta > one else 0.0
+        for one, other in ((fpr, fnr), (fnr, fpr))
+    )
+    return max(0.0, *bounds)
+
+
+def _p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
+    from scipy.stats import binom
+
+    if correct == 0:
+        return 1.0
+    right = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, right))
+    if delta == 0:
+        return tail
+    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
+    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * m * delta * share)
+
+
+def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
+    """The rate at which this few errors, or fewer, have the probability `level` (Clopper and Pearson 1934)."""
+    from scipy.stats import beta
+
+    if not 0 <= errors <= runs or runs < 1:
+        raise CloisterError(
+            field, errors, expected=f"from 0 to the number of runs, which is {runs}, and a run"
+        )
+    return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
+
+
+def _check_counts(correct: int, guesses: int, m: int) -> None:
+    if not 0 <= correct <= guesses <= m:
+        raise CloisterError(
+            "correct, guesses and canaries",
+            [correct, guesses, m],
+            expected="each at least 0 and no more than the next",
+        )
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 <= delta < 1:
+        raise CloisterError("delta", delta, expected="from 0 to below 1")
+
+
+def _checked_confidence(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise CloisterError("confidence", confidence, expected="between 0 and 1")
+    return confidence

@@ -1,0 +1,212 @@
+"""Bounds: the L2 norm of an update, the clip to it, and integers whose norm keeps a bound that is known beforehand.
+
+Sensitivity is what the noise is measured against, so a bound here holds for the numbers that are returned, not for
+those one meant. Rounding can lift a norm twice: float32 rounding after the scaling of a clip, which is why `clip`
+rounds toward zero; and the rounding to integers before a discrete mechanism, for which `integer_round` draws
+again until the bound of `rounded_l2` holds (Kairouz, Liu and Steinke 2021, "The distributed discrete Gaussian
+mechanism for federated learning with secure aggregation", Algorithm 1 with granularity 1 / scale).
+
+A sum of float64 squares is itself rounded. The square of a float32 is exact in float64; each block's sum is
+off by less than `BLOCK` x 2^-53 = 2^-39 of itself in any order of adding, and `math.fsum` adds the blocks. Norms
+are compared with a bound lowered by `_MARGIN` = 2^-37 of itself, which covers this with room for the few
+operations around it: what passes is within the bound in exact arithmetic. Refused: a float64 copy of the vector,
+and a random rotation before the rounding (it tightens the largest coordinate, which a 32-bit ring does not need).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.protocol.errors import UpdateError
+
+Update: TypeAlias = npt.NDArray[np.float32]
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+BLOCK = 2**14
+"""Elements of a block: 128 KiB of float64. They stay in a core's cache, and such small arrays are not mapped anew."""
+BETA = math.exp(-0.5)
+"""Probability that Kairouz et al. allow one rounding to miss `rounded_l2`, as they choose it."""
+REDRAWS = 64
+"""Roundings that `integer_round` tries: all of them miss with probability at most `BETA`^64 = 1.3e-14."""
+
+_MARGIN = 2.0**-37
+_MOST_STEPS = (
+    2.0**32
+)  # a 32-bit ring holds less; up to here `rounded_l2` exceeds the bound by more than the margin
+
+
+def l2_norm(vector: Update) -> float:
+    """The L2 norm of `vector`, accumulated in float64 in blocks, right to 2^-38 of itself.
+
+    Args:
+        vector: Shape (d,), float32.
+
+    Raises:
+        UpdateError: an element is not finite; the error names the first.
+        ValueError: the vector has another type or shape.
+    """
+    _check_vector("vector", vector)
+    return math.sqrt(math.fsum(_sum_of_squares(block, begin) for begin, block in _blocks(vector)))
+
+
+def clip(vector: Update, bound: float, out: Update | None = None) -> tuple[Update, float]:
+    """Scale `vector` down to the L2 norm `bound` where it is longer: x min(1, bound / |x|).
+
+    The norm of what is returned is at most `bound` in exact arithmetic. A vector within the bound is returned as
+    it was; one that is longer, or shorter by less than 2^-37 of the bound, is scaled and rounded toward zero,
+    so it may be shorter than the bound by one unit in the last place of each element.
+
+    Args:
+        vector: Shape (d,), float32.
+        bound: L2 norm, positive and finite.
+        out: Where the result goes, of the same shape and type, and it may be `vector`; by default a new vector.
+
+    Returns:
+        The clipped vector, and the norm that `vector` had.
+
+    Raises:
+        UpdateError: an element is not finite; nothing is written then.
+        ValueError: another argument is not as said above.
+    """
+    _check_positive("bound", bound)
+    norm = l2_norm(vector)
+    into = np.empty_like(vector) if out is None else out
+    _check_vector("out", into)
+    if into.size != vector.size:
+        raise ValueError(f"out has {into.size} elements: expected {vector.size}, as many as the vector")
+    if norm <= bound * (1 - _MARGIN):
+        if into is not vector:
+            into[:] = vector
+        return into, norm
+    factor = bound / norm * (1 - _MARGIN)
+    for begin, block in _blocks(vector):
+        scaled = np.multiply(block, factor, dtype=np.float64)
+        into[begin : begin + block.size] = _toward_zero(scaled)
+    return into, norm
+
+
+def rounded_l2(bound: float, d: int, beta: float = BETA) -> float:
+    """The L2 norm that conditional rounding to integers allows a vector of the norm `bound` and length d.
+
+    min(c + sqrt(d), sqrt(c^2 + d/4 + sqrt(2 log(1/beta)) (c + sqrt(d)/2))) with c = `bound`: Kairouz et al. 2021,
+    Algorithm 1. Unconditional stochastic rounding stays below it with probability at least 1 - beta.
+
+    Args:
+        bound: L2 norm before the rounding, in integer steps (scale times the clipping norm).
+        d: Coordinates.
+        beta: From 0, which gives c + sqrt(d), to below 1.
+
+    Raises:
+        ValueError: an argument is not as said above.
+    """
+    _check_positive("bound", bound)
+    _check_count(d)
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta is {beta}: expected 0 or more and below 1")
+    always = bound + math.sqrt(d)
+    if beta == 0:
+        return always
+    spread = math.sqrt(2 * math.log(1 / beta)) * (bound + math.sqrt(d) / 2)
+    return min(always, math.sqrt(bound * bound + d / 4 + spread))
+
+
+def rounded_l1(l2: float, d: int) -> float:
+    """The largest L1 norm of d integers with the L2 norm `l2`: min(sqrt(d) l2, l2^2).
+
+    The first is Cauchy and Schwarz's inequality; the second holds because |i| <= i^2 for an integer.
+    """
+    _check_positive("l2", l2)
+    _check_count(d)
+    return min(math.sqrt(d) * l2, l2 * l2)
+
+
+def integer_round(vector: Update, scale: float, l2_bound: float, random: np.random.Generator) -> Integers:
+    """Round scale x `vector` to integers stochastically, so that the L2 norm of the result is at most
+    `rounded_l2(scale * l2_bound, d)`.
+
+    Each coordinate goes up with the probability of its fraction (to 2^-53), else down, which is unbiased; all are
+    drawn again while the norm is above the bound (Kairouz et al. 2021, Algorithm 1), and this condition makes a
+    small bias. After `REDRAWS` tries the fraction is cut off instead: never above the bound, but biased toward zero.
+    That happens with probability at most `BETA`^`REDRAWS`.
+
+    Args:
+        vector: Shape (d,), float32, with an L2 norm of at most `l2_bound` (as `clip` returns it).
+        scale: Integer steps for 1.0, positive; a power of two scales exactly.
+        l2_bound: Clipping norm; `scale * l2_bound` is at most 2^32.
+        random: Draws d uniform numbers for each try; under privacy a `NoiseStream`'s generator.
+
+    Returns:
+        Shape (d,), int64.
+
+    Raises:
+        UpdateError: an element is not finite, or the norm is above `l2_bound`.
+        ValueError: another argument is not as said above.
+    """
+    _check_positive("scale", scale)
+    _check_positive("l2_bound", l2_bound)
+    if scale * l2_bound > _MOST_STEPS:
+        raise ValueError(f"scale * l2_bound is {scale * l2_bound:.6g}: expected at most 2^32")
+    norm = l2_norm(vector)
+    if norm > l2_bound:
+        raise UpdateError(
+            "norm of the update", norm, expected=f"at most the clipping norm {l2_bound}", fix="clip it first"
+        )
+    rounded = np.empty(vector.size, np.int64)
+    if vector.size == 0:
+        return rounded
+    largest = rounded_l2(scale * l2_bound, vector.size) * (1 - _MARGIN)
+    for _ in range(REDRAWS):
+        squares = []
+        for begin, block in _blocks(vector):
+            scaled = np.multiply(block, scale, dtype=np.float64)
+            down = np.floor(scaled)
+            down += random.random(block.size) < scaled - down
+            rounded[begin : begin + block.size] = down
+            squares.append(float(np.square(down).sum()))
+        if math.sqrt(math.fsum(squares)) <= largest:
+            return rounded
+    for begin, block in _blocks(vector):
+        rounded[begin : begin + block.size] = np.trunc(np.multiply(block, scale, dtype=np.float64))
+    return rounded
+
+
+def _blocks(vector: npt.NDArray[Any]) -> list[tuple[int, npt.NDArray[Any]]]:
+    return [(begin, vector[begin : begin + BLOCK]) for begin in range(0, vector.size, BLOCK)]
+
+
+def _sum_of_squares(block: Update, begin: int) -> float:
+    # Not a dot product: the number of BLAS threads would change its last bits.
+    total = float(np.multiply(block, block, dtype=np.float64).sum())
+    if not math.isfinite(total):
+        where = int(np.flatnonzero(~np.isfinite(block))[0])
+        raise UpdateError(f"update[{begin + where}]", float(block[where]), expected="a finite number")
+    return total
+
+
+def _toward_zero(values: npt.NDArray[np.float64]) -> Update:
+    """float64 to float32 without ever growing in magnitude; denormal numbers too."""
+    nearest = values.astype(np.float32)
+    lifted = np.abs(nearest) > np.abs(values)
+    bits = nearest.view(np.uint32)
+    bits -= lifted  # sign and magnitude: one less is one step toward zero
+    return nearest
+
+
+def _check_vector(name: str, vector: npt.NDArray[Any]) -> None:
+    if vector.dtype != np.float32 or vector.ndim != 1:
+        shown = f"{vector.dtype}{list(vector.shape)}"
+        raise ValueError(f"{name} is {shown}: expected one dimension of float32")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}: expected a positive, finite number")
+
+
+def _check_count(d: int) -> None:
+    if d < 1:
+        raise ValueError(f"d is {d}: expected 1 or more")

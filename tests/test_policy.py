@@ -1,0 +1,359 @@
+"""A site's policy: each demand below, at and above what it allows; and refusals that only the site can have signed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.privacy import policy as policies
+from cloister.privacy.policy import LONGEST_REASON, Offer, Policy, Refusal, load_policy, offer_of
+from cloister.protocol.encoding import pack
+from cloister.protocol.errors import EncodingError, MemberError, PolicyError, SignatureError, StaleError
+from cloister.protocol.plan import AdapterSection, Plan, PrivacySection, parse
+from cloister.protocol.roster import Card, Roster
+
+HASH = "ab" * 32
+PLAN = "12" * 32
+
+OFFER = Offer(
+    unit="record",
+    noise_multiplier=1.0,
+    delta=1e-5,
+    epsilon_after=8.0,
+    cohort=8,
+    secure=True,
+    roster_hash=HASH,
+    model="meta-llama/Llama-3.2-1B",
+    adapter="ffa-lora",
+    rounds=10,
+)
+
+
+def policy(path: Path, text: str) -> Policy:
+    path.write_text(text, encoding="utf-8")
+    return load_policy(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "policy.toml"
+
+
+# demand as in TOML, field of the offer, what passes, what does not
+DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
+    ('units = ["record"]', "unit", ["record"], ["none", "site"]),
+    ('units = ["record", "site"]', "unit", ["record", "site"], ["none", ""]),
+    ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["other"]),
+    ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
+    (
+        "greatest_epsilon = 8.0",
+        "epsilon_after",
+        [0.0, 7.5, 8.0],
+        [math.nextafter(8, 9), 20.0, math.inf, math.nan],
+    ),
+    ("greatest_delta = 1e-6", "delta", [1e-7, 1e-6], [math.nextafter(1e-6, 1), 1e-5, math.nan]),
+    ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
+    ("secure_required = true", "secure", [True], [False, 1, None]),
+    ("secure_required = false", "secure", [True, False], []),
+    (f'roster_hash = "{HASH}"', "roster_hash", [HASH, HASH.upper()], ["", "cd" * 32, HASH[:-1]]),
+    ('models = ["builtin:llama"]', "model", ["builtin:llama"], ["builtin:llama2", "Builtin:llama", ""]),
+    (
+        'models = ["meta-llama/*", "gpt2"]',
+        "model",
+        ["meta-llama/x", "gpt2"],
+        ["meta-llama", "evil/meta-llama/x", "gpt2-xl"],
+    ),
+    ('adapters = ["ffa-lora", "rolora"]', "adapter", ["ffa-lora", "rolora"], ["lora", "full", ""]),
+    ("most_rounds = 10", "rounds", [1, 9, 10], [11, 1000]),
+]
+
+
+@pytest.mark.parametrize(("demand", "field", "passes", "refused"), DEMANDS, ids=[each[0] for each in DEMANDS])
+def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
+    path: Path, demand: str, field: str, passes: list[Any], refused: list[Any]
+) -> None:
+    demanded = policy(path, demand)
+    for value in passes:
+        demanded.check(dataclasses.replace(OFFER, **{field: value}))
+    for value in refused:
+        with pytest.raises(PolicyError) as error:
+            demanded.check(dataclasses.replace(OFFER, **{field: value}))
+        assert error.value.value is value  # what is offered
+        assert demand.split(" = ")[0] in str(error.value)  # by which demand
+        assert error.value.expected
+
+
+def test_every_demand_is_tried() -> None:
+    assert {each[0].split(" = ")[0] for each in DEMANDS} == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize(
+    "demand", ["least_noise", "greatest_epsilon", "greatest_delta", "least_cohort", "units"]
+)
+def test_without_the_demand_the_same_offer_passes(path: Path, demand: str) -> None:
+    """So that each refusal comes from its own demand."""
+    offer = dataclasses.replace(
+        OFFER, unit="site", noise_multiplier=0.1, delta=0.1, epsilon_after=90.0, cohort=4
+    )
+    demands = {
+        "units": '["record"]',
+        "least_noise": "1.0",
+        "greatest_epsilon": "8.0",
+        "greatest_delta": "1e-6",
+        "least_cohort": "8",
+    }
+    with pytest.raises(PolicyError, match=demand):
+        policy(path, f"{demand} = {demands[demand]}").check(offer)
+    policy(path, "secure_required = true").check(offer)
+
+
+def test_a_message_says_what_is_demanded_offered_and_accepted(path: Path) -> None:
+    with pytest.raises(PolicyError) as error:
+        policy(path, "greatest_epsilon = 4.0").check(OFFER)
+    assert str(error.value) == (
+        "epsilon of the site's data after the run is 8.0: expected at most 4.0, by greatest_epsilon of the site's "
+        "policy"
+    )
+    with pytest.raises(PolicyError, match="expected one of ffa-lora, rolora, by adapters"):
+        policy(path, 'adapters = ["ffa-lora", "rolora"]').check(dataclasses.replace(OFFER, adapter="lora"))
+
+
+def test_what_is_left_out_still_demands_a_guarantee_masks_and_a_cohort(path: Path) -> None:
+    least = policy(path, "most_rounds = 1000")
+    least.check(OFFER)
+    for change in ({"unit": "none"}, {"secure": False}, {"cohort": 2}):
+        with pytest.raises(PolicyError):
+            least.check(dataclasses.replace(OFFER, **change))
+
+
+@given(
+    noise=st.floats(),
+    epsilon=st.floats(),
+    least=st.floats(0, 100),
+    greatest=st.floats(0, 100, exclude_min=True),
+)
+def test_figures_pass_exactly_where_they_are_within_both_limits(
+    noise: float, epsilon: float, least: float, greatest: float
+) -> None:
+    demanded = Policy(least_noise=least, greatest_epsilon=greatest)
+    offer = dataclasses.replace(OFFER, noise_multiplier=noise, epsilon_after=epsilon)
+    try:
+        demanded.check(offer)
+        passed = True
+    except PolicyError:
+        passed = False
+    assert passed == (noise >= least and epsilon <= greatest)
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "at least one demand"),
+        ("# greatest_epsilon = 1\n", "at least one demand"),
+        ("greatest_epsilom = 1.0", r"did you mean greatest_epsilon\?"),
+        ("[privacy]\nleast_noise = 1.0", "expected one of the demands"),
+        ("least_noise = nan", "least_noise"),
+        ("least_noise = -1.0", "least_noise is -1.0: expected greater than or equal to 0"),
+        ("greatest_epsilon = inf", "greatest_epsilon"),
+        ("greatest_epsilon = 0.0", "greater than 0"),
+        ('greatest_epsilon = "8"', "valid number"),
+        ("greatest_delta = 1.0", "less than 1"),
+        ("least_cohort = 0", "least_cohort"),
+        ("least_cohort = 3.5", "valid integer"),
+        ("secure_required = 1", "valid boolean"),
+        ('roster_hash = "abc"', "64 hexadecimal digits"),
+        ("units = []", "at least 1 item"),
+        ('units = "record"', "array"),
+        ('units = ["records"]', "'none', 'record' or 'site'"),
+        ('adapters = ["dora"]', "'full', 'ffa-lora', 'rolora' or 'lora'"),
+        ('models = [""]', "at least 1 character"),
+        ("most_rounds = 0", "most_rounds"),
+        ("most_rounds = 2026-01-01", "no dates"),
+        ("most_rounds = ", "valid TOML"),
+        ('units = ["none", "record"]\nleast_noise = 1.0', "no none beside least_noise"),
+        ('units = ["none"]\ngreatest_epsilon = 1.0', "no none beside"),
+        ('units = ["none"]\ngreatest_delta = 1e-5', "no none beside"),
+    ],
+)
+def test_a_wrong_policy_is_refused_in_one_line(path: Path, text: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message) as error:
+        policy(path, text)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="No such file"):
+        load_policy(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b'models = ["\xff"]')
+    with pytest.raises(PolicyError, match="valid TOML"):
+        load_policy(tmp_path / "latin.toml")
+
+
+def test_units_and_schemes_are_those_of_a_plan() -> None:
+    assert get_args(policies.Unit) == get_args(PrivacySection.model_fields["unit"].annotation)
+    assert get_args(policies.Scheme) == get_args(AdapterSection.model_fields["scheme"].annotation)
+
+
+# What a plan offers
+
+
+def changed(plan: Plan, section: str, **values: Any) -> Plan:
+    return plan.model_copy(update={section: getattr(plan, section).model_copy(update=values)})
+
+
+def test_an_offer_says_what_the_plan_says() -> None:
+    plan = parse('[run]\nrounds = 7\n[model]\nname = "gpt2"\n[model.adapter]\nscheme = "ffa-lora"')
+    plan = changed(plan, "privacy", unit="record", delta=1e-6)
+    offer = offer_of(plan, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
+    assert offer == Offer(
+        unit="record",
+        noise_multiplier=0.7,
+        delta=1e-6,
+        epsilon_after=3.0,
+        cohort=5,
+        secure=True,
+        roster_hash=HASH,
+        model="gpt2",
+        adapter="ffa-lora",
+        rounds=7,
+    )
+    clear = changed(plan, "aggregation", secure=False)
+    assert not offer_of(clear, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH).secure
+
+
+def test_a_plan_without_a_unit_offers_no_noise_and_no_epsilon_whatever_is_said_of_it() -> None:
+    offer = offer_of(parse(""), noise_multiplier=9.0, epsilon_after=0.0, cohort=5, roster_hash="")
+    assert (offer.unit, offer.noise_multiplier, offer.epsilon_after) == ("none", 0.0, math.inf)
+
+
+# Refusals
+
+
+@pytest.fixture(scope="module")
+def keys() -> dict[str, Ed25519PrivateKey]:
+    return {
+        name: Ed25519PrivateKey.from_private_bytes(name[-1].encode() * 32) for name in ("site-1", "site-2")
+    }
+
+
+@pytest.fixture(scope="module")
+def roster(keys: dict[str, Ed25519PrivateKey]) -> Roster:
+    return Roster.of(Card.of(name, key) for name, key in keys.items())
+
+
+@pytest.fixture
+def refusal(keys: dict[str, Ed25519PrivateKey]) -> Refusal:
+    return Refusal.sign(
+        keys["site-1"], site="site-1", run="0a1b2c", plan_digest=PLAN, reason="epsilon is 9: expected 8"
+    )
+
+
+def test_a_refusal_is_read_back_and_verified(refusal: Refusal, roster: Roster) -> None:
+    arrived = Refusal.from_bytes(refusal.to_bytes())
+    assert arrived == refusal
+    arrived.verify(roster, run="0a1b2c", plan_digest=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("site", "site-2"),
+        ("run", "0a1b2d"),
+        ("plan_digest", "34" * 32),
+        ("reason", "epsilon is 9: expected 7"),
+        ("signature", bytes(64)),
+        ("signature", b""),
+    ],
+)
+def test_a_refusal_that_was_altered_is_not_the_site_s(
+    refusal: Refusal, roster: Roster, field: str, value: Any
+) -> None:
+    altered = dataclasses.replace(refusal, **{field: value})
+    arrived = Refusal.from_bytes(altered.to_bytes())
+    with pytest.raises(SignatureError, match=arrived.site):
+        arrived.verify(roster, run=arrived.run, plan_digest=arrived.plan_digest)
+
+
+def test_no_byte_of_a_refusal_can_be_changed(refusal: Refusal, roster: Roster) -> None:
+    whole = refusal.to_bytes()
+    for at in range(len(whole)):
+        altered = bytearray(whole)
+        altered[at] ^= 1
+        with pytest.raises((EncodingError, MemberError, StaleError, SignatureError)):
+            Refusal.from_bytes(bytes(altered)).verify(roster, run="0a1b2c", plan_digest=PLAN)
+
+
+def test_a_refusal_in_another_site_s_name_is_not_believed(
+    keys: dict[str, Ed25519PrivateKey], roster: Roster
+) -> None:
+    forged = Refusal.sign(keys["site-2"], site="site-1", run="0a1b2c", plan_digest=PLAN, reason="no")
+    with pytest.raises(SignatureError):
+        forged.verify(roster, run="0a1b2c", plan_digest=PLAN)
+    stranger = Refusal.sign(keys["site-2"], site="site-9", run="0a1b2c", plan_digest=PLAN, reason="no")
+    with pytest.raises(MemberError):
+        stranger.verify(roster, run="0a1b2c", plan_digest=PLAN)
+
+
+def test_a_refusal_of_another_run_or_plan_is_stale(refusal: Refusal, roster: Roster) -> None:
+    with pytest.raises(StaleError, match="run of the refusal"):
+        refusal.verify(roster, run="ffff", plan_digest=PLAN)
+    with pytest.raises(StaleError, match="plan digest of the refusal"):
+        refusal.verify(roster, run="0a1b2c", plan_digest="34" * 32)
+
+
+def test_a_reason_is_one_printable_line_however_it_comes(
+    keys: dict[str, Ed25519PrivateKey], roster: Roster
+) -> None:
+    reason = "no\n\x1b[2Jmore " + "x" * 2000
+    made = Refusal.sign(keys["site-1"], site="site-1", run="r", plan_digest=PLAN, reason=reason)
+    assert made.reason.startswith("no ?[2Jmore xxx")
+    assert len(made.reason) == LONGEST_REASON
+    made.verify(roster, run="r", plan_digest=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("run", "digest", "reason"),
+    [
+        ("r", PLAN, "no\x1b[2J"),
+        ("r", PLAN, "no\nyes"),
+        ("r", PLAN, ""),
+        ("r", PLAN, "x" * 1001),
+        ("", PLAN, "no"),
+        ("r\x07", PLAN, "no"),
+        ("r" * 65, PLAN, "no"),
+        ("r", PLAN.upper() + "A", "no"),
+        ("r", PLAN[:-1], "no"),
+    ],
+)
+def test_what_cannot_be_shown_is_not_read_even_where_it_is_signed(
+    keys: dict[str, Ed25519PrivateKey], run: str, digest: str, reason: str
+) -> None:
+    signature = keys["site-1"].sign(pack("cloister-refusal-1", "site-1", run, digest, reason))
+    with pytest.raises(EncodingError, match="of a refusal"):
+        Refusal.from_bytes(pack("cloister-refusal-1", "site-1", run, digest, reason, signature))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        pack("cloister-refusal-2", "site-1", "r", PLAN, "no", bytes(64)),
+        pack("cloister-refusal-1", "site-1", "r", PLAN, "no"),
+        pack("cloister-refusal-1", "site-1", 1, PLAN, "no", bytes(64)),
+    ],
+)
+def test_bytes_that_are_no_refusal_are_refused(data: bytes) -> None:
+    with pytest.raises(EncodingError):
+        Refusal.from_bytes(data)
