@@ -76,6 +76,24 @@ class SumLayout:
         vector[self.size :] = self.ring.encode_counters([known[name] for name in self.counters])
         return vector
 
+    def whole(self, steps: npt.NDArray[np.int64]) -> RingVector:
+        """A site's part of a mean of vectors that are whole numbers of steps already, with the weight 1.
+
+        Args:
+            steps: (size,) int64; what is beyond the ring is taken modulo 2^bits.
+
+        Returns:
+            (length,) ring integers.
+        """
+        if steps.shape != (self.size,):
+            raise UpdateError("update", steps.shape, expected=f"a vector of {self.size} values")
+        vector: RingVector = np.empty(self.length, dtype=self.ring.dtype)
+        vector[: self.size] = steps.astype(self.ring.dtype)
+        vector[self.size :] = self.ring.encode_counters(
+            [1 if name == WEIGHT else 0 for name in self.counters]
+        )
+        return vector
+
     def open(self, total: RingVector) -> Opened:
         """Decode a finished sum.
 

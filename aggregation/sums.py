@@ -8,6 +8,7 @@ import math
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
+from cloister.privacy.terms import terms_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
@@ -31,10 +32,21 @@ def count_of_loss(nats: float) -> int:
 
 
 def training_layout(plan: Plan, parameters: int) -> SumLayout:
-    """The layout of a round's sum: the weighted updates, and totals of what the sites learned from."""
+    """The layout of a round's sum: the weighted updates, and totals of what the sites learned from.
+
+    Under privacy there is no total but the number of sites: the others are of the data, and nobody has paid for them.
+    Where the unit is the site, values are in units of the clipping norm, in the steps that its noise is made for; with
+    adaptive clipping one more value follows them.
+    """
+    bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
+    terms = terms_of(plan, parameters)
+    if terms is not None and terms.coding is not None:
+        steps = Ring(bits, 1.0, cohort).levels
+        values = parameters + (1 if terms.coding.count_step else 0)
+        return SumLayout(Ring(bits, steps / terms.coding.scale, cohort), values, (WEIGHT,))
     heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
-    ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-    return SumLayout(ring, parameters, (WEIGHT, TOKENS, LOSS, CLIPPED), heaviest)
+    counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
+    return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)
 
 
 def evaluation_layout(plan: Plan) -> SumLayout:

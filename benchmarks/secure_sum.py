@@ -47,9 +47,9 @@ from cloister.aggregation import masks
 from cloister.aggregation.secure_messages import Masked
 from cloister.aggregation.secure_sum import Contract, Coordinator, Site
 from cloister.clients import app as site_app
-from cloister.clients.train import LocalUpdate, Trainer
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
+from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.messages import Failure
 from cloister.protocol.plan import Plan, parse
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster

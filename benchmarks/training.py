@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 
+from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
 from cloister.lm.model import load_model
 from cloister.protocol.plan import Plan, parse
 from cloister.server.folder import RunFolder
-from cloister.simulations.corpus import corpus_records
 from cloister.simulations.federation import simulate
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,17 +19,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cloister.privacy.report import at_most
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE
 from cloister.server.progress import (
     AttemptFailed,
+    BudgetSpent,
     Evaluated,
     Event,
     Finished,
     NotEvaluated,
     Preparing,
+    PublicStep,
+    Refusing,
     RoundAbandoned,
     RoundDone,
     RoundStarted,
@@ -37,6 +41,9 @@ from cloister.server.progress import (
     SiteFailed,
     Started,
 )
+
+if TYPE_CHECKING:  # it imports torch
+    from cloister.server.run import Outcome
 
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
@@ -106,10 +113,11 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
                     "initial_loss": outcome.initial_loss,
                     "final_loss": outcome.final_loss,
                     "perplexity": outcome.perplexity,
-                    "epsilon": None,
-                    "delta": None,
+                    "epsilon": outcome.epsilon,
+                    "delta": None if outcome.epsilon is None else folder.plan.privacy.delta,
+                    "stopped": outcome.stopped,
                     "seconds": time.monotonic() - started,
-                    "tokens_per_second": outcome.tokens_per_second,
+                    "tokens_per_second": outcome.tokens_per_second or None,
                     "params_sha256": outcome.params_sha256,
                 }
             )
@@ -134,14 +142,31 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
             f"accuracy {outcome.accuracy:.1%}",
             style="bold",
         )
+    console.print(Text(_guarantee(folder.plan, outcome), style="bold"), soft_wrap=True)
     _print_sample(console, folder)
     for line in (
         f"weights {outcome.params_sha256}",
         f"run     {folder.path}",
+        f"report  cloister report {shlex.quote(str(folder.path))}",
         f"try     cloister generate {shlex.quote(str(folder.path))} --prompt 'The '",
     ):
         console.print(Text(line), soft_wrap=True)
     return 0
+
+
+def _guarantee(plan: Plan, outcome: Outcome) -> str:
+    """What the run guarantees, in one line."""
+    privacy = plan.privacy
+    if privacy.unit == "none" or outcome.epsilon is None:
+        return "no privacy guarantee: the plan has no privacy unit"
+    if plan.simulation.noise_seed is not None:
+        return "no privacy guarantee: the noise came from the declared seed simulation.noise_seed"
+    budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
+    limit = "" if budget is None else f", of a budget of {budget:g}"
+    return (
+        f"privacy: each {privacy.unit} has epsilon {at_most(outcome.epsilon)} at delta {privacy.delta:g}{limit}; "
+        "`cloister report` says under which assumptions"
+    )
 
 
 def _begun(folder: RunFolder) -> bool:
@@ -209,12 +234,22 @@ def describe(event: Event) -> str:
             return f"round {number}: given up after {attempts} attempts; the model is as it was"
         case NotEvaluated(number, attempts):
             return f"round {number}: not evaluated, after {attempts} attempts"
-        case RoundDone():
-            rate = event.tokens / event.seconds if event.seconds else 0.0
+        case Refusing(number, sites):
+            return f"round {number}: not begun: {', '.join(sites)} refused, and too few are left; this is the end"
+        case BudgetSpent(number, epsilon, budget):
             return (
-                f"round {event.round}: {event.sites} sites, training loss {event.train_loss:.3f}, "
-                f"{rate:,.0f} tokens/s{_clipped(event)}"
+                f"round {number}: not begun: epsilon is {at_most(epsilon)}, and the round would exceed the budget of "
+                f"{budget:g}; this is the end"
             )
+        case RoundDone():
+            parts = [f"round {event.round}: {event.sites} sites"]
+            if event.train_loss is not None:
+                parts.append(f"training loss {event.train_loss:.3f}")
+            if event.tokens is not None:
+                parts.append(f"{_rate(event):,.0f} tokens/s")
+            if event.epsilon is not None:
+                parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
+            return ", ".join(parts) + _clipped(event)
         case Evaluated():
             return (
                 f"round {event.round}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:.2f}, "
@@ -226,7 +261,13 @@ def describe(event: Event) -> str:
 
 
 def _how(plan: Plan) -> str:
-    return "secure sum" if plan.aggregation.secure else "sum IN CLEAR: the coordinator sees every update"
+    how = "secure sum" if plan.aggregation.secure else "sum IN CLEAR: the coordinator sees every update"
+    unit = plan.privacy.unit
+    return f"{how}, private per {unit}" if unit != "none" else f"{how}, NO differential privacy"
+
+
+def _rate(event: RoundDone) -> float:
+    return (event.tokens or 0) / event.seconds if event.seconds else 0.0
 
 
 def _clipped(event: RoundDone) -> str:
@@ -277,6 +318,10 @@ class LiveDisplay:
                 case SiteAnswered(site=site):
                     self._answered.add(site)
                 case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
+                    self._failures.append(describe(event))
+                case PublicStep(step, steps):
+                    self._status = f"public training, step {step} of {steps}"
+                case BudgetSpent() | Refusing():
                     self._failures.append(describe(event))
                 case RoundDone():
                     self._done = event.round
@@ -332,7 +377,9 @@ class LiveDisplay:
 
     def _table(self, shown: list[int]) -> Table:
         """The rounds; a narrow terminal gets fewer columns instead of cut ones."""
-        headings = ["round", "loss", "tokens/s", "sites", "perplexity", "train loss", "bits/byte"]
+        private = self._plan.privacy.unit != "none"
+        headings = ["round", "loss", "epsilon" if private else "tokens/s", "sites", "perplexity"]
+        headings += ["bits/byte"] if private else ["train loss", "bits/byte"]
         width = self._console.width
         headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -348,12 +395,11 @@ class LiveDisplay:
                     "bits/byte": f"{loss.bits_per_byte:.3f}",
                 }
             if done:
-                rate = done.tokens / done.seconds if done.seconds else 0.0
-                cells |= {
-                    "train loss": f"{done.train_loss:.3f}",
-                    "tokens/s": f"{rate:,.0f}",
-                    "sites": str(done.sites),
-                }
+                cells["sites"] = str(done.sites)
+                if done.train_loss is not None:
+                    cells |= {"train loss": f"{done.train_loss:.3f}", "tokens/s": f"{_rate(done):,.0f}"}
+                if done.epsilon is not None:
+                    cells["epsilon"] = at_most(done.epsilon)
             table.add_row(*(cells.get(heading, "") for heading in headings))
         return table
 

@@ -17,11 +17,12 @@ from types import FrameType
 
 from cloister.protocol.errors import CloisterError
 
+_PLAN_HELP = "the plan: a TOML file, or a shipped one: default, not-private, private-sites (default: default)"
 _SET_HELP = "override a field of the plan, such as local.steps=50 (repeatable)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0 done, 2 refused, 130 interrupted."""
+    """Run a command line; returns the exit code: 0 done, 2 refused, 3 an audit's alarm, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             stream.reconfigure(errors="replace")  # a mark for what the terminal cannot show ends no run
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "and between them the same messages as between machines. What comes of it is kept in the run folder.",
     )
     simulate.set_defaults(verb="simulate")
-    simulate.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
+    simulate.add_argument("plan", nargs="?", metavar="PLAN", help=_PLAN_HELP)
     simulate.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
     simulate.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
     simulate.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
@@ -92,6 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     resume.set_defaults(verb="resume")
     resume.add_argument("run", metavar="RUN", help="the run's folder")
     _add_engine(resume)
+
+    report = verbs.add_parser(
+        "report",
+        help="what a run may claim about privacy, as a page to read and sign",
+        description="Write report.html and report.json: the guarantee of a run in one sentence, or that there is "
+        "none, with its assumptions, its charges and what it does not cover. A run that is not finished is reported as "
+        "far as it has come.",
+    )
+    report.set_defaults(verb="report")
+    report.add_argument("run", metavar="RUN", help="the run's folder")
+    report.add_argument("--output", metavar="DIR", help="where to write (default: the run's folder)")
+    report.add_argument("--json", action="store_true", help="print one line of JSON")
 
     generate = verbs.add_parser(
         "generate",
@@ -123,11 +136,12 @@ def _parser() -> argparse.ArgumentParser:
         "A plan that is not sound is refused with the field that is wrong.",
     )
     check.set_defaults(verb="plan")
-    check.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: the shipped one)")
+    check.add_argument("plan", nargs="?", metavar="PLAN", help=_PLAN_HELP)
     check.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     check.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     check.add_argument("--json", action="store_true", help="print one line of JSON")
 
+    _add_budget(verbs)
     _add_site(
         verbs.add_parser(
             "site",
@@ -142,7 +156,89 @@ def _parser() -> argparse.ArgumentParser:
             description="Work with rosters: the cards of all sites in one file, whose hash every site pins.",
         )
     )
+    _add_ledger(
+        verbs.add_parser(
+            "ledger",
+            help="check a ledger, and show what was spent",
+            description="Work with ledgers: the durable lists of every release that was paid for.",
+        )
+    )
+    _add_audit(
+        verbs.add_parser(
+            "audit",
+            help="attack a run's mechanism with canaries, and compare with what it claims",
+            description="Attack the mechanism of a simulated run with canaries, and hold the lower bound on epsilon "
+            "that this proves against the claim. What is found is kept in audit.json. Exit code 3 where the claim is "
+            "refuted.",
+        )
+    )
     return parser
+
+
+def _add_audit(audit: argparse.ArgumentParser) -> None:
+    audit.set_defaults(verb="audit")
+    audit.add_argument("run", metavar="RUN", help="the run's folder")
+    audit.add_argument(
+        "--canaries",
+        type=int,
+        metavar="M",
+        help="canaries among the records, or times that a round's sum is taken (default: what tells most)",
+    )
+    audit.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="of the bound (default: 0.95)"
+    )
+    audit.add_argument(
+        "--steps", type=int, metavar="N", help="local steps to take, at most (default: all of the run's)"
+    )
+    audit.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _add_budget(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    budget = verbs.add_parser(
+        "budget",
+        help="what privacy will cost, or the noise that a budget needs",
+        description="Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; "
+        "nothing is trained. Unit record: DP-SGD on records drawn with --sampling-rate, or --batch-size of --examples, "
+        "for --steps, or --rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds.",
+    )
+    budget.set_defaults(verb="budget")
+    budget.add_argument("--unit", choices=("record", "site"), required=True, help="what is protected")
+    budget.add_argument(
+        "--noise-multiplier", type=float, metavar="Z", help="noise in units of the clipping norm"
+    )
+    budget.add_argument(
+        "--target-epsilon",
+        type=float,
+        metavar="E",
+        help="epsilon of the whole run, for which to find the noise",
+    )
+    budget.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
+    budget.add_argument("--rounds", type=int, metavar="R", help="rounds")
+    budget.add_argument("--accountant", choices=("pld", "rdp"), default="pld", help="(default: pld)")
+    record = budget.add_argument_group("unit record")
+    record.add_argument(
+        "--sampling-rate", type=float, metavar="Q", help="probability of a record to be in a step"
+    )
+    record.add_argument(
+        "--batch-size", type=int, metavar="B", help="expected records in a step; with --examples"
+    )
+    record.add_argument(
+        "--examples", type=int, metavar="N", help="records of the smallest site; with --batch-size"
+    )
+    record.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
+    record.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
+    site = budget.add_argument_group("unit site")
+    site.add_argument("--central", action="store_true", help="a trusted coordinator adds Gaussian noise")
+    site.add_argument("--sites", type=int, metavar="N", help="sites in a round (default: 8)")
+    site.add_argument(
+        "--quorum", type=float, metavar="F", help="fraction of them in the smallest sum (default: 0.75)"
+    )
+    site.add_argument(
+        "--colluders", type=float, metavar="F", help="fraction of them without noise (default: 0.1)"
+    )
+    site.add_argument("--clip", type=float, metavar="C", help="clipping norm of an update (default: 1)")
+    site.add_argument("--dimension", type=int, metavar="P", help="parameters of an update (default: 1000000)")
+    budget.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +287,26 @@ def _add_roster(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(verb="roster", action=name)
         if action is not build:
             action.add_argument("roster", metavar="FILE", help="the roster")
+        action.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _add_ledger(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    verify = actions.add_parser(
+        "verify",
+        help="check that a ledger was not altered",
+        description="Check the hash chain of a ledger, and print its entries and its head. Exit code 1 and the "
+        "reason where it does not hold.",
+    )
+    verify.add_argument("--head", metavar="HEX", help="a head noted earlier, such as a report's")
+    show = actions.add_parser(
+        "show",
+        help="print what was spent, by dataset and run",
+        description="Print what a ledger holds: the epsilon of each run, and of all runs together, by dataset.",
+    )
+    for name, action in {"verify": verify, "show": show}.items():
+        action.set_defaults(verb="ledger", action=name)
+        action.add_argument("ledger", metavar="PATH", help="a ledger, or a run folder")
         action.add_argument("--json", action="store_true", help="print one line of JSON")
 
 

@@ -24,15 +24,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_plan(path: str | None, overrides: list[str]) -> Plan:
-    """The plan in a file, or the shipped default, with overrides on top.
+    """The plan in a file, a shipped plan by its name, or the shipped default, with overrides on top.
 
     Raises:
         PlanError: it is missing or unsound.
     """
-    if path is not None:
+    shipped = shipped_plans()
+    name = path or "default"
+    if path is not None and (Path(path).exists() or path not in shipped):
         return load(Path(path), overrides)
-    shipped = files("cloister.simulations.plans").joinpath("default.toml")
-    return parse(shipped.read_text(encoding="utf-8"), overrides, origin="the shipped plan default.toml")
+    return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
+
+
+def shipped_plans() -> dict[str, str]:
+    """The plans that come with the program, by name."""
+    folder = files("cloister.simulations.plans")
+    return {
+        entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    }
 
 
 def _names(plan: Plan) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""`cloister site init`: a site's identity, the card that it shows to the others, and a `site.toml` to fill in."""
+"""`cloister site init`: a site's identity, its card, and a `site.toml` and `policy.toml` to fill in."""
 
 from __future__ import annotations
 
@@ -39,6 +39,39 @@ secure = true
 
 # Fewest sites whose sum this site takes part in.
 minimum_cohort = 3
+
+# What this site demands of a plan's privacy, and the most that may be spent on its data over all runs.
+policy = "policy.toml"
+
+# The name under which the ledger keeps what this data has spent. Data that is moved, or grows, keeps its name.
+dataset = {name}
+
+# The ledger. It must outlive runs and state folders: keep it where it is backed up. One that is lost has forgotten.
+ledger = "ledger.sqlite"
+"""
+
+_POLICY = """\
+# What this site demands before it takes part. The site itself checks it, and refuses, signed, what asks for more.
+
+# Units of privacy that are accepted: "record" (one record of this site), "site" (all that it holds).
+units = ["record", "site"]
+
+# Largest epsilon of this site's data over all runs in its ledger, and largest delta. When the next round would exceed
+# it, the site takes no further part.
+greatest_epsilon = 4.0
+greatest_delta = 1e-5
+
+# Smallest noise multiplier, fewest sites in a cohort, most rounds.
+least_noise = 0.0
+least_cohort = 3
+most_rounds = 1000
+
+# Only sums under masks.
+secure_required = true
+
+# Models and adapters that are accepted, by name; a pattern such as "meta-llama/*" too. Empty: any.
+models = []
+adapters = []
 """
 
 
@@ -63,19 +96,33 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     save_identity(identity, pem)
     kept = os.path.lexists(site)
+    policy = folder / "policy.toml"
+    demands_kept = os.path.lexists(policy)
     try:
         if not kept:
             _write(site, _SKELETON.format(name=json.dumps(arguments.name)))
+        if not demands_kept:
+            _write(policy, _POLICY)
         _write(shown, card.text() + "\n")
     except CloisterError:
         pem.unlink(missing_ok=True)  # nobody has seen it
+        for path, was_there in ((site, kept), (policy, demands_kept)):
+            if not was_there:
+                path.unlink(missing_ok=True)
         raise
     if arguments.json:
-        found = {"name": card.name, "card": card.text(), "card_file": str(shown), "site_made": not kept}
+        found = {
+            "name": card.name,
+            "card": card.text(),
+            "card_file": str(shown),
+            "site_made": not kept,
+            "policy": str(policy),
+        }
         print(json.dumps({**found, "identity": str(pem), "site": str(site)}))
         return 0
     print(f"identity  {pem}: keep it secret, and keep a copy: it cannot be made twice")
     print(f"settings  {site}: {'was there and is as it was' if kept else 'new; fill it in'}")
+    print(f"policy    {policy}: what the site demands of a plan; read it, and change it")
     print(f"card      {shown}: public, may be mailed\n\n{card.text()}\n")
     print("next:")
     print("  1. Send the card to the other sites.")

@@ -12,7 +12,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cloister.clients.site import Site, load_site
-from cloister.protocol.errors import CloisterError, PlanError, SecureSumError
+from cloister.protocol.errors import BudgetError, CloisterError, PlanError, PolicyError, SecureSumError
 from cloister.protocol.messages import Agree, Evaluate, Join, Reply, Train
 from cloister.protocol.records import from_records, private_of, to_records
 
@@ -44,8 +44,15 @@ def client_app(
     app = ClientApp()
 
     def answer(message: Message, context: Context, act: Callable[[Site, RecordDict], Reply]) -> Message:
+        site = None
         try:
-            return Message(to_records(act(open_site(context), message.content)), reply_to=message)
+            site = open_site(context)
+            return Message(to_records(act(site, message.content)), reply_to=message)
+        except (PolicyError, BudgetError) as error:
+            _log.warning("refused: %s", error)
+            if site is None:
+                return Message(Error(REFUSED, explain(error)), reply_to=message)
+            return Message(to_records(_refusal(site, message.content, error)), reply_to=message)
         except CloisterError as error:
             _log.warning("refused: %s", error)
             return Message(Error(REFUSED, explain(error)), reply_to=message)
@@ -76,6 +83,14 @@ def client_app(
         )
 
     return app
+
+
+def _refusal(site: Site, said: RecordDict, error: PolicyError | BudgetError) -> Reply:
+    fields = said["fields"]
+    plan, run = fields["plan"], fields["run"]  # every request has them, and they were read before
+    assert isinstance(plan, str)
+    assert isinstance(run, str)
+    return site.refuse(plan, run, error)
 
 
 def site_of_node(context: Context) -> Site:

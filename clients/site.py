@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,16 +41,42 @@ from cloister.aggregation.sums import (
     training_layout,
 )
 from cloister.clients.attempt import ADVERTISE, Attempts, Live, Member
+from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.pins import Pins
-from cloister.clients.train import Trainer
-from cloister.lm.data import Prepared, cached, prepare, prepared_key
+from cloister.clients.release import Finished, for_site_unit, in_clear_units
+from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
+from cloister.lm.train import Trainer
+from cloister.privacy.accounting import Event, to_json
+from cloister.privacy.ledger import Budget, Charge, Ledger
+from cloister.privacy.noise import NoiseStream
+from cloister.privacy.policy import Refusal, load_policy, offer_of
+from cloister.privacy.terms import Terms, composed, terms_of
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import DataError, MemberError, PlanError, RosterError, StaleError, UpdateError
-from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Join, Joined, Train
+from cloister.protocol.errors import (
+    BudgetError,
+    DataError,
+    MemberError,
+    PlanError,
+    PolicyError,
+    RosterError,
+    StaleError,
+    StorageError,
+    UpdateError,
+)
+from cloister.protocol.messages import (
+    Agree,
+    Agreed,
+    Contribution,
+    Evaluate,
+    Join,
+    Joined,
+    Refused,
+    Train,
+)
 from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
 from cloister.protocol.roster import Roster, load_identity, load_roster
 from cloister.protocol.storage import write_file
@@ -83,6 +111,13 @@ class SiteConfig(Section):
     """Take part only in plans that sum under masks; `false` lets whoever runs the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
     """Fewest sites whose sum it takes part in."""
+    policy: str = ""
+    """File of the site's policy (`privacy/policy.py`); empty: it demands no more than the keys here."""
+    dataset: str = ""
+    """Name under which the ledger keeps what this data has spent; empty: what `data` says. Data that is moved or grows
+    is the same data: keep its name."""
+    ledger: str = ""
+    """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
     device: str = "auto"
     """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
 
@@ -109,7 +144,7 @@ def load_site(path: Path) -> Site:
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
-                for name in ("state", "identity", "roster")
+                for name in ("state", "identity", "roster", "policy", "ledger")
                 if (value := getattr(config, name))
             },
         }
@@ -132,20 +167,45 @@ class Site:
     config: SiteConfig
 
     def join(self, request: Join) -> Joined:
-        """Check the plan, and get model and data ready.
+        """Check the plan against the site's demands, and get model and data ready.
 
         Raises:
+            PolicyError, BudgetError: the site does not take part, by its own policy.
             CloisterError: why this site cannot take part.
         """
         plan = _plan(request.plan)
         self._check_plan(plan)
         if plan.aggregation.secure:
             self._pins.join(plan, request.run)
-        resident = _resident(request.plan, self.config.device)
+        if request.base_hash:
+            self._keep_base(request)
+        resident = self._resident(request.plan, request.base_hash)
+        self._check_policy(resident, request.run)
         prepared = self._prepared(resident)
         if not len(prepared.train):
             raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
         return Joined(self.config.name, resident.model.layout.size)
+
+    def refuse(self, plan_json: str, run: str, error: PolicyError | BudgetError) -> Refused:
+        """The site's signed word that it does not do what it was asked.
+
+        What it has spent elsewhere is nobody's business: of a budget only that it is spent is said.
+        """
+        if isinstance(error, BudgetError) or "epsilon" in error.field:
+            reason = "the privacy budget of its data does not allow it"
+        else:
+            reason = str(error)
+        name = self.config.name
+        if not self.config.identity:
+            return Refused(name, reason.encode())
+        signed = Refusal.sign(
+            _identity(self.config.identity),
+            site=name,
+            run=run,
+            plan_digest=_plan(plan_json).digest(),
+            reason=reason,
+        )
+        return Refused(name, signed.to_bytes())
 
     def agree(self, request: Agree, private: bytes) -> Agreed:
         """The site's part of one step of the secure sum.
@@ -154,6 +214,7 @@ class Site:
             CloisterError: why it refuses.
         """
         resident = self._open(request)
+        _check_free(resident.plan, request.purpose)
         attempts = self._attempts(resident, request.purpose, request.run)
         if request.step == ADVERTISE:
             self._check_begin(resident.plan, request.purpose, from_bytes(Begin, private))
@@ -171,17 +232,12 @@ class Site:
         """
         resident = self._open(request)
         _check_model(request.model, request.model_hash)
-        layout = training_layout(resident.plan, resident.model.layout.size)
+        if resident.terms is not None and resident.terms.coding is not None:
+            _check_clip(request.clip)
 
         def make() -> RingVector:
-            update = self._finished_update(resident, request) or self._new_update(resident, request)
-            weight = update.tokens if resident.plan.aggregation.weighting == "tokens" else 1
-            counters = {TOKENS: update.tokens, LOSS: count_of_loss(update.loss * update.tokens)}
-            # Public, so that a second attempt rounds alike: what hides the vector is its mask.
-            random = np.random.Generator(
-                np.random.SFC64(self._seed(resident.plan, "rounding", request.round))
-            )
-            return layout.contribution(update.vector, weight, counters, random)
+            finished = self._finished_vector(resident, request)
+            return self._new_vector(resident, request) if finished is None else finished
 
         return self._contribution(resident, TRAIN, request, private, make)
 
@@ -196,11 +252,12 @@ class Site:
             CloisterError: why there are none.
         """
         resident = self._open(request)
+        _check_free(resident.plan, EVALUATE)
         _check_model(request.model, request.model_hash)
         layout = evaluation_layout(resident.plan)
 
         def make() -> RingVector:
-            found = self.held_out(resident.plan, request.model)
+            found = self.held_out(resident.plan, request.model, request.base)
             counters = {
                 LOSS: count_of_loss(found.loss_nats),
                 CORRECT: found.correct,
@@ -236,7 +293,87 @@ class Site:
         self._check_plan(plan)
         if plan.aggregation.secure:
             self._pins.check(plan, request.run)
-        return _resident(request.plan, self.config.device)
+        return self._resident(request.plan, request.base)
+
+    def _resident(self, plan_json: str, base_hash: str) -> _Resident:
+        base = str(self._base_path(base_hash)) if base_hash else ""
+        return _resident(plan_json, self.config.device, base, base_hash)
+
+    def _base_path(self, base_hash: str) -> Path:
+        """Where the site keeps the frozen parameters that came from public training."""
+        if len(base_hash) != 64 or not all(digit in "0123456789abcdef" for digit in base_hash):
+            raise UpdateError("hash of the base model", base_hash, expected="64 hexadecimal digits")
+        return self._state / f"base-{base_hash}.npy"
+
+    def _keep_base(self, request: Join) -> None:
+        path = self._base_path(request.base_hash)
+        if path.exists():
+            return
+        own = vector_hash(request.base).hex()
+        if own != request.base_hash:
+            raise UpdateError("base model", own, expected=f"the model with the hash {request.base_hash}")
+        if not np.isfinite(request.base).all():
+            raise UpdateError("base model", "not finite", expected="finite weights")
+        write_file(path, lambda temporary: save_vector(temporary, request.base))
+
+    def _check_policy(self, resident: _Resident, run: str) -> None:
+        """What the site's own policy demands, before anything else is done for a plan."""
+        if not self.config.policy:
+            return
+        plan, terms = resident.plan, resident.terms
+        noise, epsilon = 0.0, math.inf
+        if terms is not None:
+            left = self._rounds_of(plan) - len({e.charge.round for e in self._ledger.entries(run)})
+            charge = self._charge(terms, run, 0, terms.round_events * max(1, left))
+            noise, epsilon = terms.noise_multiplier, self._ledger.would_spend([charge])
+        offer = offer_of(
+            plan,
+            noise_multiplier=noise,
+            epsilon_after=epsilon,
+            cohort=plan.cohort.size(),
+            roster_hash=self._roster().hash.hex() if self.config.roster else "",
+        )
+        load_policy(Path(self.config.policy)).check(offer)
+
+    def _rounds_of(self, plan: Plan) -> int:
+        """Rounds of the plan that draw this site; all of them where it does not know the others."""
+        if not self.config.roster or plan.cohort.fraction == 1:
+            return plan.run.rounds
+        names, name = self._roster().names, self.config.name
+        return sum(name in draw(plan, names, number) for number in range(1, plan.run.rounds + 1))
+
+    @property
+    def _ledger(self) -> Ledger:
+        path = Path(self.config.ledger) if self.config.ledger else self._state / "ledger.sqlite"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Ledger(path, self.config.name, composed)
+
+    def _charge(self, terms: Terms, run: str, round_number: int, events: Sequence[Event]) -> Charge:
+        """One charge for one training: done again, after a crash that lost the update, it is another release."""
+        return Charge(
+            id=f"{run}/{round_number}/{secrets.token_hex(8)}",
+            dataset=self.config.dataset or self.config.data,
+            run=run,
+            round=round_number,
+            attempt=0,
+            what="update",
+            event=to_json(events),
+            delta=terms.delta,
+        )
+
+    def _pay(self, terms: Terms, run: str, round_number: int) -> None:
+        """Charge the site's ledger for the round, durably, before any record is looked at.
+
+        Raises:
+            BudgetError: the site's policy does not allow it; nothing was charged.
+        """
+        limit = load_policy(Path(self.config.policy)).greatest_epsilon if self.config.policy else None
+        budget = None if limit is None else Budget(limit, terms.delta)
+        self._ledger.charge(self._charge(terms, run, round_number, terms.round_events), budget)
+
+    def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
+        """A stream that no other training has had or will have."""
+        return NoiseStream.fresh()
 
     def _check_plan(self, plan: Plan) -> None:
         """What the site demands of a plan, at every message: it comes from a coordinator that may lie."""
@@ -266,7 +403,8 @@ class Site:
         if purpose not in (TRAIN, EVALUATE):
             raise UpdateError("purpose of the sum", purpose, expected=f"{TRAIN} or {EVALUATE}")
         plan, layout = resident.plan, resident.model.layout
-        contract = contract_for(purpose, plan, self._roster(), run, layout.size, layout.digest())
+        model = layout.digest() + resident.base_hash
+        contract = contract_for(purpose, plan, self._roster(), run, layout.size, model)
         needed = plan.cohort.needed() if purpose == TRAIN else plan.cohort.needed_to_evaluate()
         # A folder for each run: what was answered in one is remembered while others go on.
         folder = self._state / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
@@ -292,36 +430,38 @@ class Site:
     def _roster(self) -> Roster:
         return _pinned_roster(self.config.roster, self.config.roster_hash)
 
-    def held_out(self, plan: Plan, weights: Vector) -> HeldOut:
+    def held_out(self, plan: Plan, weights: Vector, base_hash: str = "") -> HeldOut:
         """The model's sums on the site's held-out records; for the site's own eyes.
 
         Raises:
             CloisterError: why there are none.
         """
-        resident = _resident(plan.to_json(), self.config.device)
+        resident = self._resident(plan.to_json(), base_hash)
         resident.model.layout.scatter(weights, resident.model.module)
         sequences = self._prepared(resident).held_out
         return evaluate(
             resident.model.module, sequences, plan.local.batch_size, resident.device, plan.local.precision
         )
 
-    def sequences(self, plan: Plan) -> int:
+    def sequences(self, plan: Plan, base_hash: str = "") -> int:
         """Number of the site's training sequences; for the site's own eyes."""
-        return len(self._prepared(_resident(plan.to_json(), self.config.device)).train)
+        return len(self._prepared(self._resident(plan.to_json(), base_hash)).train)
 
     def _prepared(self, resident: _Resident) -> Prepared:
         """The site's records as sequences: tokenised once, mapped from disk after that."""
         source, split, seed = self.config.data, self.config.split, resident.plan.run.seed
         tokenizer, data = resident.model.tokenizer, resident.plan.data
         cache = self._state / "data"
+        units = unit_rule(data, resident.plan.privacy)
 
         def make() -> Prepared:
-            made = prepare(read_records(source, split=split, cache=cache), tokenizer, data, seed=seed)
+            records = read_records(source, split=split, cache=cache)
+            made = prepare(records, tokenizer, data, seed=seed, units=units)
             if made.dropped:
                 _log.warning("%s: nothing can be learned from %d records", self.config.name, made.dropped)
             return made
 
-        key = prepared_key(source, tokenizer, data, seed=seed, split=split)
+        key = prepared_key(source, tokenizer, data, seed=seed, split=split, units=units)
         known = resident.prepared.get(self._state)
         if known is None or known[0] != key:
             if len(resident.prepared) >= _MOST_PREPARED:
@@ -329,42 +469,79 @@ class Site:
             known = resident.prepared[self._state] = key, cached(cache, key, make)
         return known[1]
 
-    def _new_update(self, resident: _Resident, request: Train) -> _Update:
-        local = resident.trainer.train(
-            request.model,
-            self._prepared(resident).train,
-            round=request.round,
-            site_seed=(self._seed(resident.plan, "training", request.round),),
-            state=self._state,
-        )
-        update = _Update(local.vector, local.tokens, local.loss)
+    def _new_vector(self, resident: _Resident, request: Train) -> RingVector:
+        """Train, and make the vector that leaves; under privacy it is paid for first.
+
+        It is kept for later attempts at the round. Under privacy it is synced to disk before it leaves: whoever trained
+        again would release twice.
+        """
+        plan, terms = resident.plan, resident.terms
+        layout = training_layout(plan, resident.model.layout.size)
+        noise = None
+        vector: RingVector
+        if terms is not None:
+            self._pay(terms, request.run, request.round)
+            noise = self._noise(plan, request.run, request.round)
+        finished = self._trained(resident, request, noise)
+        if terms is not None and terms.coding is not None:
+            assert noise is not None
+            vector = for_site_unit(finished, layout, terms.coding, request.clip, noise)
+        else:
+            # Public, so that a second attempt rounds alike: what hides the vector is its mask.
+            random = np.random.Generator(np.random.SFC64(self._seed(plan, "rounding", request.round)))
+            vector = in_clear_units(finished, layout, random, weighted=plan.aggregation.weighting == "tokens")
         facts = {
-            "plan": resident.plan.digest(),
+            "plan": plan.digest(),
+            "run": request.run,
             "model": request.model_hash,
-            "tokens": str(update.tokens),
-            "loss": update.loss.hex(),
+            "clip": request.clip.hex(),
+            "tokens": str(finished.tokens),
         }
-        # Losing this file only costs training again, so it is not synced to disk.
+        tensors: dict[str, npt.NDArray[Any]] = {"contribution": vector}
+        if plan.model.adapter.scheme == "lora":
+            tensors["update"] = finished.vector  # for `simulations/inspection.py`: the error of that scheme
         kept = update_path(self._state, request.round)
-        write_file(
-            kept, lambda path: save_file({"update": update.vector}, path, metadata=facts), durable=False
-        )
+        write_file(kept, lambda path: save_file(tensors, path, metadata=facts), durable=terms is not None)
         for old in self._state.glob("update-*.safetensors"):
             if old != kept:
                 old.unlink(missing_ok=True)
-        return update
+        return vector
 
-    def _finished_update(self, resident: _Resident, request: Train) -> _Update | None:
+    def _trained(self, resident: _Resident, request: Train, noise: NoiseStream | None) -> Finished:
+        sequences = self._prepared(resident).train
+        trainer, terms = resident.trainer, resident.terms
+        if isinstance(trainer, PrivateTrainer):
+            assert noise is not None
+            assert terms is not None
+            local = trainer.train(
+                request.model,
+                sequences,
+                round=request.round,
+                noise=noise,
+                noise_multiplier=terms.noise_multiplier,
+                state=self._state,
+            )
+        else:
+            seed = (self._seed(resident.plan, "training", request.round),)
+            local = trainer.train(
+                request.model, sequences, round=request.round, site_seed=seed, state=self._state
+            )
+        return Finished(local.vector, local.tokens, local.loss)
+
+    def _finished_vector(self, resident: _Resident, request: Train) -> RingVector | None:
         try:
             with safe_open(update_path(self._state, request.round), framework="np") as file:
-                facts, vector = file.metadata() or {}, file.get_tensor("update")
+                facts, vector = file.metadata() or {}, file.get_tensor("contribution")
         except (OSError, SafetensorError):
             return None
-        if (facts.get("plan"), facts.get("model")) != (resident.plan.digest(), request.model_hash):
+        made = (resident.plan.digest(), request.run, request.model_hash, request.clip.hex())
+        if tuple(facts.get(name) for name in ("plan", "run", "model", "clip")) != made:
             return None
-        if vector.shape != (resident.model.layout.size,):
+        layout = training_layout(resident.plan, resident.model.layout.size)
+        if vector.shape != (layout.length,) or vector.dtype != layout.ring.dtype:
             return None
-        return _Update(vector, int(facts["tokens"]), float.fromhex(facts["loss"]))
+        found: RingVector = vector
+        return found
 
     @property
     def _state(self) -> Path:
@@ -377,20 +554,15 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _Update:
-    vector: Vector
-    tokens: int
-    loss: float
-
-
-@dataclass(frozen=True)
 class _Resident:
     """What a process keeps between messages, for all sites that it runs."""
 
     plan: Plan
     model: LanguageModel
-    trainer: Trainer
+    trainer: Trainer | PrivateTrainer
     device: torch.device
+    terms: Terms | None
+    base_hash: str
     attempts: Live = field(default_factory=dict)
     prepared: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
     """By state folder the key of the site's sequences, and the sequences: mapped from disk."""
@@ -406,6 +578,21 @@ def _check_model(model: Vector, named: str) -> None:
         raise UpdateError("global model", own, expected=f"the model with the hash {named}")
     if not np.isfinite(model).all():
         raise UpdateError("global model", "not finite", expected="finite weights")
+
+
+def _check_free(plan: Plan, purpose: str) -> None:
+    """Under privacy nothing leaves that is not paid for, whatever the coordinator asks."""
+    if purpose == EVALUATE and plan.privacy.unit != "none":
+        raise PolicyError(
+            "evaluation at a site",
+            plan.privacy.unit,
+            expected="no privacy unit: losses on a site's records are a release that nobody has paid for",
+        )
+
+
+def _check_clip(clip: float) -> None:
+    if not (math.isfinite(clip) and 1e-30 < clip < 1e30):
+        raise UpdateError("clipping norm", clip, expected="a positive number")
 
 
 @lru_cache(maxsize=256)
@@ -427,10 +614,28 @@ def _plan(plan_json: str) -> Plan:
 
 
 @lru_cache(maxsize=1)
-def _resident(plan_json: str, device_name: str) -> _Resident:
+def _resident(plan_json: str, device_name: str, base_path: str, base_hash: str) -> _Resident:
     plan = _plan(plan_json)
     torch.set_num_threads(plan.local.threads)
     device = device_for(device_name)
-    model = load_model(plan)
+    model = load_model(plan, _load_base(base_path, base_hash) if base_hash else None)
     model.module.to(device)
-    return _Resident(plan, model, Trainer(plan, model, device), device)
+    kind = PrivateTrainer if plan.privacy.unit == "record" else Trainer
+    terms = terms_of(plan, model.layout.size)
+    return _Resident(plan, model, kind(plan, model, device), device, terms, base_hash)
+
+
+def _load_base(path: str, base_hash: str) -> Vector:
+    try:
+        base: Vector = np.load(path)
+    except (OSError, ValueError) as error:
+        raise StorageError(path, expected=f"the base model that this site was given ({error})") from error
+    if vector_hash(base).hex() != base_hash:
+        raise StorageError(path, expected="the base model that this site was given, and it has changed")
+    return base
+
+
+def save_vector(path: Path, vector: Vector) -> None:
+    """Write what `_load_base` reads."""
+    with path.open("wb") as file:
+        np.save(file, vector)

@@ -1,4 +1,4 @@
-"""Where simulated sites get their records from: text that every Python already has, or what the user names.
+"""Records by name: text that every Python already has, or what the user names; for simulated sites and public training.
 
 The two embedded corpora need no download, and each has natural groups that differ as sites do: the language reference
 by topic, the standard library's source by package. Everything else is read as a site would read it.

@@ -4,6 +4,11 @@ Sequences are arrays: two int32 matrices of the plan's sequence length (and posi
 sequence) that are written once as `.npy` and mapped by every process of the site. A data loader with workers and
 collators was refused: tokens are made before training starts, so that a step waits for nothing and a batch is one
 fancy index into a mapped matrix.
+
+Under record-level privacy the rows also say what they belong to. A unit, which is what the guarantee protects, is one
+record or one window of a text (`UnitRule`); it has rows of its own, and all that happens to it here (cutting, being
+held out, being dropped) depends on its own tokens and the public seed. So one unit more or less changes the rows
+of no other, and what training promises about its units holds for what they were made of.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, identity, to_examples
 from cloister.lm.records import Records, fingerprint
-from cloister.protocol.errors import DataError
-from cloister.protocol.plan import DataSection
+from cloister.protocol.errors import DataError, PlanError
+from cloister.protocol.plan import DataSection, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
 
 NOT_LEARNED = -100
@@ -49,6 +54,8 @@ class Sequences:
     n_bytes: int
     """UTF-8 bytes of the learned text, end-of-text tokens not counted: a loss summed in bits over this is bits per
     byte. Where a cut separates a learned token from its record, the record's bytes count evenly by token."""
+    starts: NDArray[np.int64] | None = None
+    """(U + 1,): rows starts[u]:starts[u + 1], one or more, are all that unit u has; None where rows are no units'."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,8 +78,66 @@ class Prepared:
     """Records of which nothing can be learned: empty, or with the whole answer past the sequence length."""
 
 
+@dataclass(frozen=True)
+class UnitRule:
+    """How records become the units that record-level privacy protects."""
+
+    record: Literal["record", "window"]
+    """`record`: each record is one unit; `window`: each sequence cut from a text is one."""
+    windows: int
+    """Most sequences of one record that are learned from where the record is the unit: its first ones."""
+
+
+def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
+    """The rule that a plan's sections give; None where the plan does not protect records.
+
+    Raises:
+        PlanError: windows are the units of something that is not text.
+    """
+    if privacy.unit != "record":
+        return None
+    if privacy.record == "window" and data.format != "text":
+        raise PlanError(
+            "privacy.record",
+            privacy.record,
+            expected=f"record where data.format is {data.format}: only a text can be cut into units",
+            fix="set privacy.record = 'record'",
+        )
+    return UnitRule(privacy.record, privacy.windows)
+
+
+def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
+    """What the guarantee of unit `record` protects, for a report: "one line of the JSONL file, its first 512 tokens".
+
+    Args:
+        data: The plan's section.
+        privacy: The plan's section.
+        source: The file that a site reads, where the words should be those of its kind.
+    """
+    if privacy.record == "window":
+        return f"a window of {data.sequence_length} tokens of a text"
+    by_kind = {
+        ".jsonl": "one line of the JSONL file",
+        ".json": "one object of the JSON file",
+        ".parquet": "one row of the Parquet file",
+        ".txt": "the whole text file",
+    }
+    by_format = {
+        "text": "one text",
+        "prompt": "one prompt with its completion",
+        "messages": "one chat",
+    }
+    what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
+    return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
+
+
 def prepare(
-    records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection, *, seed: int
+    records: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
+    *,
+    seed: int,
+    units: UnitRule | None = None,
 ) -> Prepared:
     """Tokenise records, keep some of them apart, and lay the rest out as sequences of `data.sequence_length`.
 
@@ -82,10 +147,18 @@ def prepare(
     of one single text the last tokens are. The first token of a sequence, and of each example in a packed one, has
     nothing before it to be learned from, so its label is -100.
 
+    With `units` there is no packing whatever the plan says, prompts and chats go on in further sequences as texts do,
+    and each unit is held out or not by a hash of `seed` and its own tokens. A draw over all records, as above, would
+    not do: one record more would shuffle all the others between training and evaluation, and training sets that differ
+    everywhere are not neighbours. The price is that the number held out is only near `data.held_out`, and that either
+    side may be empty. A window that is a unit may be held out while its neighbours in the text are trained on.
+
     Raises:
-        DataError: what `to_examples` raises; nothing can be learned; or there is one single prompt or chat and some
-            must be held out.
+        DataError: what `to_examples` raises; nothing can be learned; or, without `units`, there is one single prompt or
+            chat and some must be held out.
     """
+    if units is not None:
+        return _prepare_units(records, tokenizer, data, seed, units)
     longest = None if data.format == "text" else data.sequence_length
     cut = (example.piece(0, longest) for example in to_examples(records, tokenizer, data))
     examples = [example for example in cut if example.role[1:].any()]
@@ -127,7 +200,12 @@ def save_prepared(folder: Path, prepared: Prepared) -> None:
     def fill(temporary: Path) -> None:
         about: dict[str, Any] = {"dropped": prepared.dropped, "parts": {}}
         for name, part in (("train", prepared.train), ("held_out", prepared.held_out)):
-            arrays = {"tokens": part.tokens, "labels": part.labels, "positions": part.positions}
+            arrays: dict[str, NDArray[Any] | None] = {
+                "tokens": part.tokens,
+                "labels": part.labels,
+                "positions": part.positions,
+                "starts": part.starts,
+            }
             present = {kind: array for kind, array in arrays.items() if array is not None}
             for kind, array in present.items():
                 np.save(temporary / f"{name}-{kind}.npy", array)
@@ -151,7 +229,11 @@ def load_prepared(folder: Path) -> Prepared:
             mode: Any = "r" if part["rows"] else None  # nothing cannot be mapped
             arrays = {kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode=mode) for kind in part["arrays"]}
             parts[name] = Sequences(
-                arrays["tokens"], arrays["labels"], arrays.get("positions"), int(part["n_bytes"])
+                arrays["tokens"],
+                arrays["labels"],
+                arrays.get("positions"),
+                int(part["n_bytes"]),
+                arrays.get("starts"),
             )
         return Prepared(parts["train"], parts["held_out"], int(about["dropped"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -192,7 +274,13 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
 
 
 def prepared_key(
-    source: str, tokenizer: PreTrainedTokenizerBase, data: DataSection, *, seed: int, split: str = "train"
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
+    *,
+    seed: int,
+    split: str = "train",
+    units: UnitRule | None = None,
 ) -> str:
     """SHA-256, in hex, of all that `prepare(read_records(source))` depends on.
 
@@ -200,9 +288,58 @@ def prepared_key(
         DataError: what `fingerprint` raises.
     """
     digest = hashlib.sha256(fingerprint(source, split=split))
-    for part in (data.model_dump_json(), str(seed), identity(tokenizer)):
+    rule = [] if units is None else [json.dumps(asdict(units))]
+    for part in (data.model_dump_json(), str(seed), identity(tokenizer), *rule):
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()
+
+
+def _prepare_units(
+    records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection, seed: int, rule: UnitRule
+) -> Prepared:
+    """`prepare` with units: what becomes of one does not depend on the others."""
+    length = data.sequence_length
+    train: list[Example] = []
+    held_out: list[Example] = []
+    dropped = 0
+    for example in to_examples(records, tokenizer, data):
+        if rule.record == "record":
+            pieces = [example.piece(0, rule.windows * length)]
+        else:
+            pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
+        learnable = [piece for piece in pieces if _learnable_rows(piece, length).any()]
+        dropped += not learnable
+        for piece in learnable:
+            (held_out if _chosen(piece, data.held_out, seed) else train).append(piece)
+    if not train and not held_out:
+        raise DataError(
+            f"data.{data.format}",
+            expected=f"at least one record with something to learn in its first {rule.windows * length} tokens, "
+            f"and none of the {len(records)} has that",
+            fix="raise data.sequence_length or look at the records",
+        )
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    apart = data.model_copy(update={"packing": False})
+    parts = []
+    for units in (train, held_out):
+        rows = [np.count_nonzero(_learnable_rows(unit, length)) for unit in units]
+        starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        parts.append(replace(_lay_out(units, apart, pad), starts=starts))
+    return Prepared(parts[0], parts[1], dropped)
+
+
+def _learnable_rows(example: Example, length: int) -> NDArray[np.bool_]:
+    """For each sequence of an example that starts one of its own: whether something is learned from it."""
+    role = np.zeros(-(-len(example) // length) * length, np.uint8)
+    role[: len(example)] = example.role
+    return np.asarray(role.reshape(-1, length)[:, 1:].any(axis=1), np.bool_)
+
+
+def _chosen(example: Example, share: float, seed: int) -> bool:
+    """Whether a unit is held out: with probability `share` over its hash, and by nothing else."""
+    digest = hashlib.sha256(f"cloister/held out/{seed}/".encode() + example.tokens.astype("<i4").tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") < share * 2**64
 
 
 def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[Example], list[Example]]:

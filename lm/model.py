@@ -54,6 +54,8 @@ class LanguageModel:
     """Layout of every parameter that some round trains."""
     section: ModelSection
     """What the plan says of it."""
+    own_base: bool = False
+    """Whether the weights under its adapter are those of no checkpoint that has a name."""
 
     def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` to what the round (from 1) trains; its names and parameters in layout order.
@@ -68,11 +70,17 @@ class LanguageModel:
         return [(name, parameters[name]) for name in self.layout.names if half in name]
 
 
-def load_model(plan: Plan) -> LanguageModel:
+def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
     """Build or load the plan's model on the CPU in float32, the same on every party.
+
+    Args:
+        plan: The plan.
+        base: Every parameter of the model without its adapter, as its layout has them, in the place of those that the
+            plan gives.
 
     Raises:
         ModelError: there is no such model, its files are not whole, or it does not fit the plan.
+        UpdateError: `base` is of another model.
     """
     config, place = _configure(plan)
     tokenizer = load_tokenizer(plan.model)
@@ -82,8 +90,12 @@ def load_model(plan: Plan) -> LanguageModel:
         module = _build(plan.model, config) if place is None else from_pretrained(place, config)
     if place is None:
         _check_runs(plan.model, module)
+    if base is not None:
+        module.requires_grad_(True)
+        Layout.of(module.named_parameters()).scatter(base, module)
     module, layout = _adapt(module, plan)
-    return LanguageModel(module, tokenizer, layout, plan.model)
+    own = plan.model.name.startswith(BUILTIN) or base is not None
+    return LanguageModel(module, tokenizer, layout, plan.model, own)
 
 
 def count_parameters(plan: Plan) -> tuple[int, int]:
@@ -435,7 +447,7 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
             module.save_pretrained(staging)
         else:
             base = model.section.name
-            if base.startswith(BUILTIN):
+            if model.own_base:
                 base = str(final / "base")
                 _without_adapter(module).save_pretrained(staging / "base")
                 model.tokenizer.save_pretrained(staging / "base")

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import safetensors
@@ -40,7 +41,9 @@ from cloister.protocol.storage import write_file
 _BLOCK_TOKENS = (
     2**22
 )  # moved to the device at a time: 32 MB, and no transfer between the steps of a usual round
-_Named = list[tuple[str, nn.Parameter]]
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters with their names, in layout order."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,95 @@ class LocalUpdate:
     """Optimizer steps taken."""
 
 
-class Trainer:
-    """Trains any site's round of one plan on one device.
+class Bench:
+    """The plan's model on one device, put up for each round as a new process would have it.
 
     Args:
         plan: The plan.
-        model: The plan's model; it moves to `device` and is the trainer's from then on, though its parameters may be
+        model: The plan's model; it moves to `device` and is the bench's from then on, though its parameters may be
             overwritten or read between rounds.
         device: Where to train.
     """
 
     def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+        self.plan = plan
+        self.model = model
+        self.device = device
+        self.module = model.module.to(device)
+        self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def round(
+        self,
+        start: Vector,
+        take_steps: Callable[[Named, torch.optim.Optimizer], _T],
+        *,
+        round: int,
+        state: Path | None,
+    ) -> tuple[Vector, _T]:
+        """Set the model to `start`, let `take_steps` train it, and return the change and what `take_steps` returned.
+
+        Args:
+            start: The global model, float32, shape (layout.size,); not modified.
+            take_steps: Takes the round's steps, given what the round trains and its AdamW.
+            round: The round, from 1.
+            state: Where AdamW's moments are kept, as in `Trainer.train`.
+
+        Raises:
+            ModelError: the device has too little memory.
+            StorageError: the optimizer's state cannot be read or written.
+            UpdateError: `start` does not have the model's layout, or the change is not finite.
+        """
+        local, layout = self.plan.local, self.model.layout
+        torch.set_num_threads(local.threads)
+        self._reset(start)
+        trained = self.model.trainable_in_round(round)
+        optimizer = _adamw(trained, local, self.device)
+        kept = state if local.optimizer_state == "keep" else None
+        if kept is not None:
+            _load_state(optimizer, trained, kept, round, layout.digest())
+        try:
+            taken = take_steps(trained, optimizer)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                "local.batch_size",
+                local.batch_size,
+                expected=f"sequences that fit in the memory of {self.device}",
+                fix="lower local.batch_size and raise local.accumulation as much",
+            ) from error
+        finally:
+            self.module.zero_grad(set_to_none=True)
+        update = layout.flatten(self.module)
+        with np.errstate(invalid="ignore", over="ignore"):  # refused below, in words
+            update -= start
+        if not np.isfinite(update).all():
+            raise _not_finite(round, "not finite")
+        if kept is not None:
+            _save_state(optimizer, trained, kept, round, layout.digest())
+        return update, taken
+
+    def _reset(self, start: Vector) -> None:
+        """Make the module what it would be in a new process that was given `start`."""
+        self.model.layout.scatter(start, self.module)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(self._buffers[name])
+        self.module.zero_grad(set_to_none=True)
+        self.module.train()
+
+
+class Trainer:
+    """Trains any site's round of one plan on one device.
+
+    Args:
+        plan: The plan.
+        model: The plan's model, which is the trainer's from then on (`Bench`).
+        device: Where to train.
+    """
+
+    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
         self._plan = plan
-        self._model = model
         self._device = device
-        self._module = model.module.to(device)
-        self._forward = Forward(self._module, device, plan.local.precision)
-        self._buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        self._bench = Bench(plan, model, device)
+        self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
         self,
@@ -110,54 +185,24 @@ class Trainer:
             raise DataError(
                 "sequences", 0, expected="at least one training sequence", fix="give the site more records"
             )
-        local, layout = self._plan.local, self._model.layout
-        torch.set_num_threads(local.threads)
-        self._reset(start)
-        trained = self._model.trainable_in_round(round)
-        optimizer = _adamw(trained, local, self._device)
-        kept = state if local.optimizer_state == "keep" else None
-        if kept is not None:
-            _load_state(optimizer, trained, kept, round, layout.digest())
-        steps_before = (round - 1) * local.steps if steps_before is None else steps_before
+        steps = self._plan.local.steps
+        before = (round - 1) * steps if steps_before is None else steps_before
         seeds = (self._plan.run.seed, round, *site_seed)
-        try:
-            with seeded("train", *seeds, device=self._device):
-                tokens, loss = self._steps(sequences, trained, optimizer, steps_before, seeds, progress)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                "local.batch_size",
-                local.batch_size,
-                expected=f"sequences that fit in the memory of {self._device}",
-                fix="lower local.batch_size and raise local.accumulation as much",
-            ) from error
-        finally:
-            self._module.zero_grad(set_to_none=True)
-        update = layout.flatten(self._module)
-        with np.errstate(invalid="ignore", over="ignore"):  # refused below, in words
-            update -= start
-        if not (math.isfinite(loss) and np.isfinite(update).all()):
-            raise UpdateError(
-                f"the update of round {round}",
-                f"not finite, with a training loss of {loss}",
-                expected="finite numbers",
-                fix="lower local.learning_rate, or local.clip_norm, or set local.precision = 'float32'",
-            )
-        if kept is not None:
-            _save_state(optimizer, trained, kept, round, layout.digest())
-        return LocalUpdate(update, tokens, loss, local.steps)
 
-    def _reset(self, start: Vector) -> None:
-        """Make the module what it would be in a new process that was given `start`."""
-        self._model.layout.scatter(start, self._module)
-        for name, buffer in self._module.named_buffers():
-            buffer.copy_(self._buffers[name])
-        self._module.zero_grad(set_to_none=True)
-        self._module.train()
+        def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+            with seeded("train", *seeds, device=self._device):
+                tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
+            if not math.isfinite(loss):
+                raise _not_finite(round, f"not finite, with a training loss of {loss}")
+            return tokens, loss
+
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        return LocalUpdate(update, tokens, loss, steps)
 
     def _steps(
         self,
         sequences: Sequences,
-        trained: _Named,
+        trained: Named,
         optimizer: torch.optim.Optimizer,
         steps_before: int,
         seeds: tuple[int, ...],
@@ -171,17 +216,12 @@ class Trainer:
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
-            rate = learning_rate(local, steps_before + step, whole_run)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(optimizer, learning_rate(local, steps_before + step, whole_run))
             for tokens, targets, positions in micro_batches:
                 loss = summed_loss(self._forward(tokens, positions), targets)
                 (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
                 total_loss += loss.detach()
-            with torch.no_grad():
-                for parameter, anchor in zip(parameters, anchors, strict=False):
-                    if parameter.grad is not None:
-                        parameter.grad.add_(parameter - anchor, alpha=local.proximal)
+            add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 clip_grad_norm_(parameters, local.clip_norm)
             optimizer.step()
@@ -232,7 +272,30 @@ def learning_rate(local: LocalSection, step: int, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def _adamw(trained: _Named, local: LocalSection, device: torch.device) -> torch.optim.AdamW:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Let the next step of every group be taken with `rate`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:
+    """Add FedProx's mu (w - w_global) to the gradients; without anchors nothing."""
+    with torch.no_grad():
+        for parameter, anchor in zip(parameters, anchors, strict=False):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - anchor, alpha=mu)
+
+
+def _not_finite(round: int, what: str) -> UpdateError:
+    return UpdateError(
+        f"the update of round {round}",
+        what,
+        expected="finite numbers",
+        fix="lower local.learning_rate, or local.clip_norm, or set local.precision = 'float32'",
+    )
+
+
+def _adamw(trained: Named, local: LocalSection, device: torch.device) -> torch.optim.AdamW:
     matrices = [parameter for _, parameter in trained if parameter.ndim >= 2]
     others = [parameter for _, parameter in trained if parameter.ndim < 2]
     groups = [
@@ -253,7 +316,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def _load_state(
-    optimizer: torch.optim.Optimizer, trained: _Named, folder: Path, round: int, layout: str
+    optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
 ) -> None:
     """Read the newest state of a round before this one, if there is one, and remove those older than it."""
     found = {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
@@ -287,7 +350,7 @@ def _load_state(
 
 
 def _save_state(
-    optimizer: torch.optim.Optimizer, trained: _Named, folder: Path, round: int, layout: str
+    optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
 ) -> None:
     """Write this round's state: whole, or not at all."""
     tensors = {

@@ -1,7 +1,8 @@
 """The hash of a vector: what names a global model in the protocol, and what a site signs of its masked vector.
 
-BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 256 bits. Each party hashes each vector that it sends or gets, so
-its speed is the round's: one core does SHA-256 at a third of it. Short things, and what is shown to people, keep SHA-256.
+BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 256 bits. Each party hashes each vector that it sends or gets,
+so its speed is the round's: one core does SHA-256 at a third of it. Short things, and what is shown to people, keep
+SHA-256.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ is defined by the plan's model (`lm/layout.py`) and `aggregation/sums.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,10 @@ class Join:
     """The plan, as canonical JSON."""
     run: str
     """Identity of the run, drawn at random when it began."""
+    base_hash: str = ""
+    """Hash of `base`, in hex; empty where there is none."""
+    base: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    """The frozen parameters, where public training has made others than the plan gives; otherwise no element."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Agree:
     """Round, from 1; in an evaluation the round whose model it is, from 0."""
     tries: int
     """Attempts at this sum that have failed, plus one."""
+    base: str = ""
+    """As in `Train`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,10 @@ class Train:
     """Hash of `model`, in hex (`digest.py`)."""
     model: npt.NDArray[np.float32]
     """The global model's trained parameters."""
+    base: str = ""
+    """Hash of the frozen parameters that go with it (`Join.base`), in hex; empty: those that the plan gives."""
+    clip: float = 0.0
+    """Clipping norm of the round, where the unit of privacy is the site; otherwise 0."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ class Evaluate:
     """Hash of `model`, in hex (`digest.py`)."""
     model: npt.NDArray[np.float32]
     """The global model's trained parameters."""
+    base: str = ""
+    """As in `Train`."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,16 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A site's policy or budget forbids what it was asked."""
+
+    site: str
+    """The site's name."""
+    statement: bytes
+    """Its signed `privacy.policy.Refusal`; where it has no identity, the reason alone, in UTF-8."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """A site did not do what it was asked."""
 
@@ -124,7 +146,9 @@ class Failure:
     """The site's name."""
     reason: str
     """One line that says why."""
+    refused: bool = False
+    """Whether it said so itself, by its policy or its budget: asking again is of no use."""
 
 
 Request = Join | Agree | Train | Evaluate
-Reply = Joined | Agreed | Contribution
+Reply = Joined | Agreed | Contribution | Refused

@@ -77,7 +77,7 @@ def from_records(kind: type[M], records: RecordDict) -> M:
         raise UpdateError(kind.__name__, sorted({*config, *arrays}), expected=f"the fields {sorted(hints)}")
     values: dict[str, Any] = {}
     for name, hint in hints.items():
-        if hint in (str, int, bytes):
+        if hint in (str, int, float, bytes):
             value = config.get(name)
             if type(value) is not hint:
                 raise UpdateError(f"{kind.__name__}.{name}", value, expected=hint.__name__)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from cloister.protocol.errors import EngineError, UpdateError
+from cloister.lm.layout import Vector
+from cloister.privacy.policy import LONGEST_REASON, Refusal
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import EngineError, SecureSumError, UpdateError
 from cloister.protocol.messages import (
     Agree,
     Agreed,
@@ -16,12 +19,14 @@ from cloister.protocol.messages import (
     Failure,
     Join,
     Joined,
+    Refused,
     Reply,
     Request,
     Train,
 )
 from cloister.protocol.plan import Plan
 from cloister.protocol.records import from_records, to_records, with_private
+from cloister.protocol.roster import Roster
 
 _GRACE_S = 60.0
 """How much longer than the deadline a message may live, so that it is the deadline that ends an attempt."""
@@ -35,22 +40,42 @@ class GridChannel:
         plan: The plan that every site is asked to join.
         run: Identity of the run.
         refused: Told of each site that does not join, and why.
+        base: Frozen parameters that sites are to use in the place of those that the plan gives.
+        roster: The sites' identities, by which a refusal is believed.
 
     Raises:
         EngineError: too few sites join for any cohort to reach its quorum.
     """
 
-    def __init__(self, grid: Grid, plan: Plan, run: str, refused: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        plan: Plan,
+        run: str,
+        refused: Callable[[Failure], None],
+        *,
+        base: Vector | None = None,
+        roster: Roster | None = None,
+    ) -> None:
         self._grid = grid
+        self._plan = plan
+        self._run = run
+        self._roster = roster
         self._nodes: dict[str, int] = {}
+        self._refusals: list[Failure] = []
         nodes = list(grid.get_node_ids())
         reasons = []
-        for node, reply in self._exchange(nodes, Join(plan.to_json(), run), plan.cohort.deadline_s):
+        join = Join(plan.to_json(), run)
+        if base is not None:
+            join = Join(plan.to_json(), run, vector_hash(base).hex(), base)
+        for node, reply in self._exchange(nodes, join, plan.cohort.deadline_s):
             if isinstance(reply, Joined) and reply.site not in self._nodes:
                 self._nodes[reply.site] = node
                 continue
             failure = reply if isinstance(reply, Failure) else Failure(f"node {node}", "a name already taken")
             reasons.append(failure.reason)
+            if failure.refused:
+                self._refusals.append(failure)
             refused(failure)
         if len(self._nodes) < plan.cohort.needed():
             why = f" ({reasons[0]})" if reasons else ""
@@ -65,6 +90,11 @@ class GridChannel:
         """Names of the sites that have joined, sorted."""
         return sorted(self._nodes)
 
+    @property
+    def refusals(self) -> Sequence[Failure]:
+        """Sites that refused to join, by their own policy or budget."""
+        return self._refusals
+
     def ask(
         self,
         sites: Iterable[str],
@@ -76,9 +106,12 @@ class GridChannel:
         names = {self._nodes[site]: site for site in sites}
         secrets = {self._nodes[site]: found for site, found in (private or {}).items()}
         for node, reply in self._exchange(list(names), request, deadline_s, secrets):
-            if not isinstance(reply, Failure) and reply.site != names[node]:
-                reply = Failure(names[node], f"it answered under the name {reply.site!r}")
-            yield Failure(names[node], reply.reason) if isinstance(reply, Failure) else reply
+            if isinstance(reply, Failure):
+                yield Failure(names[node], reply.reason, reply.refused)
+            elif reply.site != names[node]:
+                yield Failure(names[node], f"it answered under the name {reply.site!r}")
+            else:
+                yield reply
 
     def _exchange(
         self,
@@ -106,9 +139,25 @@ class GridChannel:
             if node not in waiting:
                 continue
             waiting.discard(node)
-            yield node, _read(node, message, answer)
+            reply = _read(node, message, answer)
+            yield node, self._explained(reply) if isinstance(reply, Refused) else reply
         for node in sorted(waiting):
             yield node, Failure(f"node {node}", f"no answer within cohort.deadline_s = {deadline_s:g} s")
+
+    def _explained(self, refused: Refused) -> Failure:
+        """A refusal in words, and whether the site has signed it."""
+        if self._roster is None:
+            reason = refused.statement.decode(errors="replace")[:LONGEST_REASON]
+            shown = "".join(letter if letter.isprintable() else "?" for letter in reason)
+            return Failure(refused.site, f"it refuses: {shown}", refused=True)
+        try:
+            refusal = Refusal.from_bytes(refused.statement)
+            refusal.verify(self._roster, run=self._run, plan_digest=self._plan.digest())
+        except SecureSumError as error:
+            return Failure(refused.site, f"a refusal that is not its own: {error}")
+        if refusal.site != refused.site:
+            return Failure(refused.site, f"a refusal that {refusal.site} has signed")
+        return Failure(refused.site, f"it refuses, signed: {refusal.reason}", refused=True)
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
@@ -121,8 +170,12 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 def _read(node: int, message: Message, answer: type[Reply]) -> Reply | Failure:
     if message.has_error():
         return Failure(f"node {node}", " ".join((message.error.reason or "no reason given").split()))
+    fields = message.content.get("fields")
+    kind: type[Reply] = answer
+    if isinstance(fields, ConfigRecord) and set(fields) == {"site", "statement"}:
+        kind = Refused  # a contribution has a statement too, and more
     try:
-        return from_records(answer, message.content)
+        return from_records(kind, message.content)
     except UpdateError as error:
         return Failure(f"node {node}", str(error))
 

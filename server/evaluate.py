@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.sums import BYTES, CORRECT, EVALUATE, LOSS, LOSS_SCALE, TOKENS
+from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, device_for
-from cloister.lm.records import read_records
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.messages import Evaluate
 from cloister.protocol.plan import Plan
@@ -37,7 +37,9 @@ def at_sites(party: Party) -> Evaluation:
             EVALUATE,
             party.channel.sites,
             plan.cohort.needed_to_evaluate(),
-            lambda tries: Evaluate(plan.to_json(), round_number, tries, party.run, model_hash, weights),
+            lambda tries: Evaluate(
+                plan.to_json(), round_number, tries, party.run, model_hash, weights, party.base_hash
+            ),
         )
         if isinstance(total, Failed):
             party.observe(NotEvaluated(round_number, total.attempts))
@@ -48,13 +50,22 @@ def at_sites(party: Party) -> Evaluation:
     return held_out
 
 
-def at_coordinator(plan: Plan, model: LanguageModel) -> Evaluation:
-    """Evaluation on the public records that `plan.server.evaluation` names.
+def nowhere(_round: int, _weights: npt.NDArray[np.float32]) -> None:
+    """No evaluation."""
+
+
+def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
+    """Evaluation on public records.
+
+    Args:
+        plan: The plan.
+        model: Its model, whose parameters are overwritten.
+        source: Where the records are: a file, a folder, a hub name or a `builtin:` source.
 
     Raises:
         DataError: there are no records.
     """
-    records = read_records(plan.server.evaluation)
+    records = corpus_records(source).records
     data = plan.data.model_copy(update={"held_out": 0.0})
     sequences = prepare(records, model.tokenizer, data, seed=plan.run.seed).train
     device = device_for("auto")

@@ -2,6 +2,8 @@
 
 plan.json          the plan, canonical
 journal.sqlite     what was begun and what was done
+ledger.sqlite      the privacy that was spent, as the coordinator counts it
+public.safetensors the model that public training gave
 metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
 checkpoints/       the global model, one safetensors file a round
@@ -119,6 +121,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def ledger(self) -> Path:
+        """The coordinator's privacy ledger."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def public(self) -> Path:
+        """What public training gave."""
+        return self.path / "public.safetensors"
 
     @property
     def final(self) -> Path:

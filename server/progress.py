@@ -91,6 +91,37 @@ class RoundAbandoned:
     round: int
     attempts: int
     params_sha256: str
+    epsilon: float | None = None
+    """As in `RoundDone`."""
+    clip: float = 0.0
+    """As in `RoundDone`."""
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """Too many sites refuse a round, by policy or budget, for it to come about: the run ends with the model it has."""
+
+    round: int
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BudgetSpent:
+    """The next round would exceed the plan's budget: the run ends with its last model."""
+
+    round: int
+    """The round that is not begun."""
+    epsilon: float
+    """What has been spent."""
+    budget: float
+
+
+@dataclass(frozen=True)
+class PublicStep:
+    """A step of public training is done."""
+
+    step: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -102,18 +133,22 @@ class RoundDone:
     sites: int
     """Sites whose updates are in the mean."""
     dropouts: int
-    tokens: int
-    """Tokens the cohort learned from."""
+    tokens: int | None
+    """Tokens the cohort learned from; None, as other figures that depend on the data, under privacy."""
     seconds: float
     """From the first request of the attempt that counted to the decoded mean."""
-    train_loss: float
+    train_loss: float | None
     """Mean loss in training, nats per token."""
-    clipped: int
+    clipped: int | None
     """Coordinates beyond `aggregation.bound`, over all sites."""
     update_norm: float
     """L2 norm of the mean update."""
     params_sha256: str
     """SHA-256 of the global model after the round."""
+    epsilon: float | None = None
+    """The largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
+    clip: float = 0.0
+    """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +169,9 @@ Event = (
     | NotEvaluated
     | RoundDone
     | RoundAbandoned
+    | Refusing
+    | BudgetSpent
+    | PublicStep
     | Finished
 )
 Observer = Callable[[Event], None]

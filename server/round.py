@@ -8,7 +8,8 @@
 5. Consistency: the survivors sign the same list of survivors.
 6. Unmask: survivors reveal shares. Too few sites, here or before: the attempt ends with nothing revealed and the round
    is tried again, by sites that kept their finished updates.
-7. Open the sum: decode the weighted mean and the totals.
+7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
+   noise adds it here.
 8. Server step: the mean is a pseudo-gradient for the server's optimizer.
 9. Checkpoint atomically, then journal the round as done.
 
@@ -17,20 +18,25 @@ Steps 1 to 7 are those of `sum.py`, with the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, TRAIN
+from cloister.lm.layout import Vector
+from cloister.privacy.noise import NoiseStream
+from cloister.privacy.terms import Coding
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Train
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
+from cloister.server.mechanism import released
 from cloister.server.optimizer import ServerOptimizer
-from cloister.server.progress import RoundAbandoned, RoundDone
+from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, sum_over
 
 
@@ -41,61 +47,87 @@ class RoundContext:
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
+    coding: Coding | None = None
+    """How updates are coded where the unit of privacy is the site."""
+    clip: float = 0.0
+    """Clipping norm of the next round, where the unit of privacy is the site."""
+    noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh()
+    """A stream for a round that nothing else uses."""
 
 
-def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned:
+def cohort_of(party: Party, number: int) -> list[str]:
+    """The sites of a round: drawn from all of the roster, so that each of them can repeat it; without the absent."""
+    joined = set(party.channel.sites)
+    known = party.roster.names if party.roster else party.channel.sites
+    return [site for site in draw(party.plan, known, number) if site in joined]
+
+
+def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
     """Carry one round through, in as many attempts as the plan allows.
 
     A round is abandoned, with the model as it was, when shares were asked for and the same survivors could not finish
-    it: what the others have answered already forbids them to answer for another list.
+    it: what the others have answered already forbids them to answer for another list. When so many sites refuse that
+    no attempt can come about, nothing of the round is done.
 
     Raises:
         QuorumError: every attempt ended with too few sites; nothing of the run is lost.
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.
-    joined = set(party.channel.sites)
-    known = party.roster.names if party.roster else party.channel.sites
-    # From all sites of the roster, so that each of them can repeat the draw; who has not joined is not asked.
-    cohort = [site for site in draw(plan, known, number) if site in joined]
+    cohort = cohort_of(party, number)
     # 2 to 7.
     model = context.optimizer.weights.copy()
     model_hash = vector_hash(model).hex()
+    clip = context.clip
     total = sum_over(
         party,
         TRAIN,
         cohort,
         plan.cohort.needed(),
-        lambda tries: Train(plan.to_json(), number, tries, party.run, model_hash, model),
+        lambda tries: Train(
+            plan.to_json(), number, tries, party.run, model_hash, model, party.base_hash, clip
+        ),
     )
     if isinstance(total, Failed) and not total.bound:
+        refusing = sorted(party.refused.intersection(cohort))
+        if len(cohort) - len(refusing) < plan.cohort.needed():
+            return Refusing(number, tuple(refusing))
         raise QuorumError(
             f"round {number}",
             f"{total.attempts} failed attempts",
             expected=f"{plan.cohort.needed()} of {len(cohort)} sites to finish in one of them",
             fix="mend the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
         )
-    # 8. Server step.
+    mean: Vector | None = None
     if not isinstance(total, Failed):
-        context.optimizer.step(total.opened.mean)
+        mean = total.opened.mean
+        if context.coding is not None:
+            found = released(total.opened, context.coding, clip, plan.privacy.adaptive, context.noise(number))
+            mean, context.clip = found.mean, found.clip
+        # 8. Server step.
+        context.optimizer.step(mean)
     # 9. Checkpoint, then journal.
     digest = context.checkpoints.save(number, context.optimizer.weights, context.optimizer.state())
+    epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
-    if isinstance(total, Failed):
-        done = RoundAbandoned(round=number, attempts=total.attempts, params_sha256=digest)
+    if isinstance(total, Failed) or mean is None:
+        done = RoundAbandoned(number, total.attempts, digest, epsilon, context.clip)
     else:
         counters = total.opened.counters
+        tokens = counters.get(TOKENS)
         done = RoundDone(
             round=number,
             attempts=total.attempts,
             sites=total.sites,
             dropouts=len(cohort) - total.sites,
-            tokens=counters[TOKENS],
+            tokens=tokens,
             seconds=total.seconds,
-            train_loss=counters[LOSS] / LOSS_SCALE / max(counters[TOKENS], 1),
-            clipped=counters[CLIPPED],
-            update_norm=float(np.linalg.norm(total.opened.mean)),
+            train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),
+            clipped=counters.get(CLIPPED),
+            update_norm=float(np.linalg.norm(mean)),
             params_sha256=digest,
+            epsilon=epsilon,
+            clip=context.clip,
         )
     party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)

@@ -8,7 +8,7 @@ The steps have the numbers of `round.py`, whose middle this is; an evaluation at
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
 5. Consistency: the survivors sign the one list of survivors.
 6. Unmask: journal that list, then ask for the shares. Too few, here or before: the attempt ends with nothing revealed.
-7. Open: take the masks off the accumulator and decode it.
+7. Charge the ledger; then open: take the masks off the accumulator and decode it.
 
 Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from cloister.aggregation.average import Opened, PlainSum, SumLayout
@@ -36,7 +36,7 @@ from cloister.aggregation.secure_messages import (
     to_bytes,
 )
 from cloister.aggregation.secure_sum import Coordinator
-from cloister.aggregation.sums import contract_for, layout_for
+from cloister.aggregation.sums import TRAIN, contract_for, layout_for
 from cloister.lm.layout import Layout
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError, SecureSumError, TooFewSitesError, UpdateError
@@ -46,6 +46,7 @@ from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
 from cloister.server.journal import Journal
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
+from cloister.server.spending import Spending
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
 
@@ -56,6 +57,10 @@ class Channel(Protocol):
     @property
     def sites(self) -> Sequence[str]:
         """Names of the sites that have joined, sorted."""
+
+    @property
+    def refusals(self) -> Sequence[Failure]:
+        """Sites that refused to join, by their own policy or budget."""
 
     def ask(
         self,
@@ -85,6 +90,12 @@ class Party:
     journal: Journal
     observe: Observer
     clock: Callable[[], float] = time.monotonic
+    base_hash: str = ""
+    """Hash of the frozen parameters that the sites use, in hex; empty: those that the plan gives."""
+    spending: Spending | None = None
+    """The coordinator's privacy ledger; None without a privacy unit."""
+    refused: set[str] = field(default_factory=set)
+    """Sites whose policy or budget forbids them to go on: asking them again is of no use."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,13 @@ class _Plain:
         total = PlainSum(self.sum_layout)
         self.collect(self.sites, None, lambda contribution: total.add(contribution.vector))
         self.check_needed(needed)
+        self.pay()
         return total.open()
+
+    def pay(self) -> None:
+        """7. Charge the ledger before the sum is opened."""
+        if self.party.spending is not None and self.purpose == TRAIN:
+            self.party.spending.before_opening(self.request.round, sorted(self.folded))
 
     def check_needed(self, needed: int) -> None:
         """End the attempt when too few vectors have arrived.
@@ -190,9 +207,11 @@ class _Plain:
             raise TooFewSitesError("updates", len(self.folded), expected=f"those of {needed} sites at least")
 
     def collect(
-        self, sites: Iterable[str], private: Mapping[str, bytes] | None, fold: Callable[[Contribution], None]
+        self, sites: Sequence[str], private: Mapping[str, bytes] | None, fold: Callable[[Contribution], None]
     ) -> None:
         """4. Update: fold in each vector as it arrives."""
+        if self.party.spending is not None and self.purpose == TRAIN:
+            self.party.spending.before_training(self.request.round, sites)
         for reply in self.ask(sites, self.request, private):
             refusal = _not_of(reply, self.request)
             if refusal is None:
@@ -205,7 +224,7 @@ class _Plain:
                 self.folded.add(reply.site)
                 self.party.observe(SiteAnswered(self.request.round, reply.site))
             else:
-                self.drop(reply.site, refusal)
+                self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
 
     def ask(
         self, sites: Iterable[str], request: Request, private: Mapping[str, bytes] | None
@@ -214,8 +233,12 @@ class _Plain:
         left = max(0.0, self.until - self.party.clock())
         return self.party.channel.ask(sites, request, left, private)
 
-    def drop(self, site: str, reason: str) -> None:
+    def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
         """A site is out of this attempt."""
+        if refused:
+            self.party.refused.add(site)
+            detail = {"site": site, "reason": reason}
+            self.party.journal.record(self.request.round, self.attempt, steps.REFUSED, detail)
         self.party.observe(SiteFailed(self.request.round, site, reason))
 
 
@@ -232,7 +255,12 @@ class _Masked(_Plain):
         assert party.roster is not None, "a plan that sums securely was started without a roster"
         layout = party.layout
         contract = contract_for(
-            self.purpose, party.plan, party.roster, party.run, layout.size, layout.digest()
+            self.purpose,
+            party.plan,
+            party.roster,
+            party.run,
+            layout.size,
+            layout.digest() + party.base_hash,
         )
         model = bytes.fromhex(request.model_hash)
         coordinator = Coordinator(contract, request.round, self.attempt, model, self.sites)
@@ -255,7 +283,8 @@ class _Masked(_Plain):
         detail = {"survivors": list(unmask.survivors)}
         party.journal.record(request.round, self.attempt, f"{self.purpose} {steps.UNMASKING}", detail)
         self.step(5, dict.fromkeys(unmask.survivors, to_bytes(unmask)), Reveal, coordinator.revealed)
-        # 7. Open.
+        # 7. Charge, then open.
+        self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
 
     def step(
@@ -263,7 +292,9 @@ class _Masked(_Plain):
     ) -> list[str]:
         """Ask sites for one step of the protocol; the sites whose answer stands."""
         plan, request = self.party.plan, self.request
-        agree = Agree(plan.to_json(), self.party.run, self.purpose, number, request.round, request.tries)
+        agree = Agree(
+            plan.to_json(), self.party.run, self.purpose, number, request.round, request.tries, request.base
+        )
         left = []
         for reply in self.ask(sorted(private), agree, private):
             match reply:
@@ -277,7 +308,7 @@ class _Masked(_Plain):
                     else:
                         left.append(reply.site)
                 case Failure():
-                    self.drop(reply.site, reply.reason)
+                    self.drop(reply.site, reply.reason, refused=reply.refused)
                 case _:
                     self.drop(reply.site, f"it answered with {type(reply).__name__}")
         return left

@@ -23,23 +23,28 @@ from flwr.serverapp import Grid
 
 from cloister.aggregation.sums import EVALUATE, TRAIN
 from cloister.clients.app import client_app
-from cloister.clients.site import Site, SiteConfig, load_site
+from cloister.clients.site import Site, SiteConfig, load_site, save_vector
+from cloister.lm.corpus import corpus_records
+from cloister.lm.layout import Vector
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, FaultError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
-from cloister.protocol.plan import Plan, ProfileSection
+from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
-from cloister.protocol.storage import write_folder
+from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder
 from cloister.server.journal import FINISHED
 from cloister.server.progress import Observer, Preparing, SiteFailed
-from cloister.server.run import Outcome, finish, identity, outcome, reached, run
-from cloister.simulations.corpus import corpus_records
+from cloister.server.run import Outcome, base_of, finish, identity, outcome, public_model, reached, run
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid, one_line
-from cloister.simulations.partition import partition, site_name, write_sites
+from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
 
 _RUN_ID = 1
+_PUBLIC = "public.jsonl"
+"""Records that no site got, in the sites' folder."""
 
 
 def simulate(
@@ -74,14 +79,34 @@ def simulate(
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(lay_out, plan))
     roster = load_roster(sites / "roster.toml") if plan.aggregation.secure else None
+    public = public_model(folder, observe)
+    base = base_of(plan, public)
+    if base is not None:
+        _share_base(sites, base)
     outcomes: list[Outcome] = []
 
     def coordinate(grid: Grid, _context: Context) -> None:
         observe(Preparing("sites"))
         channel = GridChannel(
-            grid, plan, identity(folder), lambda failure: observe(SiteFailed(0, failure.site, failure.reason))
+            grid,
+            plan,
+            identity(folder),
+            lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
+            base=base,
+            roster=roster,
         )
-        outcomes.append(run(folder, channel, observe, roster=roster))
+        records = str(sites / _PUBLIC) if plan.server.evaluation == SIMULATED_PUBLIC else ""
+        outcomes.append(
+            run(
+                folder,
+                channel,
+                observe,
+                roster=roster,
+                public=public,
+                evaluation=records,
+                noise=partial(_noise, plan, "coordinator"),
+            )
+        )
 
     app = server_app(coordinate)
     if engine == "flower":
@@ -110,7 +135,7 @@ def simulate(
 
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run."""
-    return client_app(partial(_open_site, sites, plan), explain=one_line)  # one machine, one owner
+    return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -150,6 +175,14 @@ class SimulatedSite(Site):
         self._maybe_drop_out("update", EVALUATE, request.round, request.tries)
         return super().evaluate(request, private)
 
+    def _base_path(self, base_hash: str) -> Path:
+        """One file for all the sites of this machine."""
+        return super()._base_path(base_hash).parents[2] / f"base-{base_hash}.npy"
+
+    def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
+        """Secret noise, or that of the declared seed, which a simulation that is to be repeated names."""
+        return _noise(self.plan, self.config.name, round_number)
+
     def _maybe_drop_out(self, step: str, purpose: str, round_number: int, tries: int) -> None:
         chance = getattr(self.plan.faults, step)
         if (
@@ -161,14 +194,32 @@ class SimulatedSite(Site):
             )
 
 
+def _noise(plan: Plan, who: str, round_number: int) -> NoiseStream:
+    seed = plan.simulation.noise_seed
+    if seed is None:
+        return NoiseStream.fresh()
+    return NoiseStream.from_declared_seed(seed).child(f"{who}/{round_number}")
+
+
+def _share_base(sites: Path, base: Vector) -> None:
+    """Put the base model where every simulated site looks for it, so that it is on disk once."""
+    path = sites / f"base-{vector_hash(base).hex()}.npy"
+    if not path.exists():
+        write_file(path, lambda temporary: save_vector(temporary, base))
+
+
 def _draw(*parts: str | int) -> float:
     """A number in [0, 1) that depends on the parts alone."""
     digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _open_site(sites: Path, plan: Plan, context: Context) -> Site:
-    index = int(context.node_config["partition-id"])
+def _site_of(sites: Path, plan: Plan, context: Context) -> Site:
+    return open_site(sites, plan, int(context.node_config["partition-id"]))
+
+
+def open_site(sites: Path, plan: Plan, index: int) -> Site:
+    """The simulated site with a number."""
     return SimulatedSite(_config(sites / site_name(index) / "site.toml"), plan, index)
 
 
@@ -182,8 +233,11 @@ def lay_out(plan: Plan, folder: Path) -> None:
     """Write every site's folder: its records and its TOML."""
     simulation = plan.simulation
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
-    parts = partition(corpus.records, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
-    write_sites(folder, corpus.records, parts)
+    kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
+    parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
+    write_sites(folder, kept, parts)
+    if apart:
+        write_records(folder / _PUBLIC, apart)
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, folder / "roster.toml")

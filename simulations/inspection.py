@@ -10,13 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from cloister.clients.site import load_site, update_path
+from cloister.clients.site import update_path
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
+from cloister.server.run import base_of, outcome, public_model
+from cloister.simulations.federation import open_site
 from cloister.simulations.partition import site_name
 
 Vector = npt.NDArray[np.float32]
@@ -40,13 +43,15 @@ def per_site(folder: RunFolder) -> list[SiteOutcome]:
     plan = folder.plan
     if not plan.data.held_out or not (folder.path / "sites").is_dir():
         return []
+    base = base_of(plan, public_model(folder, lambda _event: None))
+    base_hash = "" if base is None else vector_hash(base).hex()
     checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
-    first, last = checkpoints.load(0), checkpoints.load(plan.run.rounds)
+    first, last = checkpoints.load(0), checkpoints.load(outcome(folder).rounds)
     found = []
     for index in range(plan.cohort.sites):
-        site = load_site(folder.path / "sites" / site_name(index) / "site.toml")
-        before, after = (site.held_out(plan, model.weights) for model in (first, last))
-        found.append(SiteOutcome(site.config.name, site.sequences(plan), before.loss, after.loss))
+        site = open_site(folder.path / "sites", plan, index)
+        before, after = (site.held_out(plan, model.weights, base_hash) for model in (first, last))
+        found.append(SiteOutcome(site.config.name, site.sequences(plan, base_hash), before.loss, after.loss))
     write_bytes(folder.path / "sites.json", json.dumps([asdict(site) for site in found], indent=1).encode())
     return found
 

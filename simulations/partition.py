@@ -7,7 +7,6 @@ all four ways in a few lines each.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import json
 from collections import defaultdict
@@ -74,6 +73,26 @@ def partition(
     return [sorted(part) for part in parts]
 
 
+def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, list[Mapping[str, Any]]]:
+    """Records for the sites, and those that no site gets.
+
+    Args:
+        records: All of them.
+        fraction: How much of them to keep apart, at random; with more than 0 at least one.
+        seed: The same seed and records give the same choice.
+    """
+    if not fraction:
+        return records, []
+    count = min(max(1, round(fraction * len(records))), len(records) - 1)
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, 0x70)))).permutation(
+        len(records)
+    )
+    apart = sorted(order[:count].tolist())
+    chosen = set(apart)
+    kept = [records[index] for index in range(len(records)) if index not in chosen]
+    return kept, [records[index] for index in apart]
+
+
 def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) -> list[Path]:
     """Write each site's records to `folder/site-NNN/data.jsonl` and return these paths, by site.
 
@@ -90,14 +109,19 @@ def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) 
     """
     paths = [folder / site_name(index) / "data.jsonl" for index in range(len(parts))]
     for path, part in zip(paths, parts, strict=True):
-        write_file(path, functools.partial(_write, records, part))
+        write_records(path, (records[index] for index in part))
     return paths
 
 
-def _write(records: Records, part: Iterable[int], path: Path) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        for index in part:
-            file.write(json.dumps(dict(records[index]), ensure_ascii=False, default=str) + "\n")
+def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write records to a JSONL file, which appears whole or not at all; errors as `write_sites`."""
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(dict(record), ensure_ascii=False, default=str) + "\n")
+
+    write_file(path, write)
 
 
 def _natural(records: Records, field: str, sites: int) -> list[list[int]]:

@@ -82,6 +82,7 @@ def test_init_tells_programs_where_everything_is(tmp_path: Path, capsys: pytest.
         "site_made": True,
         "identity": str(tmp_path / "identity.pem"),
         "site": str(tmp_path / "site.toml"),
+        "policy": str(tmp_path / "policy.toml"),
     }
 
 
@@ -109,7 +110,7 @@ def test_what_init_refuses_leaves_nothing(tmp_path: Path, capsys: pytest.Capture
     blocked = tmp_path / "blocked"
     (blocked / "x.card").mkdir(parents=True)
     assert "x.card" in refusal(capsys, "site", "init", "--name", "x", "--folder", str(blocked))
-    assert sorted(path.name for path in blocked.iterdir()) == ["site.toml", "x.card"]
+    assert sorted(path.name for path in blocked.iterdir()) == ["x.card"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cloister.lm.corpus import corpus_records
 from cloister.protocol.errors import DataError
-from cloister.simulations.corpus import corpus_records
 
 
 def test_python_docs() -> None:

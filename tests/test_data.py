@@ -18,17 +18,20 @@ from cloister.lm.data import (
     NOT_LEARNED,
     Prepared,
     Sequences,
+    UnitRule,
     batches,
     cached,
     load_prepared,
     prepare,
     prepared_key,
     save_prepared,
+    unit_in_words,
+    unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
 from cloister.protocol import storage
-from cloister.protocol.errors import DataError, StorageError
-from cloister.protocol.plan import DataSection
+from cloister.protocol.errors import DataError, PlanError, StorageError
+from cloister.protocol.plan import DataSection, PrivacySection
 
 BYTES = byte_tokenizer()
 EOS = 256
@@ -244,6 +247,159 @@ def test_one_single_record_that_cannot_be_divided_is_refused(row: dict[str, Any]
         prepare([row], BYTES, DataSection(format=format_), seed=0)
 
 
+# Units of record-level privacy
+
+
+def rows_of(sequences: Sequences) -> list[tuple[tuple[int, ...], ...]]:
+    """The rows of each unit, without padding."""
+    assert sequences.starts is not None
+    assert sequences.positions is None
+    assert sequences.starts[0] == 0
+    assert sequences.starts[-1] == len(sequences)
+    assert (np.diff(sequences.starts) > 0).all()
+    return [
+        tuple(tuple(token for token in row if token != PAD) for row in sequences.tokens[begin:end].tolist())
+        for begin, end in itertools.pairwise(sequences.starts)
+    ]
+
+
+def windows_of(text: str, length: int) -> list[tuple[int, ...]]:
+    """A text's windows, but for a last one of one token, which teaches nothing."""
+    whole = (*text.encode(), EOS) if text else ()
+    cut = [whole[at : at + length] for at in range(0, len(whole), length)]
+    return [window for window in cut if len(window) > 1]
+
+
+@settings(deadline=None)
+@given(
+    texts=st.lists(PLAIN, min_size=1, max_size=10).filter(any),
+    length=st.integers(2, 20),
+    windows=st.integers(1, 4),
+    packing=st.booleans(),
+)
+def test_a_record_is_one_unit_of_its_first_windows(
+    texts: list[str], length: int, windows: int, packing: bool
+) -> None:
+    data = DataSection(sequence_length=length, held_out=0, packing=packing)
+    rule = UnitRule("record", windows)
+    prepared = prepare([{"text": text} for text in texts], BYTES, data, seed=0, units=rule)
+    check(prepared.train, length)
+    expected = [tuple(windows_of(text, length)[:windows]) for text in texts if text]
+    assert rows_of(prepared.train) == expected
+    assert prepared.dropped == sum(not text for text in texts)
+    assert rows_of(prepared.held_out) == []
+    learned_bytes = sum(token != EOS for unit in expected for row in unit for token in row[1:])
+    assert prepared.train.n_bytes == learned_bytes
+
+
+@settings(deadline=None)
+@given(texts=st.lists(PLAIN, min_size=1, max_size=10).filter(any), length=st.integers(2, 20))
+def test_a_window_is_a_unit_and_of_one_text(texts: list[str], length: int) -> None:
+    data = DataSection(sequence_length=length, held_out=0)
+    rows = [{"text": text} for text in texts]
+    train = prepare(rows, BYTES, data, seed=0, units=UnitRule("window", 1)).train
+    check(train, length)
+    assert rows_of(train) == [(window,) for text in texts for window in windows_of(text, length)]
+
+
+@settings(deadline=None)
+@given(
+    records=st.lists(st.tuples(PLAIN, PLAIN), min_size=1, max_size=8),
+    length=st.integers(2, 16),
+    windows=st.integers(1, 3),
+)
+def test_the_windows_of_a_completion_stay_with_their_prompt(
+    records: list[tuple[str, str]], length: int, windows: int
+) -> None:
+    data = DataSection(format="prompt", sequence_length=length, held_out=0)
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in records]
+    expected, answers = [], []
+    for prompt, completion in records:
+        whole = (*(prompt + completion).encode(), EOS)[: windows * length] if prompt + completion else ()
+        begin = len(prompt.encode())
+        kept = []
+        for at in range(0, len(whole), length):
+            taught = [token for place, token in enumerate(whole[at : at + length], at) if at < place >= begin]
+            if taught:
+                kept.append(whole[at : at + length])
+                answers += taught
+        if kept:
+            expected.append(tuple(kept))
+    if not expected:
+        with pytest.raises(DataError, match="at least one record with something to learn"):
+            prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
+        return
+    prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
+    assert rows_of(prepared.train) == expected
+    assert prepared.train.labels[prepared.train.labels != NOT_LEARNED].tolist() == answers
+    assert prepared.dropped == len(records) - len(expected)
+
+
+RECORD_OR_WINDOW: list[Literal["record", "window"]] = ["record", "window"]
+
+
+@settings(deadline=None)
+@given(
+    texts=st.lists(PLAIN.filter(bool), min_size=2, max_size=20),
+    held_out=st.floats(0, 0.9),
+    seed=st.integers(0, 2**63 - 1),
+    record=st.sampled_from(RECORD_OR_WINDOW),
+    which=st.integers(0, 19),
+)
+def test_one_record_less_changes_the_units_of_no_other(
+    texts: list[str], held_out: float, seed: int, record: Literal["record", "window"], which: int
+) -> None:
+    data = DataSection(sequence_length=8, held_out=held_out)
+
+    def sides(texts: list[str]) -> tuple[Counter[Any], Counter[Any]]:
+        rows = [{"text": text} for text in texts]
+        prepared = prepare(rows, BYTES, data, seed=seed, units=UnitRule(record, 2))
+        return Counter(rows_of(prepared.train)), Counter(rows_of(prepared.held_out))
+
+    which %= len(texts)
+    whole, without = sides(texts), sides(texts[:which] + texts[which + 1 :])
+    own = sides([texts[which]])
+    assert whole == (without[0] + own[0], without[1] + own[1])
+    if record == "record":
+        assert (own[0] + own[1]).total() == 1
+
+
+def test_the_usual_draw_would_shuffle_the_others() -> None:
+    """What the units' own draw is for: one record less, and others change sides."""
+    rows = [{"text": f"[{index}]"} for index in range(40)]
+    data = DataSection(sequence_length=8, packing=False)
+    one, other = (
+        {tuple(row) for row in prepare(some, BYTES, data, seed=0).held_out.tokens.tolist()}
+        for some in (rows, rows[:-1])
+    )
+    assert len(one ^ other) > 1
+
+
+def test_units_are_held_out_with_the_probability_of_the_plan() -> None:
+    rows = [{"text": f"[{index}]"} for index in range(3000)]
+    data = DataSection(sequence_length=16, held_out=0.2)
+    sides = [prepare(rows, BYTES, data, seed=seed, units=UnitRule("record", 1)) for seed in (1, 2)]
+    for prepared in sides:
+        assert abs(len(prepared.held_out) - 600) < 6.2 * (3000 * 0.2 * 0.8) ** 0.5
+        assert len(prepared.train) + len(prepared.held_out) == 3000
+    assert rows_of(sides[0].held_out) != rows_of(sides[1].held_out)
+
+
+def test_the_rule_and_its_words() -> None:
+    data = DataSection(sequence_length=128)
+    private = PrivacySection(unit="record", windows=4)
+    assert unit_rule(data, PrivacySection(unit="site")) is None
+    assert unit_rule(data, private) == UnitRule("record", 4)
+    used = "of which the first 512 tokens are used"
+    assert unit_in_words(data, private) == f"one text, {used}"
+    assert unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
+    window = PrivacySection(unit="record", record="window")
+    assert unit_rule(data, window) == UnitRule("window", 4)
+    assert unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
+    with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is prompt"):
+        unit_rule(DataSection(format="prompt"), window)
+
+
 # What a model sees
 
 
@@ -311,6 +467,8 @@ def same(first: Prepared, second: Prepared) -> bool:
         and np.array_equal(a.labels, b.labels)
         and (a.positions is None) == (b.positions is None)
         and (a.positions is None or b.positions is None or np.array_equal(a.positions, b.positions))
+        and (a.starts is None) == (b.starts is None)
+        and (a.starts is None or b.starts is None or np.array_equal(a.starts, b.starts))
         for a, b in pairs
     )
 
@@ -325,6 +483,18 @@ def test_saved_sequences_are_mapped(held_out: float, packing: bool, tmp_path: Pa
     assert same(prepared, again)
     assert isinstance(again.train.tokens, np.memmap)
     assert not again.train.tokens.flags.writeable
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.2])
+def test_saved_units_are_mapped(held_out: float, tmp_path: Path) -> None:
+    rows = [{"text": "abc" * index} for index in range(9)]
+    data = DataSection(held_out=held_out, sequence_length=8)
+    prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule("record", 2))
+    save_prepared(tmp_path / "x", prepared)
+    again = load_prepared(tmp_path / "x")
+    assert same(prepared, again)
+    assert again.train.starts is not None
+    assert again.train.starts.dtype == np.int64
 
 
 def test_they_are_made_once(tmp_path: Path, some: Prepared) -> None:
@@ -380,14 +550,16 @@ def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
         tokenizer: PreTrainedTokenizerBase = BYTES,
         seed: int = 0,
         split: str = "train",
+        units: UnitRule | None = None,
     ) -> str:
-        return prepared_key(str(file), tokenizer, data or DataSection(), seed=seed, split=split)
+        return prepared_key(str(file), tokenizer, data or DataSection(), seed=seed, split=split, units=units)
 
     first = key()
     assert first == key(tokenizer=byte_tokenizer())
     keys = [
         first, key(DataSection(packing=False)), key(tokenizer=other_template),
-        key(seed=1), key(split="test"),
+        key(seed=1), key(split="test"), key(units=UnitRule("record", 1)), key(units=UnitRule("record", 2)),
+        key(units=UnitRule("window", 2)),
     ]  # fmt: skip
     file.write_text('{"text": "b"}')
     keys.append(key())

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.lm.corpus import corpus_records
 from cloister.protocol import storage
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import SimulationSection
-from cloister.simulations.corpus import corpus_records
 from cloister.simulations.partition import partition, site_name, write_sites
 
 Way = Literal["natural", "iid", "dirichlet", "size"]

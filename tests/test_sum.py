@@ -45,6 +45,7 @@ class Sites:
         self.folder = folder
         self.plan = plan
         self.sites = names
+        self.refusals: list[Failure] = []
         self.roster = Roster.of(Card.of(name, IDENTITIES[name]) for name in names)
         self.down: set[tuple[str, str, int]] = set()
         """Site, step and try at which it does not answer."""

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cloister.clients.train import LocalUpdate, Trainer, learning_rate
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.model import LanguageModel, load_model
+from cloister.lm.train import LocalUpdate, Trainer, learning_rate
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
 from cloister.protocol.plan import LocalSection, Plan, parse
 
@@ -168,7 +168,7 @@ def test_tokens_are_the_learned_labels_of_the_batches_drawn() -> None:
 
 def test_blocks_of_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Run(plan_of()).train()
-    monkeypatch.setattr("cloister.clients.train._BLOCK_TOKENS", 3 * 4 * 16)  # three steps, then one
+    monkeypatch.setattr("cloister.lm.train._BLOCK_TOKENS", 3 * 4 * 16)  # three steps, then one
     parts = Run(plan_of()).train()
     np.testing.assert_array_equal(parts.vector, whole.vector)
 
@@ -265,7 +265,7 @@ def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
     code = f"""
 import sys, numpy as np, torch
 torch.set_num_threads(1); torch.manual_seed(3)
-from cloister.clients.train import Trainer
+from cloister.lm.train import Trainer
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.protocol.plan import Plan
@@ -436,7 +436,7 @@ def test_a_disk_that_refuses_the_state(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cloister.clients.train.save_file", refuse)
+    monkeypatch.setattr("cloister.lm.train.save_file", refuse)
     with pytest.raises(StorageError, match="No space left"):
         run.train(round=2, state=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["optimizer-1.safetensors"]

@@ -1,0 +1,158 @@
+"""`cloister ledger verify | show`: whether a ledger's chain holds, and what was spent by dataset and run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from decimal import ROUND_CEILING, Context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister.privacy.ledger import Entry, History, read_history
+from cloister.protocol.errors import LedgerError
+
+if TYPE_CHECKING:
+    from cloister.privacy.accounting import Spent
+
+NAME = "ledger.sqlite"
+"""The ledger in a run folder."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify a ledger or show what is in it; returns 1 for a ledger that does not hold."""
+    path = _find(Path(arguments.ledger))
+    return _verify(path, arguments) if arguments.action == "verify" else _show(path, arguments)
+
+
+def _find(path: Path) -> Path:
+    found = path / NAME if path.is_dir() else path
+    if not found.is_file():
+        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {NAME} in it")
+    return found
+
+
+def _verify(path: Path, arguments: argparse.Namespace) -> int:
+    noted = arguments.head
+    if noted is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", noted):
+        raise LedgerError("--head", noted, expected="64 hexadecimal digits")
+    try:
+        verified = read_history(path).verified(noted)
+    except LedgerError as error:
+        if arguments.traceback:
+            raise
+        if arguments.json:
+            print(json.dumps({"ledger": str(path), "ok": False, "problem": str(error)}))
+        print(f"cloister: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(
+            json.dumps({"ledger": str(path), "entries": verified.entries, "head": verified.head, "ok": True})
+        )
+        return 0
+    print(f"entries {verified.entries}\nhead {verified.head}")
+    if noted is None:
+        print(
+            "ok: the chain holds. Only a head noted elsewhere (--head) shows that no entry was cut off its end."
+        )
+    else:
+        print("ok: the chain holds, and so it did at the noted head")
+    return 0
+
+
+def _show(path: Path, arguments: argparse.Namespace) -> int:
+    history = read_history(path)
+    datasets = [_dataset(history, name) for name in history.datasets()]
+    if arguments.json:
+        found = {"ledger": str(path), "entries": len(history.entries), "head": history.head.hex()}
+        print(json.dumps(found | {"datasets": datasets}))
+        return 0
+    _print(history, datasets)
+    return 0
+
+
+def _dataset(history: History, name: str) -> dict[str, Any]:
+    """What a dataset has paid, at the smallest delta that an entry of it names."""
+    entries = [entry for entry in history.entries if entry.charge.dataset == name]
+    delta = min(entry.charge.delta for entry in entries)
+    runs: dict[str, list[Entry]] = {}
+    for entry in entries:
+        runs.setdefault(entry.charge.run, []).append(entry)
+    return {
+        "dataset": name,
+        "delta": delta,
+        **_epsilon(_spent(entries, delta)),
+        "runs": [
+            {
+                "run": run,
+                "entries": len(charged),
+                "rounds": sorted({entry.charge.round for entry in charged}),
+                **_epsilon(_spent(charged, delta)),
+            }
+            for run, charged in runs.items()
+        ],
+    }
+
+
+def _spent(entries: Iterable[Entry], delta: float) -> Spent:
+    from cloister.privacy.accounting import from_json, spent
+
+    return spent([event for entry in entries for event in from_json(entry.charge.event)], delta)
+
+
+def _epsilon(spent: Spent) -> dict[str, Any]:
+    """For JSON, which has no infinity: null is no bound."""
+    epsilon = spent.epsilon if math.isfinite(spent.epsilon) else None
+    return {"epsilon": epsilon, "accountant": spent.accountant, "note": spent.note}
+
+
+def _print(history: History, datasets: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.display import PipedConsole
+
+    console = PipedConsole()
+    if not datasets:
+        console.print("nothing was charged yet")
+        return
+    table = Table(title=f"Ledger of {history.entries[0].owner}", title_justify="left")
+    table.add_column("dataset")
+    table.add_column("run")
+    for column in ("rounds", "entries", "epsilon", "delta"):
+        table.add_column(column, justify="right")
+    for dataset in datasets:
+        name, delta = dataset["dataset"], f"{dataset['delta']:g}"
+        for run in dataset["runs"]:
+            cells = (
+                name,
+                run["run"],
+                _span(run["rounds"]),
+                f"{run['entries']:,}",
+                _rounded_up(run["epsilon"]),
+                delta,
+            )
+            table.add_row(*map(Text, cells))
+        count = f"{sum(run['entries'] for run in dataset['runs']):,}"
+        together = (name, "all runs together", "", count, _rounded_up(dataset["epsilon"]), delta)
+        table.add_row(*(Text(cell, style="bold") for cell in together))
+        table.add_section()
+    console.print(table)
+    for dataset in datasets:
+        if dataset["note"]:
+            console.print(Text(f"{dataset['dataset']}: {dataset['note']}"), soft_wrap=True)
+    console.print(Text(f"head {history.head.hex()}", style="dim"), soft_wrap=True)
+
+
+def _span(rounds: list[int]) -> str:
+    return str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+
+
+def _rounded_up(epsilon: float | None) -> str:
+    """Five digits that are never less than epsilon."""
+    if epsilon is None:
+        return "no bound"
+    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"

@@ -1,0 +1,476 @@
+"""Record-level private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy",
+Algorithm 1) over units that are records or windows of text (`lm/data.py`).
+
+One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
+
+1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling).
+2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window.
+3. S = sum over the batch of g_u min(1, C / |g_u|), the L2 norm taken over all parameters that are trained.
+4. AdamW steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its moments, weight decay and the proximal
+   term, which depends on weights only.
+
+Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
+every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
+and a round is `local.steps` of them. What keeps this true:
+
+- B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
+- A unit whose gradient is not finite contributes zero, without an error: that would tell that the unit is there.
+- Batches, noise and dropout come from a secret stream of the site, never from the plan's public seed. With public
+  dropout masks one unit more would change the masks of those behind it, and with them S by more than C. Secret masks
+  are the mechanism's own randomness, of the same law for every unit wherever it stands in the batch; they are torch's
+  generator under a secret seed, and the guarantee takes them for random.
+- Only `ClippedSum` adds gradients up, and it gives the sum out once, with noise on it.
+
+S is a float32 sum: rounding can move each of its coordinates by some 2^-24 of itself for each chunk of the batch, an
+effect on the sensitivity that accounting does not see (Casacuberta et al. 2022, "Widespread underestimation of
+sensitivity in differentially private libraries and how to fix it"), as it does not see those of the noise
+(`privacy/noise.py`).
+
+Two methods give the same g_u: `reference` runs forward and backward on one unit at a time, which is right for every
+model that gives each sequence its own loss; `opacus` takes the gradients of many windows from the hooks of Opacus
+(Yousefpour et al. 2021, "Opacus"), where `method_for` finds that they are right. Of Opacus nothing else is used: its
+optimizers divide by the batch size or the data's, and draw noise from torch. Its faster ghost clipping was refused: two
+backward passes, and wrong where weights are tied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from cloister.lm.data import NOT_LEARNED, Sequences
+from cloister.lm.evaluate import Forward, next_tokens, to_device
+from cloister.lm.layout import Layout, Vector
+from cloister.lm.model import LanguageModel, seeded
+from cloister.lm.train import Bench, LocalUpdate, Named, add_proximal, learning_rate, set_learning_rate
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.errors import PlanError
+from cloister.protocol.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_RIGHT_BY_OPACUS = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose gradients by Opacus are compared with single backward passes in tests/test_dpsgd.py."""
+_LONGEST = 1e30
+"""In units of C, the norm up to which float32 can scale a gradient down without losing digits of the factor."""
+_MARGIN = 1e-6
+"""By how much of itself the clip stays below C, for the rounding of float32."""
+_SLACK = 1e-5
+"""By how much of C a clipped gradient may be longer before it is a defect of this program or of the device."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How per-unit gradients are taken, and why."""
+
+    name: Literal["reference", "opacus"]
+    """`reference`: one unit at a time; `opacus`: many windows at a time."""
+    reason: str
+    """Why this one, in words, for the report."""
+
+
+def method_for(plan: Plan, model: LanguageModel) -> Method:
+    """The method that a plan's `privacy.method` means for a model.
+
+    Raises:
+        PlanError: the plan asks for Opacus where its gradients are wrong or unproven.
+    """
+    wanted = plan.privacy.method
+    if wanted == "reference":
+        return Method("reference", "the plan asks for it")
+    problem = _wrong_by_opacus(plan, model)
+    if not problem:
+        return Method("opacus", "its gradients are proven right for every trained layer of this model")
+    if wanted == "auto":
+        return Method("reference", f"Opacus is not proven right here: {problem}")
+    raise PlanError(
+        "privacy.method",
+        wanted,
+        expected=f"reference or auto, because {problem}",
+        fix="set privacy.method = 'auto'",
+    )
+
+
+def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
+    """Why Opacus cannot be used, or nothing."""
+    kind = getattr(getattr(model.module, "config", None), "model_type", "")
+    if kind not in _RIGHT_BY_OPACUS:
+        return f"the model is of type {kind}, and proven are {', '.join(_RIGHT_BY_OPACUS)}"
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.module.modules()):
+        return "with gradient checkpointing its hooks see each layer twice"
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.module.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    parameters = dict(model.module.named_parameters())
+    for name in model.layout.names:
+        using = owners[id(parameters[name])]
+        if len(using) > 1:
+            return f"{name} is tied: several layers use it"
+        layer = type(using[0])
+        if layer not in (nn.Linear, nn.Embedding) and not layer.__name__.endswith("RMSNorm"):
+            return f"{name} belongs to a layer of type {layer.__name__}"
+    windows = 1 if plan.privacy.record == "window" else plan.privacy.windows
+    if windows > plan.local.batch_size:
+        return f"the {windows} windows of a record do not fit into local.batch_size = {plan.local.batch_size}"
+    return ""
+
+
+def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
+    """The units below `n` that are in a batch, each on its own with probability `rate` (to 2^-53), in order."""
+    return np.flatnonzero(noise.generator().random(n) < rate)
+
+
+class ClippedSum:
+    """A sum of per-unit gradients, each clipped to the L2 norm `clip`, that is given out once and with noise.
+
+    Args:
+        layout: Where each parameter lies in the sum.
+        names: The parameters that gradients are given for; the rest of the sum stays zero.
+        clip: L2 norm C.
+        device: Where gradients lie.
+    """
+
+    def __init__(self, layout: Layout, names: Sequence[str], clip: float, device: torch.device) -> None:
+        place = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
+        self._places = [place[name] for name in names]
+        self._clip = clip
+        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.float32, device=device)
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Clip the gradients of U units and add them; those that are not finite, or above 1e30 C, count as zero.
+
+        Args:
+            gradients: For each parameter (U, its shape), floating point; they may be overwritten.
+
+        Returns:
+            (U,) bool, on the CPU: whether a unit's gradient was added.
+        """
+        if self._sum is None:
+            raise AssertionError("a gradient came after the sum was released")
+        gradients = [gradient.reshape(len(gradient), -1).float() for gradient in gradients]
+        norms = _norms(gradients).cpu()
+        added = norms <= self._clip * _LONGEST  # false for what is not a number
+        if not added.all():  # zero times infinity is not zero: they must go
+            kept = torch.nonzero(added).flatten()
+            gradients = [gradient[kept.to(gradient.device)] for gradient in gradients]
+            norms = norms[kept]
+        self._scale(gradients, norms)
+        longest = float(_norms(gradients).max()) if len(norms) else 0.0
+        if not longest <= self._clip * (1 + _SLACK):
+            raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
+        for (begin, end), gradient in zip(self._places, gradients, strict=True):
+            self._sum[begin:end] += gradient.sum(0)
+        return added
+
+    def _scale(self, gradients: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
+        """Scale each unit's gradient to the norm C, in place, where it is longer."""
+        factors = (self._clip * (1 - _MARGIN) / norms).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factors.to(gradient.device, torch.float32)[:, None])
+
+    def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
+        """The sum with Gaussian noise of standard deviation `sigma` on every element, keyed by its place in the layout.
+
+        Noise is drawn for parameters without gradients too: the caller drops them, and a place in the vector always
+        has the same noise. After this the sum is gone.
+
+        Returns:
+            (layout.size,) float32, on the device.
+        """
+        if self._sum is None:
+            raise AssertionError("the sum was released before")
+        total, self._sum = self._sum, None
+        values = total.cpu().numpy()
+        noise.add_gaussian(values, sigma, threads=threads)
+        return torch.from_numpy(values).to(total.device)
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2 norms (U,) in float64 of gradients that are (U, size of a parameter) each."""
+    parts = [torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64) for gradient in gradients]
+    norms: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms
+
+
+class UnitGradients(NamedTuple):
+    """What backward passes gave for U units."""
+
+    gradients: list[torch.Tensor]
+    """For each trained parameter (U, its shape)."""
+    nats: torch.Tensor
+    """(U,) float64: summed loss."""
+    tokens: NDArray[np.int64]
+    """(U,): labels learned from."""
+
+
+PerUnit: TypeAlias = Callable[[Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
+"""The gradients of some units, in order; each result is used before the next is asked for."""
+
+
+class PrivateTrainer:
+    """Trains any site's round of one plan on one device with record-level privacy.
+
+    Args:
+        plan: The plan; `privacy.unit` is `record` and `privacy.sampling_rate` is set.
+        model: The plan's model, which is the trainer's from then on (`Bench`).
+        device: Where to train.
+
+    Raises:
+        PlanError: the plan is not as said, or asks for a method that is wrong for its model.
+    """
+
+    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+        if plan.privacy.unit != "record":
+            raise PlanError("privacy.unit", plan.privacy.unit, expected="record, for training by DP-SGD")
+        if plan.privacy.sampling_rate is None:
+            raise PlanError(
+                "privacy.sampling_rate",
+                expected="the probability with which a record is in a batch, and there is none",
+            )
+        self.method = method_for(plan, model)
+        """How per-unit gradients are taken."""
+        self._rate = plan.privacy.sampling_rate
+        self._plan = plan
+        self._device = device
+        self._bench = Bench(plan, model, device)
+        self._forward = Forward(self._bench.module, device, plan.local.precision)
+
+    def train(
+        self,
+        start: Vector,
+        sequences: Sequences,
+        *,
+        round: int,
+        noise: NoiseStream,
+        noise_multiplier: float,
+        state: Path | None = None,
+        steps_before: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> LocalUpdate:
+        """Train `local.steps` private steps from `start` and return the change.
+
+        Only the update's `vector` is protected. Its `tokens` and `loss` are of the batches that were drawn, exact, and
+        for the site's own eyes.
+
+        Args:
+            start: The global model, float32, shape (layout.size,); not modified.
+            sequences: The site's training sequences, laid out in units. Without any unit every batch is empty, and the
+                round is noise.
+            round: The round, from 1.
+            noise: Where batches, dropout and noise come from: a stream that no other training has had or will have.
+                Two trainings with the same noise, of one round done again from other data or another model, would
+                cancel it.
+            noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
+            state: As in `Trainer.train`. What is kept there depends on noised gradients only.
+            steps_before: As in `Trainer.train`.
+            progress: Called with the number of steps taken so far, after each one.
+
+        Raises:
+            ModelError: the device has too little memory.
+            StorageError: the optimizer's state cannot be read or written.
+            UpdateError: `start` does not have the model's layout, or the change is not finite (which is known from
+                noised gradients only).
+            ValueError: the sequences are not laid out in units, or the noise multiplier is not positive and finite.
+        """
+        if sequences.starts is None or sequences.positions is not None:
+            raise ValueError("sequences are not laid out in units: prepare them with units")
+        if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+            raise ValueError(f"noise_multiplier is {noise_multiplier}: expected a positive, finite number")
+        steps = self._plan.local.steps
+        before = (round - 1) * steps if steps_before is None else steps_before
+
+        def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+            mine = noise.child(f"dpsgd/round-{round}")
+            with self._gradients(trained) as gradients:
+                return self._steps(
+                    sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
+                )
+
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        return LocalUpdate(update, tokens, loss, steps)
+
+    def _steps(
+        self,
+        sequences: Sequences,
+        trained: Named,
+        optimizer: torch.optim.Optimizer,
+        gradients: PerUnit,
+        steps_before: int,
+        noise: NoiseStream,
+        noise_multiplier: float,
+        progress: Callable[[int], None] | None,
+    ) -> tuple[int, float]:
+        """Take the round's steps; learned tokens and mean loss, of units with finite gradients."""
+        local, privacy = self._plan.local, self._plan.privacy
+        layout = self._bench.model.layout
+        whole_run = self._plan.run.rounds * local.steps
+        names, parameters = [name for name, _ in trained], [parameter for _, parameter in trained]
+        places = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
+        anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
+        expected = local.batch_size * local.accumulation
+        assert sequences.starts is not None
+        n_units = len(sequences.starts) - 1
+        nats, tokens, not_finite = 0.0, 0, 0
+        for step in range(local.steps):
+            own = noise.child(f"step-{step + 1}")
+            batch = poisson_batch(own.child("batch"), n_units, self._rate)
+            total = ClippedSum(layout, names, privacy.clip, self._device)
+            dropout = int(own.child("dropout").generator().integers(2**63))
+            with seeded("dropout", dropout, device=self._device):
+                for some in gradients(sequences, batch):
+                    added = total.add(some.gradients)
+                    losses = some.nats.cpu()[added]
+                    nats += float(losses[torch.isfinite(losses)].sum())
+                    tokens += int(some.tokens[added.numpy()].sum())
+                    not_finite += int((~added).sum())
+            noised = self._release(total, own.child("noise"), noise_multiplier * privacy.clip)
+            noised /= expected
+            for name, parameter in trained:
+                begin, end = places[name]
+                parameter.grad = noised[begin:end].view_as(parameter)
+            add_proximal(parameters, anchors, local.proximal)
+            set_learning_rate(optimizer, learning_rate(local, steps_before + step, whole_run))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if progress is not None:
+                progress(step + 1)
+        if not_finite:
+            _log.warning("%d gradients of single records were not finite and counted as zero", not_finite)
+        return tokens, nats / max(tokens, 1)
+
+    def _release(self, total: ClippedSum, noise: NoiseStream, sigma: float) -> torch.Tensor:
+        """What becomes of a step's sum: from here on it is public. An audit looks on here (`simulations/audit.py`)."""
+        return total.release(noise, sigma, self._plan.local.threads)
+
+    @contextmanager
+    def _gradients(self, trained: Named) -> Iterator[PerUnit]:
+        """The chosen method, ready for these parameters; what it hangs on the module is taken off again."""
+        parameters = [parameter for _, parameter in trained]
+        most = self._plan.local.batch_size
+        if self.method.name == "reference":
+            yield _Gradients(_one_by_one, self._forward, parameters, most, self._device)
+            return
+        with _opacus_hooks(self._bench.module):
+            yield _Gradients(_by_hooks, self._forward, parameters, most, self._device)
+
+
+class _Gradients(NamedTuple):
+    """Per-unit gradients of some parameters, by a method."""
+
+    method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
+    forward: Forward
+    parameters: list[nn.Parameter]
+    most: int
+    """Rows that go through the model at a time."""
+    device: torch.device
+
+    def __call__(self, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
+        """The gradients of these units, in order; each result is used before the next is asked for."""
+        return self.method(self, sequences, units)
+
+    def backward(
+        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Backward from the sum over rows (R,) of (mean loss of a row) / (its unit's windows (R,)).
+
+        Returns:
+            The rows' summed losses (R,) float64, and their learned labels (R,).
+        """
+        targets = next_tokens(sequences.labels[rows])
+        learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
+        wanted = to_device(targets, self.device)
+        logits = self.forward(to_device(sequences.tokens[rows], self.device), None)  # (R, L, V)
+        each = functional.cross_entropy(
+            logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=NOT_LEARNED, reduction="none"
+        )
+        nats = each.view(wanted.shape).sum(1)
+        weights = torch.from_numpy(1 / (windows * np.maximum(learned, 1))).to(self.device, torch.float32)
+        (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+        return nats.detach().double(), learned
+
+
+def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
+    """One unit after the other, by plain backward passes."""
+    assert sequences.starts is not None
+    for begin, end in zip(sequences.starts[units], sequences.starts[units + 1], strict=True):
+        for parameter in self.parameters:
+            parameter.grad = None
+        nats, tokens = torch.zeros(1, dtype=torch.float64), 0
+        for first in range(begin, end, self.most):
+            rows = np.arange(first, min(end, first + self.most))
+            losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin))
+            nats += losses.sum().cpu()
+            tokens += int(learned.sum())
+        taken = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self.parameters
+        ]
+        yield UnitGradients([gradient[None] for gradient in taken], nats, np.array([tokens]))
+
+
+def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
+    """As many whole units at a time as fit, by Opacus' hooks."""
+    assert sequences.starts is not None
+    sizes = sequences.starts[units + 1] - sequences.starts[units]
+    for begin, end in _cuts(sizes, self.most):
+        windows = sizes[begin:end]
+        rows = np.concatenate(
+            [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
+        )
+        owner = np.repeat(np.arange(end - begin), windows)
+        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows))
+        by_row = torch.from_numpy(owner).to(self.device)
+        gradients = []
+        for parameter in self.parameters:
+            holder: Any = parameter
+            each, holder.grad_sample, parameter.grad = holder.grad_sample, None, None
+            if not (isinstance(each, torch.Tensor) and each.shape == (len(rows), *parameter.shape)):
+                raise AssertionError("Opacus gave no gradient for each row")
+            if len(rows) > len(windows):
+                each = each.new_zeros(len(windows), *parameter.shape).index_add_(0, by_row, each)
+            gradients.append(each)
+        nats = losses.new_zeros(len(windows)).index_add_(0, by_row, losses)
+        yield UnitGradients(gradients, nats, np.add.reduceat(learned, np.cumsum(windows) - windows))
+
+
+def _cuts(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """Cut a list of units into runs of at most `most` rows; none of them has more."""
+    begin, rows = 0, 0
+    for unit, size in enumerate(sizes):
+        if size > most:
+            raise AssertionError(f"a unit has {size} windows where {most} fit")
+        if rows + size > most:
+            yield begin, unit
+            begin, rows = unit, 0
+        rows += int(size)
+    if rows:
+        yield begin, len(sizes)
+
+
+@contextmanager
+def _opacus_hooks(module: nn.Module) -> Iterator[None]:
+    """Let backward passes leave `grad_sample` (rows, shape) on every parameter that is trained."""
+    with warnings.catch_warnings():
+        # A layer whose input needs no gradient, such as the first, is what this tells; its hook is right.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+        from opacus.grad_sample import GradSampleModule  # it imports for a second
+
+        hooked = GradSampleModule(module, loss_reduction="sum")
+        try:
+            yield
+        finally:
+            hooked.to_standard_module()

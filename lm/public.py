@@ -1,0 +1,66 @@
+"""Training on public text before a federation begins, which costs no privacy: what practitioners do, because a language
+model trained privately from nothing learns little (Li et al. 2022, "Large language models can be strong differentially
+private learners").
+
+It is the same training as a site's (`train.py`), of every parameter of the model, with settings of its own. Where the
+federation then trains an adapter, what comes out is the base under it, and goes to every site.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from cloister.lm.corpus import corpus_records
+from cloister.lm.data import prepare
+from cloister.lm.layout import Vector
+from cloister.lm.model import device_for, load_model
+from cloister.lm.train import Trainer
+from cloister.protocol.plan import AdapterSection, LocalSection, Plan, PrivacySection
+
+
+def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
+    """Train the plan's model on `public.source`; every parameter of it, without its adapter, as its layout has them.
+
+    Args:
+        plan: The plan, whose `public.source` is not empty.
+        progress: Called with the number of steps taken so far.
+
+    Raises:
+        CloisterError: the records or the model cannot be had, or training did not stay finite.
+    """
+    public = plan.public
+    local = LocalSection(
+        steps=public.steps,
+        batch_size=public.batch_size,
+        learning_rate=public.learning_rate,
+        warmup_steps=public.steps // 10,
+        precision=plan.local.precision,
+        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else plan.local.threads,
+    )
+    alone = plan.model_copy(
+        update={
+            "run": plan.run.model_copy(update={"rounds": 1}),
+            "model": plan.model.model_copy(update={"adapter": AdapterSection()}),
+            "data": plan.data.model_copy(update={"held_out": 0.0, "packing": True}),
+            "privacy": PrivacySection(),
+            "local": local,
+        }
+    )
+    model = load_model(alone)
+    sequences = prepare(
+        corpus_records(public.source, split=public.split).records,
+        model.tokenizer,
+        alone.data,
+        seed=plan.run.seed,
+    ).train
+    start = model.layout.flatten(model.module)
+    update = Trainer(alone, model, device_for("auto")).train(
+        start, sequences, round=1, site_seed=(_PUBLIC,), progress=progress
+    )
+    trained: Vector = start + update.vector
+    return trained
+
+
+_PUBLIC = 0x7075626C
+"""What tells the random choices of public training from those of a site, whose seeds have 128 bits."""

@@ -1,0 +1,92 @@
+"""What a run has spent, in the coordinator's ledger: for the report, and to stop before the budget would be exceeded.
+
+Each site is a dataset of its own, because sites that take part in different rounds spend differently. A round is
+charged before what it costs can be released. Records are used when their site trains, so under unit `record` every site
+that is asked pays, also in an attempt that fails; under unit `site` what is released is the sum, so its survivors pay
+before it is opened. The sites' own ledgers do not depend on this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from cloister.privacy.accounting import Event, from_json, to_json
+from cloister.privacy.ledger import Charge, Ledger
+from cloister.privacy.terms import Terms, composed, epsilon_of
+
+OWNER = "coordinator"
+
+
+class Spending:
+    """The coordinator's ledger of one run.
+
+    Args:
+        terms: The plan's privacy.
+        run: Identity of the run.
+        path: The ledger's file.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(self, terms: Terms, run: str, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.terms = terms
+        self._run = run
+        self._ledger = Ledger(path, OWNER, composed, clock=clock)
+
+    def before_training(self, round_number: int, sites: Iterable[str]) -> None:
+        """Charge the sites that are about to be asked, where their records are what is protected."""
+        if self.terms.unit == "record":
+            self._charge(round_number, sites)
+
+    def before_opening(self, round_number: int, sites: Iterable[str]) -> None:
+        """Charge the sites whose sum is about to be opened, where it is the sites that are protected."""
+        if self.terms.unit == "site":
+            self._charge(round_number, sites)
+
+    def affords(self, round_number: int, sites: Iterable[str]) -> bool:
+        """Whether a round of these sites stays within the plan's budget."""
+        if self.terms.budget is None:
+            return True
+        events, paid = self._read()
+        futures = set()
+        for site in sites:
+            more = () if (round_number, site) in paid else self.terms.round_events
+            futures.add((*events.get(site, ()), *more))
+        return all(self._epsilon(future) <= self.terms.budget for future in futures)
+
+    def epsilon(self) -> float:
+        """The largest epsilon of a site so far."""
+        return max(self.epsilons().values(), default=0.0)
+
+    def epsilons(self) -> dict[str, float]:
+        """Epsilon of each site so far, by name."""
+        return {site: self._epsilon(events) for site, events in self._read()[0].items()}
+
+    def _charge(self, round_number: int, sites: Iterable[str]) -> None:
+        charges = [
+            Charge(
+                id=f"{self._run}/{round_number}/{site}",
+                dataset=site,
+                run=self._run,
+                round=round_number,
+                attempt=0,  # a later attempt releases the same again
+                what="update",
+                event=to_json(self.terms.round_events),
+                delta=self.terms.delta,
+            )
+            for site in sites
+        ]
+        self._ledger.charge_all(charges, None)
+
+    def _read(self) -> tuple[dict[str, list[Event]], set[tuple[int, str]]]:
+        """The events of each site, and the rounds that it has paid for."""
+        events: dict[str, list[Event]] = {}
+        paid = set()
+        for entry in self._ledger.entries(self._run):
+            events.setdefault(entry.charge.dataset, []).extend(from_json(entry.charge.event))
+            paid.add((entry.charge.round, entry.charge.dataset))
+        return events, paid
+
+    def _epsilon(self, events: Sequence[Event]) -> float:
+        return epsilon_of(events, self.terms.delta, self.terms.accountant)

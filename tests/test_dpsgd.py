@@ -1,0 +1,668 @@
+"""Private steps against loops written out by hand; what one record can change; and the noise that is released."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy import stats
+from torch.nn import functional
+
+from cloister.clients import dpsgd
+from cloister.clients.dpsgd import ClippedSum, PrivateTrainer, method_for, poisson_batch
+from cloister.lm.data import NOT_LEARNED, Sequences
+from cloister.lm.layout import Layout
+from cloister.lm.model import LanguageModel, load_model
+from cloister.lm.train import LocalUpdate, learning_rate
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.errors import PlanError, UpdateError
+from cloister.protocol.plan import Plan, PrivacySection, parse
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+CPU = torch.device("cpu")
+LENGTH = 12
+METHODS = ["reference", "opacus"]
+FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+
+
+class Silent(NoiseStream):
+    """Batches and dropout as from a real stream, and no noise."""
+
+    def child(self, purpose: str) -> Silent:
+        return Silent(super().child(purpose)._key, declared=True)
+
+    def add_gaussian(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+SILENT, NOISY = Silent.from_declared_seed(5), NoiseStream.from_declared_seed(5)
+
+
+def plan_of(*overrides: str, kind: str = "llama", **privacy: Any) -> Plan:
+    config = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    if kind != "gpt2":
+        config |= {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 8}
+    if kind in ("llama", "qwen2"):
+        config.pop("head_dim")
+    settings = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
+    local = ["local.steps=2", "local.batch_size=4", f"data.sequence_length={LENGTH}"]
+    plan = parse("", [f"model.name=builtin:{kind}", *settings, *local, *overrides])
+    section = {"unit": "record", "sampling_rate": 0.4, "clip": 0.3} | privacy
+    return plan.model_copy(update={"privacy": PrivacySection.model_validate(section)})
+
+
+def some(sizes: tuple[int, ...] = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1), seed: int = 0) -> Sequences:
+    """Units of so many windows, of random tokens below 60, that differ much in how many are learned."""
+    random = np.random.default_rng(seed)
+    n = sum(sizes)
+    tokens = random.integers(0, 60, (n, LENGTH)).astype(np.int32)
+    labels = np.where(random.random((n, LENGTH)) < random.random((n, 1)) * 0.9, NOT_LEARNED, tokens)
+    labels[:, 0], labels[:, 1] = NOT_LEARNED, tokens[:, 1]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Sequences(tokens, labels.astype(np.int32), None, n_bytes=1, starts=starts)
+
+
+class Run:
+    """A plan with its model and trainer, the initial vector, and the gradients that AdamW was given."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model = load_model(plan)
+        self.start = self.model.layout.flatten(self.model.module)
+        self.trainer = PrivateTrainer(plan, self.model, CPU)
+
+    def train(self, data: Sequences | None = None, **options: Any) -> LocalUpdate:
+        options = dict[str, Any](round=1, noise=NOISY, noise_multiplier=1.0) | options
+        start = options.pop("start", self.start)
+        return self.trainer.train(start, some() if data is None else data, **options)
+
+    def summed(self, data: Sequences, units: list[int]) -> npt.NDArray[np.float64]:
+        """The clipped sum of these units, before noise."""
+        module, layout = self.model.module.train(), self.model.layout
+        trained = self.model.trainable_in_round(1)
+        total = ClippedSum(layout, [name for name, _ in trained], self.plan.privacy.clip, CPU)
+        with self.trainer._gradients(trained) as gradients:
+            for each in gradients(data, np.array(units, np.int64)):
+                total.add(each.gradients)
+        module.zero_grad(set_to_none=True)
+        return total.release(SILENT, 1.0).double().numpy()
+
+
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[npt.NDArray[np.float32]]:
+    """The flat gradients of every AdamW step from now on."""
+    seen: list[npt.NDArray[np.float32]] = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append(torch.cat([g.flatten() for g in grads if g is not None]).numpy().copy())
+        step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def unit_gradient(model: LanguageModel, data: Sequences, unit: int) -> list[torch.Tensor]:
+    """The gradient of one unit through autograd, one window and one label mean after the other."""
+    parameters = [p for _, p in model.trainable_in_round(1)]
+    assert data.starts is not None
+    rows = range(int(data.starts[unit]), int(data.starts[unit + 1]))
+    losses = []
+    for row in rows:
+        logits = model.module(input_ids=torch.tensor(data.tokens[row : row + 1]).long()).logits
+        losses.append(functional.cross_entropy(logits[0, :-1], torch.tensor(data.labels[row, 1:]).long()))
+    return list(torch.autograd.grad(torch.stack(losses).mean(), parameters))
+
+
+def norm(gradients: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients))
+
+
+def dpsgd_by_hand(plan: Plan, data: Sequences, noise: NoiseStream, z: float) -> npt.NDArray[np.float32]:
+    """Round 1 from Abadi et al.'s Algorithm 1, with torch's own AdamW; the final vector."""
+    model, local, clip = load_model(plan), plan.local, plan.privacy.clip
+    layout = model.layout
+    model.module.train()
+    trained = [p for _, p in model.trainable_in_round(1)]
+    anchors = [p.detach().clone() for p in trained]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": local.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=local.betas,
+    )
+    rate = plan.privacy.sampling_rate
+    assert data.starts is not None
+    assert rate is not None
+    for step in range(local.steps):
+        own = noise.child("dpsgd/round-1").child(f"step-{step + 1}")
+        drawn = own.child("batch").generator().random(len(data.starts) - 1)
+        total = [torch.zeros_like(p) for p in trained]
+        for unit in range(len(drawn)):
+            if drawn[unit] < rate:
+                gradient = unit_gradient(model, data, unit)
+                factor = min(1.0, clip / norm(gradient))
+                total = [t + factor * g for t, g in zip(total, gradient, strict=True)]
+        sample = own.child("noise").gaussian(layout.size, z * clip) * (not isinstance(noise, Silent))
+        parts = np.split(sample, layout.offsets[1:-1])
+        for p, t, part, anchor in zip(trained, total, parts, anchors, strict=True):
+            pull = local.proximal * (p.detach() - anchor)
+            p.grad = (t + torch.from_numpy(part).float().view_as(t)) / (
+                local.batch_size * local.accumulation
+            ) + pull
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(local, step, plan.run.rounds * local.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    return layout.flatten(model.module)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("noise", [SILENT, NOISY], ids=["silent", "noisy"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("local.clip_norm=0.001", "local.weight_decay=0.3", "local.warmup_steps=2"),
+        (*FFA, "local.proximal=2.0", "local.accumulation=2"),
+        ("model.adapter.scheme=lora", "model.adapter.rank=2"),
+    ],
+    ids=["full", "ffa-lora", "lora"],
+)
+def test_a_round_is_a_loop_over_units(overrides: tuple[str, ...], noise: NoiseStream, method: str) -> None:
+    plan = plan_of(*overrides, method=method)
+    run = Run(plan)
+    assert run.trainer.method.name == method
+    update = run.train(noise=noise, noise_multiplier=0.7)
+    expected = dpsgd_by_hand(plan, some(), noise, 0.7)
+    moved = np.linalg.norm(expected - run.start)
+    assert moved > 0.01
+    # Adam divides by the root of tiny second moments, so single elements are the last to agree.
+    np.testing.assert_allclose(run.start + update.vector, expected, rtol=0, atol=2e-4)
+    assert np.linalg.norm(run.start + update.vector - expected) < 1e-3 * moved
+
+
+@pytest.mark.parametrize("kind", dpsgd._RIGHT_BY_OPACUS)
+@pytest.mark.parametrize(
+    "overrides",
+    [(), FFA, ("model.adapter.scheme=lora", "model.adapter.rank=2")],
+    ids=["full", "ffa-lora", "lora"],
+)
+def test_the_gradients_of_opacus_are_those_of_single_backward_passes(
+    kind: str, overrides: tuple[str, ...]
+) -> None:
+    assert_right(Run(plan_of("model.config.num_hidden_layers=2", *overrides, kind=kind, method="opacus")))
+
+
+def assert_right(run: Run) -> None:
+    run.model.module.train()
+    data, trained = some(), run.model.trainable_in_round(1)
+    for name, parameter in trained:  # B is zero at first, and hides what lies before it
+        if ".lora_B." in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    assert data.starts is not None
+    units = np.arange(len(data.starts) - 1)
+    with run.trainer._gradients(trained) as gradients:
+        found = [
+            ([g[at].clone() for g in each.gradients], each.tokens[at])
+            for each in gradients(data, units)
+            for at in range(len(each.tokens))
+        ]
+    assert len(found) == len(units)
+    for unit, (gradient, tokens) in enumerate(found):
+        expected = unit_gradient(run.model, data, unit)
+        assert norm(gradient) == pytest.approx(norm(expected), rel=1e-5)
+        assert norm([g - e for g, e in zip(gradient, expected, strict=True)]) < 1e-5 * norm(expected)
+        rows = slice(data.starts[unit], data.starts[unit + 1])
+        assert tokens == np.count_nonzero(data.labels[rows, 1:] != NOT_LEARNED)
+    assert not any(hasattr(p, "grad_sample") for p in run.model.module.parameters())
+
+
+def test_where_opacus_is_wrong_the_comparison_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dpsgd, "_wrong_by_opacus", lambda *_: "")
+    with pytest.raises(AssertionError, match="no gradient for each row"):
+        assert_right(Run(plan_of(kind="gpt2")))
+
+
+# --- which method -----------------------------------------------------------------------------------------------------
+
+TIED = "model.config.tie_word_embeddings=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "privacy", "name", "reason"),
+    [
+        ((), {}, "opacus", "proven right"),
+        (FFA, {}, "opacus", "proven right"),
+        ((TIED, *FFA), {}, "opacus", "proven right"),
+        ((TIED,), {}, "reference", "tied"),
+        (("model.name=builtin:gpt2",), {}, "reference", "type gpt2"),
+        (("model.name=builtin:gpt2", *FFA), {}, "reference", "type gpt2"),
+        ((), {"windows": 5}, "reference", "5 windows"),
+        ((), {"windows": 5, "record": "window"}, "opacus", "proven right"),
+    ],
+)
+def test_auto_takes_opacus_where_it_is_right(
+    overrides: tuple[str, ...], privacy: dict[str, Any], name: str, reason: str
+) -> None:
+    kind = "gpt2" if any("gpt2" in override for override in overrides) else "llama"
+    plan = plan_of(*overrides, kind=kind, **privacy)
+    model = load_model(plan)
+    method = method_for(plan, model)
+    assert method.name == name
+    assert reason in method.reason
+    asked = plan.model_copy(update={"privacy": plan.privacy.model_copy(update={"method": "opacus"})})
+    if name == "opacus":
+        assert method_for(asked, model).name == "opacus"
+    else:
+        with pytest.raises(PlanError, match=r"^privacy\.method is 'opacus': expected reference or auto"):
+            method_for(asked, model)
+    plain = plan.model_copy(update={"privacy": plan.privacy.model_copy(update={"method": "reference"})})
+    assert method_for(plain, model).name == "reference"
+
+
+def test_checkpointing_and_other_layers_go_to_the_reference() -> None:
+    plan = plan_of()
+    model = load_model(plan)
+    module: Any = model.module
+    module.activation_checkpointing_enable()
+    assert "checkpointing" in method_for(plan, model).reason
+    module.activation_checkpointing_disable()
+    assert method_for(plan, model).name == "opacus"
+
+    class Scaled(torch.nn.Linear):
+        pass
+
+    module.lm_head.__class__ = Scaled
+    assert "type Scaled" in method_for(plan, model).reason
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [("gpt2", ()), ("gpt2", FFA), ("llama", (TIED,))])
+def test_the_reference_is_right_where_opacus_is_not(kind: str, overrides: tuple[str, ...]) -> None:
+    no_dropout = ["resid_pdrop", "embd_pdrop", "attn_pdrop"] if kind == "gpt2" else []
+    settings = [f"model.config.{key}=0.0" for key in no_dropout]
+    run = Run(plan_of(*settings, *overrides, kind=kind))
+    assert run.trainer.method.name == "reference"
+    assert_right(run)
+
+
+def test_checkpointing_changes_no_gradient_of_the_reference() -> None:
+    plain, checkpointed = Run(plan_of(method="reference")), Run(plan_of(method="reference"))
+    module: Any = checkpointed.model.module
+    module.activation_checkpointing_enable()
+    np.testing.assert_allclose(
+        checkpointed.summed(some(), [1, 2, 5]), plain.summed(some(), [1, 2, 5]), rtol=0, atol=1e-7
+    )
+
+
+def test_the_windows_of_one_record_may_be_more_than_fit_at_once() -> None:
+    at_once, in_pieces = (
+        Run(plan_of(f"local.batch_size={size}", method="reference")).summed(some(), [1, 5]) for size in (4, 1)
+    )
+    np.testing.assert_allclose(in_pieces, at_once, rtol=0, atol=1e-7)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+def test_each_unit_is_drawn_with_the_plans_rate_on_its_own(rate: float) -> None:
+    n, draws = 400, 500
+    batches = [poisson_batch(NOISY.child(f"{rate}/{draw}"), n, rate) for draw in range(draws)]
+    sizes = np.array([len(batch) for batch in batches])
+    per_unit = np.bincount(np.concatenate(batches), minlength=n)
+    assert sizes.sum() == per_unit.sum()
+    low, high = stats.binom.interval(1 - 1e-9, n * draws, rate)
+    assert low <= sizes.sum() <= high
+    low, high = stats.binom.interval(1 - 1e-9 / n, draws, rate)
+    assert ((low <= per_unit) & (per_unit <= high)).all()
+    if rate < 1:  # binomial sizes, and not the constant ones of shuffling
+        spread = ((sizes - n * rate) ** 2).sum() / (n * rate * (1 - rate))
+        low, high = stats.chi2.interval(1 - 1e-9, draws)
+        assert low <= spread <= high
+    else:
+        assert (sizes == n).all()
+
+
+def test_what_is_drawn_are_units_with_the_rate_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+
+    def spy(noise: NoiseStream, n: int, rate: float) -> npt.NDArray[np.int64]:
+        asked.append((n, rate))
+        return poisson_batch(noise, n, rate)
+
+    monkeypatch.setattr(dpsgd, "poisson_batch", spy)
+    Run(plan_of(sampling_rate=0.25)).train()
+    assert asked == [(10, 0.25)] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_empty_batch_is_a_step_with_noise(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(plan_of(*FFA, sampling_rate=1e-12, method=method))
+    seen = stepped(monkeypatch)
+    update = run.train()
+    assert (update.tokens, update.loss, update.steps) == (0, 0.0, 2)
+    assert len(seen) == 2
+    assert all(gradient.any() for gradient in seen)
+    assert update.vector.any()
+    no_units = run.train(some(()))
+    np.testing.assert_array_equal(no_units.vector, update.vector)
+
+
+# --- the noise that is released ---------------------------------------------------------------------------------------
+
+
+def released(run: Run, data: Sequences, z: float, monkeypatch: pytest.MonkeyPatch) -> npt.NDArray[np.float64]:
+    """What AdamW got, times the expected batch, where every gradient is zero: the noise on the sum."""
+    with monkeypatch.context() as patch:
+        seen = stepped(patch)
+        run.train(data, noise_multiplier=z)
+    local = run.plan.local
+    return np.concatenate(seen).astype(np.float64) * (local.batch_size * local.accumulation)
+
+
+def assert_noise(noise: npt.NDArray[np.float64], sigma: float) -> None:
+    low, high = stats.chi2.interval(1 - 1e-9, noise.size)
+    assert low <= (noise**2).sum() / sigma**2 <= high
+    assert abs(noise.mean()) < 6.2 * sigma / math.sqrt(noise.size)
+
+
+def teaches_nothing() -> Sequences:
+    """Units that go through the model and have no gradient, because nothing of them is learned."""
+    data = some()
+    return Sequences(data.tokens, np.full_like(data.labels, NOT_LEARNED), None, 1, data.starts)
+
+
+STEPS = "local.steps=12"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("batch_size", [4, 7])
+@pytest.mark.parametrize("scheme", [(), FFA], ids=["full", "ffa-lora"])
+def test_the_released_noise_has_the_claimed_deviation(
+    method: str,
+    accumulation: int,
+    batch_size: int,
+    scheme: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = (f"local.accumulation={accumulation}", f"local.batch_size={batch_size}")
+    run = Run(plan_of(*sizes, STEPS, *scheme, clip=0.25, method=method))
+    noise = released(run, teaches_nothing(), 0.8, monkeypatch)
+    assert noise.size == 12 * run.model.layout.size
+    assert_noise(noise, 0.8 * 0.25)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 2**-0.5])
+def test_a_wrong_factor_in_the_noise_is_seen(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(plan_of(STEPS, *FFA, clip=0.25))
+    release = ClippedSum.release
+
+    def planted(self: ClippedSum, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
+        return release(self, noise, sigma * factor, threads)
+
+    monkeypatch.setattr(ClippedSum, "release", planted)
+    noise = released(run, teaches_nothing(), 0.8, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_noise(noise, 0.8 * 0.25)
+
+
+def test_noise_is_keyed_by_step_round_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(plan_of(*FFA, sampling_rate=1e-12))
+    seen = stepped(monkeypatch)
+    run.train(round=1)
+    run.train(round=2)
+    assert len({gradient.tobytes() for gradient in seen}) == 4
+    own = NOISY.child("dpsgd/round-2").child("step-1").child("noise")
+    values = np.zeros(run.model.layout.size, np.float32)
+    own.add_gaussian(values, 0.3)
+    np.testing.assert_array_equal(seen[2], values / np.float32(4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_change_neither_noise_nor_sum(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stepped(monkeypatch)
+    for size, accumulation in ((8, 1), (4, 2)):
+        Run(
+            plan_of(
+                "local.steps=1",
+                f"local.batch_size={size}",
+                f"local.accumulation={accumulation}",
+                method=method,
+            )
+        ).train()
+    np.testing.assert_allclose(seen[0], seen[1], rtol=0, atol=1e-7)
+
+
+# --- what one unit can change -----------------------------------------------------------------------------------------
+
+
+def most_changed(run: Run, data: Sequences) -> float:
+    """The largest L2 norm by which one unit changes the sum over the others."""
+    assert data.starts is not None
+    units = list(range(len(data.starts) - 1))
+    whole = run.summed(data, units)
+    return max(
+        float(np.linalg.norm(whole - run.summed(data, [other for other in units if other != unit])))
+        for unit in units
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scheme", [(), FFA], ids=["full", "ffa-lora"])
+@pytest.mark.parametrize("scale", [1.0, 1e12], ids=["usual", "huge"])
+def test_one_unit_changes_the_sum_by_at_most_the_clip(
+    method: str, scheme: tuple[str, ...], scale: float
+) -> None:
+    run = Run(plan_of(*scheme, clip=0.05, method=method))
+    head = next(p for name, p in run.model.module.named_parameters() if "lm_head" in name)
+    head.data.mul_(scale)  # the gradients of all layers below grow with it
+    for seed in range(2):
+        changed = most_changed(run, some((1, 3, 1, 4, 2), seed))
+        assert changed <= 0.05 * (1 + 1e-5)
+        assert changed > 0.05 * 0.99, "nothing here was long enough to be clipped"
+
+
+def skip_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClippedSum, "_scale", lambda *_: None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sum_that_does_not_clip_is_caught(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(plan_of(clip=0.05, method=method))
+    skip_the_clip(monkeypatch)
+    with pytest.raises(AssertionError, match=r"a clipped gradient has the norm .*above 0\.05"):
+        run.train()
+    monkeypatch.setattr(dpsgd, "_SLACK", math.inf)
+    assert most_changed(run, some((1, 3, 1, 4, 2))) > 0.05 * 2, "the test above would not see it"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_keeps_the_bound(method: str) -> None:
+    run = Run(plan_of("local.precision=bfloat16", *FFA, clip=0.05, method=method))
+    exact = Run(plan_of("local.precision=float32", *FFA, clip=0.05, method=method))
+    data = some((1, 3, 1, 4, 2))
+    assert 0.05 * 0.99 < most_changed(run, data) <= 0.05 * (1 + 1e-5)
+    found, expected = run.summed(data, [0, 1, 2]), exact.summed(data, [0, 1, 2])
+    assert 0 < np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_a_short_gradient_is_left_as_it_is() -> None:
+    run = Run(plan_of(clip=1e6))
+    found = run.summed(some(), [3])
+    expected = torch.cat([g.flatten() for g in unit_gradient(run.model, some(), 3)])
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_unit_whose_gradient_is_not_finite_counts_as_zero(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(plan_of(*FFA, "local.steps=1", sampling_rate=1.0, method=method))
+    table = next(p for name, p in run.model.module.named_parameters() if "embed_tokens" in name)
+    table.data[63] = math.nan
+    clean = some((1, 3, 1, 2))
+    data = some((1, 3, 1, 2))
+    data.tokens[2, 0] = 63  # in one window of the unit that has three
+    assert not np.isnan(run.summed(data, [0, 1, 2, 3])).any()
+    np.testing.assert_array_equal(run.summed(data, [1]), 0)
+    np.testing.assert_allclose(
+        run.summed(data, [0, 1, 2, 3]), run.summed(clean, [0, 2, 3]), rtol=0, atol=1e-7
+    )
+    with caplog.at_level(logging.WARNING):
+        update = run.train(data)
+    assert caplog.messages == ["1 gradients of single records were not finite and counted as zero"]
+    assert math.isfinite(update.loss)
+    assert update.tokens == np.count_nonzero(data.labels[[0, 4, 5, 6]] != NOT_LEARNED)
+
+
+@pytest.mark.parametrize("clip", [1e-9, 1.0, 1e10])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e20, 1e31, 3e38])
+def test_gradients_of_any_size_are_clipped_or_left_out(size: float, clip: float) -> None:
+    total = ClippedSum(Layout(("a",), ((1000,),)), ["a"], clip, CPU)
+    random = torch.Generator().manual_seed(0)
+    gradient = (torch.rand(3, 1000, generator=random) - 0.5) * 2 * size
+    gradient[1, 7] = -math.inf
+    added = total.add([gradient.clone()])
+    released = total.release(SILENT, 1.0).double()
+    assert added.tolist() == [float(gradient[0].double().norm()) <= clip * 1e30, False, added[0].item()]
+    assert float(released.norm()) <= 2 * clip * (1 + 1e-5)
+    one = ClippedSum(Layout(("a",), ((1000,),)), ["a"], clip, CPU)
+    if one.add([gradient[:1].clone()]).item() and gradient[0].double().norm() > clip:
+        assert float(one.release(SILENT, 1.0).double().norm()) == pytest.approx(clip, rel=1e-5)
+
+
+def test_a_sum_is_released_once() -> None:
+    layout = Layout(("a", "b"), ((2,), (1, 2)))
+    total = ClippedSum(layout, ["b"], 1.0, CPU)
+    assert total.add([torch.tensor([[[3.0, 4.0]], [[0.0, math.inf]]])]).tolist() == [True, False]
+    np.testing.assert_allclose(total.release(SILENT, 1.0).numpy(), [0, 0, 0.6, 0.8], rtol=1e-5)
+    with pytest.raises(AssertionError, match="released before"):
+        total.release(SILENT, 1.0)
+    with pytest.raises(AssertionError, match="after the sum was released"):
+        total.add([torch.zeros(1, 1, 2)])
+
+
+# --- determinism and secrecy ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_repeats_itself_whatever_ran_before(method: str) -> None:
+    plan = plan_of(method=method)
+    first = Run(plan).train(round=2)
+    used = Run(plan)
+    used.train(start=used.start + 1, noise=NoiseStream.from_declared_seed(6))
+    torch.manual_seed(99)
+    before = torch.random.get_rng_state()
+    again = used.train(round=2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    np.testing.assert_array_equal(again.vector, first.vector)
+    assert (again.loss, again.tokens) == (first.loss, first.tokens)
+    other = used.train(round=2, noise=NoiseStream.from_declared_seed(6))
+    assert not np.array_equal(other.vector, first.vector)
+
+
+def test_the_public_seed_decides_nothing() -> None:
+    """GPT-2 has dropout: its masks come from the secret stream too."""
+    runs = [Run(plan_of(f"run.seed={seed}", kind="gpt2")) for seed in (1, 2)]
+    first, second = (run.train(start=runs[0].start, noise=SILENT) for run in runs)
+    np.testing.assert_array_equal(first.vector, second.vector)
+    masked = runs[0].train(start=runs[0].start, noise=Silent.from_declared_seed(7))
+    assert not np.array_equal(masked.vector, first.vector)
+
+
+def test_dropout_masks_differ_from_stream_to_stream() -> None:
+    run = Run(plan_of("local.steps=1", kind="gpt2", sampling_rate=1.0))
+    one, other = (run.train(noise=Silent.from_declared_seed(seed)).loss for seed in (1, 2))
+    assert one != other, "every unit is drawn: only dropout can differ"
+
+
+# --- what it shares with the other trainer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("round", "moved"), [(1, "lora_B"), (2, "lora_A")])
+def test_the_frozen_half_of_rolora_stays(round: int, moved: str, method: str) -> None:
+    run = Run(plan_of("model.adapter.scheme=rolora", "model.adapter.rank=2", method=method))
+    update = run.train(start=run.start + np.float32(0.01), round=round)
+    for name, part in run.model.layout.split(update.vector).items():
+        assert np.any(part) == (moved in name), name
+
+
+def test_kept_moments_go_on(tmp_path: Path) -> None:
+    run = Run(plan_of("local.optimizer_state=keep"))
+    run.train(state=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["optimizer-1.safetensors"]
+    kept, reset = run.train(round=2, state=tmp_path), run.train(round=2)
+    assert not np.array_equal(kept.vector, reset.vector)
+
+
+def test_progress_is_told_every_step_and_rates_follow_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, steps = Run(plan_of("local.warmup_steps=3")), list[int]()
+    rates: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW) -> None:
+        rates.extend({group["lr"] for group in self.param_groups})
+        step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    run.train(round=2, progress=steps.append)
+    run.train(round=2, steps_before=7)
+    assert steps == [1, 2]
+    assert rates == [learning_rate(run.plan.local, at, 20) for at in (2, 3, 7, 8)]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_plans_that_are_not_of_this_kind() -> None:
+    for privacy, field in (
+        ({"unit": "site"}, "privacy.unit"),
+        ({"sampling_rate": None}, "privacy.sampling_rate"),
+    ):
+        with pytest.raises(PlanError) as refused:
+            Run(plan_of(**privacy))
+        assert refused.value.field == field
+
+
+def test_sequences_without_units_and_noise_that_is_none() -> None:
+    run, data = Run(plan_of()), some()
+    with pytest.raises(ValueError, match="not laid out in units"):
+        run.train(Sequences(data.tokens, data.labels, None, 1))
+    for z in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="noise_multiplier is"):
+            run.train(noise_multiplier=z)
+
+
+def test_a_change_that_is_not_finite_is_refused_without_the_loss() -> None:
+    run = Run(plan_of("local.learning_rate=1e38"))
+    with pytest.raises(UpdateError, match=r"round 1 is .*finite") as refused:
+        run.train(noise_multiplier=1e30)
+    assert "loss" not in str(refused.value)
