@@ -104,6 +104,8 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
         raise
     from cloister.simulations.inspection import aggregation_error, per_site
 
+    declared = folder.plan.simulation.noise_seed is not None
+    epsilon = None if declared else outcome.epsilon  # who has the seed can take the noise off
     if arguments.json:
         print(
             json.dumps(
@@ -113,8 +115,8 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
                     "initial_loss": outcome.initial_loss,
                     "final_loss": outcome.final_loss,
                     "perplexity": outcome.perplexity,
-                    "epsilon": outcome.epsilon,
-                    "delta": None if outcome.epsilon is None else folder.plan.privacy.delta,
+                    "epsilon": epsilon,
+                    "delta": None if epsilon is None else folder.plan.privacy.delta,
                     "stopped": outcome.stopped,
                     "seconds": time.monotonic() - started,
                     "tokens_per_second": outcome.tokens_per_second or None,
@@ -135,14 +137,12 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
         console.print(
             f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
         )
-    if outcome.initial_loss is not None and outcome.final_loss is not None:
-        console.print(
-            f"held-out loss {outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token, "
-            f"perplexity {outcome.perplexity:.2f}, {outcome.bits_per_byte:.3f} bits per byte, "
-            f"accuracy {outcome.accuracy:.1%}",
-            style="bold",
-        )
-    console.print(Text(_guarantee(folder.plan, outcome), style="bold"), soft_wrap=True)
+    console.print(_summary(folder.plan, outcome))
+    if folder.plan.privacy.unit == "none":
+        console.print(Text("no privacy guarantee: the plan has no privacy unit", style="bold yellow"))
+    elif declared:
+        seed = "the noise came from the declared seed simulation.noise_seed"
+        console.print(Text(f"no privacy guarantee: {seed}", style="bold yellow"))
     _print_sample(console, folder)
     for line in (
         f"weights {outcome.params_sha256}",
@@ -154,18 +154,35 @@ def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> 
     return 0
 
 
-def _guarantee(plan: Plan, outcome: Outcome) -> str:
-    """What the run guarantees, in one line."""
+def _summary(plan: Plan, outcome: Outcome) -> Table:
+    """What came of a run."""
+    table = Table(title="What came of it", title_justify="left", show_header=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    if outcome.initial_loss is not None and outcome.final_loss is not None:
+        loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token"
+        table.add_row("held-out loss", loss)
+        table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
+        table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
+    ends = {"budget": ", ended by the budget", "refused": ", ended by refusals"}
+    table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
     privacy = plan.privacy
-    if privacy.unit == "none" or outcome.epsilon is None:
-        return "no privacy guarantee: the plan has no privacy unit"
-    if plan.simulation.noise_seed is not None:
-        return "no privacy guarantee: the noise came from the declared seed simulation.noise_seed"
-    budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
-    limit = "" if budget is None else f", of a budget of {budget:g}"
+    if outcome.epsilon is not None:
+        budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
+        limit = "" if budget is None else f", of a budget of {budget:g}"
+        table.add_section()
+        table.add_row("what is protected", protected(plan))
+        table.add_row("epsilon", f"{at_most(outcome.epsilon)}{limit}")
+        table.add_row("delta", f"{privacy.delta:g}")
+    return table
+
+
+def protected(plan: Plan) -> str:
+    """What a plan with a privacy unit protects, in words."""
+    from cloister.lm.data import unit_in_words  # with it come transformers
+
     return (
-        f"privacy: each {privacy.unit} has epsilon {at_most(outcome.epsilon)} at delta {privacy.delta:g}{limit}; "
-        "`cloister report` says under which assumptions"
+        unit_in_words(plan.data, plan.privacy) if plan.privacy.unit == "record" else "all that one site holds"
     )
 
 
@@ -263,7 +280,10 @@ def describe(event: Event) -> str:
 def _how(plan: Plan) -> str:
     how = "secure sum" if plan.aggregation.secure else "sum IN CLEAR: the coordinator sees every update"
     unit = plan.privacy.unit
-    return f"{how}, private per {unit}" if unit != "none" else f"{how}, NO differential privacy"
+    if unit == "none":
+        return f"{how}, NO differential privacy"
+    declared = ", noise from a DECLARED seed" if plan.simulation.noise_seed is not None else ""
+    return f"{how}, private per {unit}{declared}"
 
 
 def _rate(event: RoundDone) -> float:

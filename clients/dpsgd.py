@@ -328,7 +328,7 @@ class PrivateTrainer:
         for step in range(local.steps):
             own = noise.child(f"step-{step + 1}")
             batch = poisson_batch(own.child("batch"), n_units, self._rate)
-            total = ClippedSum(layout, names, privacy.clip, self._device)
+            total = self._new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
             with seeded("dropout", dropout, device=self._device):
                 for some in gradients(sequences, batch):
@@ -337,7 +337,7 @@ class PrivateTrainer:
                     nats += float(losses[torch.isfinite(losses)].sum())
                     tokens += int(some.tokens[added.numpy()].sum())
                     not_finite += int((~added).sum())
-            noised = self._release(total, own.child("noise"), noise_multiplier * privacy.clip)
+            noised = total.release(own.child("noise"), noise_multiplier * privacy.clip, local.threads)
             noised /= expected
             for name, parameter in trained:
                 begin, end = places[name]
@@ -352,9 +352,9 @@ class PrivateTrainer:
             _log.warning("%d gradients of single records were not finite and counted as zero", not_finite)
         return tokens, nats / max(tokens, 1)
 
-    def _release(self, total: ClippedSum, noise: NoiseStream, sigma: float) -> torch.Tensor:
-        """What becomes of a step's sum: from here on it is public. An audit looks on here (`simulations/audit.py`)."""
-        return total.release(noise, sigma, self._plan.local.threads)
+    def _new_sum(self, names: Sequence[str]) -> ClippedSum:
+        """Where a step's gradients are added up; an audit watches one of its own (`simulations/audit.py`)."""
+        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device)
 
     @contextmanager
     def _gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -368,7 +368,8 @@ class PrivateTrainer:
             yield _Gradients(_by_hooks, self._forward, parameters, most, self._device)
 
 
-class _Gradients(NamedTuple):
+@dataclass(frozen=True)
+class _Gradients:
     """Per-unit gradients of some parameters, by a method."""
 
     method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]

@@ -44,16 +44,16 @@ from cloister.clients.attempt import ADVERTISE, Attempts, Live, Member
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.pins import Pins
 from cloister.clients.release import Finished, for_site_unit, in_clear_units
-from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
+from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_in_words, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
-from cloister.lm.model import LanguageModel, device_for, load_model
+from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.lm.train import Trainer
-from cloister.privacy.accounting import Event, to_json
+from cloister.privacy.accounting import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Ledger
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.policy import Refusal, load_policy, offer_of
-from cloister.privacy.terms import Terms, composed, terms_of
+from cloister.privacy.policy import Policy, Refusal, load_policy, offer_of
+from cloister.privacy.terms import Terms, composed, epsilon_of, terms_of
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
@@ -175,12 +175,11 @@ class Site:
         """
         plan = _plan(request.plan)
         self._check_plan(plan)
-        if plan.aggregation.secure:
-            self._pins.join(plan, request.run)
+        self._check_policy(plan, request.run)
         if request.base_hash:
             self._keep_base(request)
         resident = self._resident(request.plan, request.base_hash)
-        self._check_policy(resident, request.run)
+        self._pins.join(plan, request.run)  # last: what was refused here stays refused at every later message
         prepared = self._prepared(resident)
         if not len(prepared.train):
             raise DataError(f"data of {self.config.name}", self.config.data, expected="records to train on")
@@ -231,6 +230,8 @@ class Site:
             CloisterError: why there is none.
         """
         resident = self._open(request)
+        if not 1 <= request.round <= resident.plan.run.rounds:
+            raise StaleError("round", request.round, expected=f"one of the plan's {resident.plan.run.rounds}")
         _check_model(request.model, request.model_hash)
         if resident.terms is not None and resident.terms.coding is not None:
             _check_clip(request.clip)
@@ -291,8 +292,7 @@ class Site:
         """Model and trainer for a message, once its plan and run are found to be those that the site has joined."""
         plan = _plan(request.plan)
         self._check_plan(plan)
-        if plan.aggregation.secure:
-            self._pins.check(plan, request.run)
+        self._pins.check(plan, request.run)
         return self._resident(request.plan, request.base)
 
     def _resident(self, plan_json: str, base_hash: str) -> _Resident:
@@ -316,16 +316,31 @@ class Site:
             raise UpdateError("base model", "not finite", expected="finite weights")
         write_file(path, lambda temporary: save_vector(temporary, request.base))
 
-    def _check_policy(self, resident: _Resident, run: str) -> None:
-        """What the site's own policy demands, before anything else is done for a plan."""
+    def _policy(self) -> Policy | None:
+        """The site's demands, read anew each time: whoever tightens them need not stop the site.
+
+        Raises:
+            PlanError: it has some, and they cannot be read. What is wrong with it is not the coordinator's to know.
+        """
         if not self.config.policy:
+            return None
+        try:
+            return load_policy(Path(self.config.policy))
+        except PolicyError as error:
+            _log.error("%s", error)
+            raise PlanError("policy of the site", expected="a policy that can be read") from error
+
+    def _check_policy(self, plan: Plan, run: str) -> None:
+        """What the site's own policy demands, before anything else is done for a plan."""
+        policy = self._policy()
+        if policy is None:
             return
-        plan, terms = resident.plan, resident.terms
+        terms = terms_of(plan, count_parameters(plan)[1])
         noise, epsilon = 0.0, math.inf
         if terms is not None:
             left = self._rounds_of(plan) - len({e.charge.round for e in self._ledger.entries(run)})
-            charge = self._charge(terms, run, 0, terms.round_events * max(1, left))
-            noise, epsilon = terms.noise_multiplier, self._ledger.would_spend([charge])
+            charge = self._charge(plan, run, 0, terms.round_events * max(1, left))
+            noise, epsilon = terms.noise_multiplier, self._ledger.would_spend([charge], policy.greatest_delta)
         offer = offer_of(
             plan,
             noise_multiplier=noise,
@@ -333,7 +348,7 @@ class Site:
             cohort=plan.cohort.size(),
             roster_hash=self._roster().hash.hex() if self.config.roster else "",
         )
-        load_policy(Path(self.config.policy)).check(offer)
+        policy.check(offer)
 
     def _rounds_of(self, plan: Plan) -> int:
         """Rounds of the plan that draw this site; all of them where it does not know the others."""
@@ -348,28 +363,45 @@ class Site:
         path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger(path, self.config.name, composed)
 
-    def _charge(self, terms: Terms, run: str, round_number: int, events: Sequence[Event]) -> Charge:
+    def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
         """One charge for one training: done again, after a crash that lost the update, it is another release."""
+        unit = (
+            unit_in_words(plan.data, plan.privacy)
+            if plan.privacy.unit == "record"
+            else "all data of the site"
+        )
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",
             dataset=self.config.dataset or self.config.data,
             run=run,
             round=round_number,
             attempt=0,
-            what="update",
+            what=f"update, per {unit}",
             event=to_json(events),
-            delta=terms.delta,
+            delta=plan.privacy.delta,
         )
 
-    def _pay(self, terms: Terms, run: str, round_number: int) -> None:
+    def _pay(self, plan: Plan, terms: Terms, run: str, round_number: int) -> None:
         """Charge the site's ledger for the round, durably, before any record is looked at.
 
         Raises:
-            BudgetError: the site's policy does not allow it; nothing was charged.
+            BudgetError: the site's policy, or the plan itself, does not allow it; nothing was charged.
         """
-        limit = load_policy(Path(self.config.policy)).greatest_epsilon if self.config.policy else None
-        budget = None if limit is None else Budget(limit, terms.delta)
-        self._ledger.charge(self._charge(terms, run, round_number, terms.round_events), budget)
+        budget = None
+        policy = self._policy()
+        if policy is not None and policy.greatest_epsilon is not None:
+            budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
+        ledger = self._ledger
+        if terms.budget is not None:
+            before = [event for entry in ledger.entries(run) for event in from_json(entry.charge.event)]
+            spent = epsilon_of((*before, *terms.round_events), terms.delta, terms.accountant)
+            if spent > terms.budget:
+                raise BudgetError(
+                    f"epsilon of {self.config.name} in this run",
+                    spent,
+                    expected=f"at most {terms.budget:g}, which is the plan's budget",
+                )
+        ledger.charge(self._charge(plan, run, round_number, terms.round_events), budget)
 
     def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
         """A stream that no other training has had or will have."""
@@ -480,9 +512,16 @@ class Site:
         noise = None
         vector: RingVector
         if terms is not None:
-            self._pay(terms, request.run, request.round)
+            self._pay(plan, terms, request.run, request.round)
             noise = self._noise(plan, request.run, request.round)
-        finished = self._trained(resident, request, noise)
+        try:
+            finished = self._trained(resident, request, noise)
+        except UpdateError as error:
+            if terms is None or terms.coding is None:
+                raise
+            # That an update is not finite tells of the data, and would be seen: zeros with noise tell nothing.
+            _log.warning("round %d: zeros are sent: %s", request.round, error)
+            finished = Finished(np.zeros_like(request.model), 0, 0.0)
         if terms is not None and terms.coding is not None:
             assert noise is not None
             vector = for_site_unit(finished, layout, terms.coding, request.clip, noise)

@@ -52,8 +52,8 @@ class Offer:
     delta: float
     """Delta of the plan's guarantee."""
     epsilon_after: float
-    """Epsilon, at `delta`, at which the site's own ledger would stand for its dataset if the run went to its end, with
-    everything that earlier runs have spent; infinite without a guarantee."""
+    """Epsilon, at the policy's `greatest_delta` if it has one, at which the site's own ledger would stand for its
+    dataset if the run went to its end, with everything that earlier runs have spent; infinite without a guarantee."""
     cohort: int
     """Sites in the cohort of a round."""
     secure: bool
@@ -105,7 +105,8 @@ class Policy(Section):
     least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest noise multiplier."""
     greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest epsilon of the site's dataset over all runs in its ledger, this one to its end; left out: no limit."""
+    """Largest epsilon of the site's dataset at `greatest_delta`, over all runs in its ledger, this one to its end; left
+    out: no limit."""
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
@@ -131,6 +132,17 @@ class Policy(Section):
                 expected="no none beside least_noise, greatest_epsilon or greatest_delta: a plan without a guarantee "
                 "meets none of them",
                 fix="take none out of units, or leave those demands out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_epsilon_at_a_delta(self) -> Self:
+        if self.greatest_epsilon is not None and self.greatest_delta is None:
+            raise PolicyError(
+                "greatest_epsilon",
+                self.greatest_epsilon,
+                expected="greatest_delta beside it: at a larger delta the same releases have a smaller epsilon",
+                fix="set greatest_delta, such as 1e-5",
             )
         return self
 

@@ -142,6 +142,10 @@ class AuditRow:
     """Probability with which the bound is true."""
     epsilon: NonNegative
     """Lower bound on epsilon, at the report's delta."""
+    claimed: NonNegative | None = None
+    """Epsilon that is claimed of what was played, which may be less than the run; None: that of the run."""
+    what: str = ""
+    """What was played, in words."""
 
 
 @dataclass(frozen=True)
@@ -275,14 +279,14 @@ def _objection(report: RunReport) -> str:
             "No privacy guarantee holds for this run: its noise was drawn from a declared seed, and whoever has the "
             "seed can recompute the noise and take it off."
         )
-    if report.epsilon is None:
-        return (
-            "No privacy guarantee holds for this run: no finite epsilon can be stated for what it released."
-        )
     if not report.ledger.verified:
         return (
             "No privacy guarantee is claimed for this run: its ledger does not verify"
             f" ({report.ledger.problem or 'no reason was recorded'})."
+        )
+    if report.epsilon is None:
+        return (
+            "No privacy guarantee holds for this run: no finite epsilon can be stated for what it released."
         )
     if report.rounds and not report.ledger.rows:
         return (
@@ -294,10 +298,13 @@ def _objection(report: RunReport) -> str:
                 f"No privacy guarantee is claimed for this run: row {row.number} of the ledger is at epsilon "
                 f"{at_most(row.epsilon)}, above the {at_most(report.epsilon)} that would be claimed."
             )
-    if report.audit is not None and report.audit.epsilon > report.epsilon:
+    claimed = report.epsilon
+    if report.audit is not None and report.audit.claimed is not None:
+        claimed = min(claimed, report.audit.claimed)
+    if report.audit is not None and report.audit.epsilon > claimed:
         return (
             f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
-            f"{at_least(report.audit.epsilon)}, and {at_most(report.epsilon)} would be claimed."
+            f"{at_least(report.audit.epsilon)}, and {at_most(claimed)} would be claimed."
         )
     return ""
 

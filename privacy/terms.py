@@ -158,7 +158,7 @@ def _check_count_fits(step: int, variance: float, cohort: int, sigma_b: float, r
         raise AccountingError(
             "privacy.adaptive.count_noise",
             sigma_b,
-            expected=f"more: with so little noise the count of {cohort} sites does not fit in a ring of {ring_bits} bits",
+            expected=f"more: with so little noise a count of {cohort} sites does not fit in a ring of {ring_bits} bits",
             fix="raise privacy.adaptive.count_noise",
         )
 

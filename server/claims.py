@@ -95,11 +95,10 @@ def method(plan: Plan) -> str:
         return "noise added by the coordinator" if privacy.trusted_coordinator else "noise added by the sites"
     return {
         "reference": "one gradient at a time, each by passes of its own",
-        "opacus": "gradients of many at a time by Opacus; a site refuses the plan for a model where they "
-        "are not proven right",
-        "auto": "gradients of many at a time by Opacus where they are proven right for every trained "
-        "layer of the model, and otherwise one at a time; each site finds which from the plan and "
-        "the model",
+        "opacus": "gradients of many at a time by Opacus; a site refuses the plan for a model for which these were not "
+        "tested against single backward passes",
+        "auto": "gradients of many at a time by Opacus, if they were tested against single backward passes for models "
+        "of this kind, and otherwise one at a time; each site finds which from the plan and the model",
     }[privacy.method]
 
 
@@ -292,7 +291,7 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
             "noted elsewhere."
         )
     parties.append(
-        "Whoever made this report, with the versions on it: they are those of the software that made it."
+        "Each party, with what it ran: the versions on this page are of the software that made the report."
     )
     return tuple(parties)
 

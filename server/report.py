@@ -466,7 +466,7 @@ def _audit(path: Path) -> AuditRow | None:
     if not path.exists():
         return None
     try:
-        return TypeAdapter(AuditRow).validate_python(json.loads(path.read_bytes())["row"])
+        return TypeAdapter(AuditRow).validate_json(json.dumps(json.loads(path.read_bytes())["row"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error}"

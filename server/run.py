@@ -261,7 +261,7 @@ def finish(folder: RunFolder) -> None:
     save_pretrained(model, checkpoints.load(outcome(folder).rounds).weights, folder.final)
 
 
-def identity(folder: RunFolder) -> str:
+def identity(folder: RunFolder, roster: Roster | None = None) -> str:
     """The run's identity: drawn once, so that no message of another run of the same plan is taken for one of this.
 
     Raises:
@@ -270,7 +270,10 @@ def identity(folder: RunFolder) -> str:
     with Journal(folder.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(folder)
-            journal.record(0, 0, steps.CREATED, {"run": secrets.token_hex(16)})
+            facts = {"run": secrets.token_hex(16)}
+            if roster is not None:
+                facts["roster"] = roster.hash.hex()
+            journal.record(0, 0, steps.CREATED, facts)
         created = journal.newest(steps.CREATED)
     assert created is not None
     return str(created.detail["run"])

@@ -6,8 +6,10 @@ secrets. The adversary is the strongest that the claim is meant for. The games a
 Unit record, one run (Steinke, Nasr and Jagielski 2023) with gradient canaries (Nasr et al. 2021): behind the first
 site's own units stand canaries, each included by its own fair coin. A canary is drawn into batches as every unit is,
 and its gradient is `_FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked
-as well. The adversary sees every noised sum. Its score of a canary is the log-likelihood ratio of what it saw at that
-coordinate over the steps, for the noise multiplier z and the sampling rate q that are claimed:
+as well. The adversary sees every noised sum, and takes off the sum of the real units' clipped gradients, which it
+knows: they depend on the canaries through earlier releases alone, so that giving them away costs no canary anything.
+Its score of a canary is the log-likelihood ratio of what is left at that coordinate over the steps, for the noise
+multiplier z and the sampling rate q that are claimed:
 
     sum over steps of ln(1 - q + q exp((x - 1/2) / z^2)),    x in units of the clipping norm.
 
@@ -28,7 +30,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,7 +47,7 @@ from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGrad
 from cloister.clients.release import Finished, for_site_unit
 from cloister.clients.site import load_site
 from cloister.lm.data import Prepared, Sequences, cached, prepare, prepared_key, unit_rule
-from cloister.lm.layout import Vector
+from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.lm.train import Named
@@ -205,6 +207,41 @@ def _first_site(sites: Path, plan: Plan, model: LanguageModel) -> tuple[torch.de
 # --- unit record ------------------------------------------------------------------------------------------------------
 
 
+class WatchedSum(ClippedSum):
+    """A clipped sum that is given out as every other, while the adversary looks on.
+
+    Args:
+        layout: As for `ClippedSum`, like what follows.
+        names: Parameters.
+        clip: L2 norm C.
+        device: Where gradients lie.
+        watch: Given what was released, less what the adversary knows, float32 of shape (layout.size,).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        names: Sequence[str],
+        clip: float,
+        device: torch.device,
+        watch: Callable[[torch.Tensor], None],
+    ) -> None:
+        super().__init__(layout, names, clip, device)
+        self._watch = watch
+        self._known = torch.zeros(())
+
+    def know(self) -> None:
+        """Take what was added until now as known to the adversary."""
+        assert self._sum is not None
+        self._known = self._sum.clone()
+
+    def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
+        """As of every sum."""
+        released = super().release(noise, sigma, threads)
+        self._watch(released - self._known)
+        return released
+
+
 class CanaryTrainer(PrivateTrainer):
     """Takes the steps of `PrivateTrainer`, which it changes in nothing, with canaries behind the real units.
 
@@ -214,7 +251,8 @@ class CanaryTrainer(PrivateTrainer):
         device: As for `PrivateTrainer`.
         included: (M,) bool: the coins.
         places: Draws the canaries' coordinates in each round; public.
-        score: What a step's noised sum at the canaries' coordinates (M,), in clipping norms, adds to their scores.
+        score: What is left of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> what that
+            adds to their scores.
     """
 
     def __init__(
@@ -265,17 +303,19 @@ class CanaryTrainer(PrivateTrainer):
 
             def both(sequences: Sequences, units: npt.NDArray[np.int64]) -> Iterator[UnitGradients]:
                 yield from real(sequences, units[units < self._real])
+                self._watched.know()
                 canaries = self._included[units[units >= self._real] - self._real]
                 for first in range(0, len(canaries), self._rows):
                     yield planted(canaries[first : first + self._rows])
 
             yield both
 
-    def _release(self, total: ClippedSum, noise: NoiseStream, sigma: float) -> torch.Tensor:
-        noised = super()._release(total, noise, sigma)
-        seen = noised.cpu().numpy()[self._coordinates].astype(np.float64)
-        self.scores += self._score(seen / self._clip)
-        return noised
+    def _new_sum(self, names: Sequence[str]) -> ClippedSum:
+        self._watched = WatchedSum(self._layout, names, self._clip, self._device, self._see)
+        return self._watched
+
+    def _see(self, left: torch.Tensor) -> None:
+        self.scores += self._score(left.cpu().numpy()[self._coordinates].astype(np.float64) / self._clip)
 
 
 @dataclass(frozen=True)
@@ -332,10 +372,12 @@ class RecordGame:
             weights = weights + update.vector
         correct, guesses = count(guess(trainer.scores, k, 0), included)
         bound = lower_bound(correct, guesses, m, terms.delta, confidence)
+        claimed = self._claimed(taken)
+        what = f"{m} gradient canaries among the records of {site_name(0)}, over {taken} steps of DP-SGD, each seen"
         return Audited(
-            f"{m} gradient canaries among the records of {site_name(0)}, over {taken} steps of DP-SGD, each seen",
-            AuditRow(m, guesses, correct, confidence, bound),
-            self._claimed(taken),
+            what,
+            AuditRow(m, guesses, correct, confidence, bound, claimed, what),
+            claimed,
             terms.epsilon(rounds),
             terms.delta,
             at_half_noise,
@@ -373,7 +415,7 @@ class RecordGame:
     def _rehearsed(self, m: int, steps: int, confidence: float) -> tuple[int, float]:
         """The number of guesses that shows the most where the noise is half of what it should be, and what it shows.
 
-        From coins, batches and noise of its own, in the game that is played but without the real records.
+        From coins, batches and noise of its own.
         """
         random = np.random.Generator(np.random.Philox(0))
         rehearsals = max(1, min(_REHEARSALS, _REHEARSED // (m * steps)))
@@ -392,6 +434,9 @@ class RecordGame:
             for correct, k in zip(right, numbers, strict=True)
         ]
         best = int(np.argmax(bounds))
+        if not bounds[best]:  # nothing to go by: most of the canaries that can be expected in some batch
+            drawn = 1 - (1 - self._rate) ** steps
+            return max(1, round(0.6 * drawn * m / 2)), 0.0
         return numbers[best], bounds[best]
 
 
@@ -453,10 +498,13 @@ def audit_sites(
         if 0 < present < runs
         else 0.0
     )
+    claimed = terms.epsilon(1)
+    what = f"one round's sum, taken {runs} times, with one site's update far beyond the clip in it or not"
+    right = runs - false_positives - false_negatives
     return Audited(
-        f"one round's sum, taken {runs} times, with one site's update far beyond the clip in it or not",
-        AuditRow(runs, runs, runs - false_positives - false_negatives, confidence, bound),
-        terms.epsilon(1),
+        what,
+        AuditRow(runs, runs, right, confidence, bound, claimed, what),
+        claimed,
         terms.epsilon(rounds),
         terms.delta,
         at_half_noise,

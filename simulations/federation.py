@@ -90,7 +90,7 @@ def simulate(
         channel = GridChannel(
             grid,
             plan,
-            identity(folder),
+            identity(folder, roster),
             lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
             base=base,
             roster=roster,

@@ -53,7 +53,7 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
     ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["other"]),
     ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
     (
-        "greatest_epsilon = 8.0",
+        "greatest_epsilon = 8.0\ngreatest_delta = 0.5",
         "epsilon_after",
         [0.0, 7.5, 8.0],
         [math.nextafter(8, 9), 20.0, math.inf, math.nan],
@@ -116,7 +116,7 @@ def test_without_the_demand_the_same_offer_passes(path: Path, demand: str) -> No
 
 def test_a_message_says_what_is_demanded_offered_and_accepted(path: Path) -> None:
     with pytest.raises(PolicyError) as error:
-        policy(path, "greatest_epsilon = 4.0").check(OFFER)
+        policy(path, "greatest_epsilon = 4.0\ngreatest_delta = 0.5").check(OFFER)
     assert str(error.value) == (
         "epsilon of the site's data after the run is 8.0: expected at most 4.0, by greatest_epsilon of the site's "
         "policy"
@@ -142,7 +142,7 @@ def test_what_is_left_out_still_demands_a_guarantee_masks_and_a_cohort(path: Pat
 def test_figures_pass_exactly_where_they_are_within_both_limits(
     noise: float, epsilon: float, least: float, greatest: float
 ) -> None:
-    demanded = Policy(least_noise=least, greatest_epsilon=greatest)
+    demanded = Policy(least_noise=least, greatest_epsilon=greatest, greatest_delta=0.5)
     offer = dataclasses.replace(OFFER, noise_multiplier=noise, epsilon_after=epsilon)
     try:
         demanded.check(offer)
@@ -164,6 +164,7 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
         ("[privacy]\nleast_noise = 1.0", "expected one of the demands"),
         ("least_noise = nan", "least_noise"),
         ("least_noise = -1.0", "least_noise is -1.0: expected greater than or equal to 0"),
+        ("greatest_epsilon = 1.0", "greatest_delta beside it"),
         ("greatest_epsilon = inf", "greatest_epsilon"),
         ("greatest_epsilon = 0.0", "greater than 0"),
         ('greatest_epsilon = "8"', "valid number"),

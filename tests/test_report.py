@@ -500,7 +500,7 @@ def test_the_command_writes_both_files_and_says_what_is_claimed(
     run = tmp_path / "run"
     run.mkdir()
     where = tmp_path / output if output else run
-    arguments = argparse.Namespace(run=str(run), output=str(where) if output else None)
+    arguments = argparse.Namespace(json=False, run=str(run), output=str(where) if output else None)
     assert command.run(arguments) == 0
     assert gathered == [run]
     assert (where / "report.html").read_text(encoding="utf-8") == to_html(realistic())
@@ -514,5 +514,5 @@ def test_the_command_refuses_a_file_as_its_folder(gathered: list[Path], tmp_path
     taken = tmp_path / "taken"
     taken.write_text("mine")
     with pytest.raises(CloisterError, match="--output"):
-        command.run(argparse.Namespace(run=str(tmp_path), output=str(taken)))
+        command.run(argparse.Namespace(json=False, run=str(tmp_path), output=str(taken)))
     assert taken.read_text() == "mine"

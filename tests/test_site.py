@@ -75,8 +75,12 @@ def in_clear(plan: Plan) -> Plan:
     return changed(plan, "aggregation", secure=False)
 
 
-def without_guard(site: Site) -> Site:
-    return dataclasses.replace(site, config=site.config.model_copy(update={"secure": False, "plan": ""}))
+def without_guard(site: Site, clear: Plan) -> Site:
+    """The same site, whose people let it take part in a sum in clear."""
+    changes = {"secure": False, "plan": "", "state": f"{site.config.state}-clear"}
+    open_hearted = dataclasses.replace(site, config=site.config.model_copy(update=changes))
+    open_hearted.join(Join(clear.to_json(), RUN))
+    return open_hearted
 
 
 def without_pin(site: Site) -> Site:
@@ -98,7 +102,9 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
         with pytest.raises(PlanError, match="takes part in no sum in clear"):
             act()
     # Without the guard the same message opens the site's own update.
-    opened = training_layout(in_clear(plan), model.size).open(without_guard(site).train(train).vector)
+    opened = training_layout(in_clear(plan), model.size).open(
+        without_guard(site, in_clear(plan)).train(train).vector
+    )
     assert np.abs(opened.mean).max() > 0
 
 
@@ -261,7 +267,7 @@ def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -
     site = attack.sites[0]
     masked = attack.train(site, inboxes[site.config.name]).vector
     request = Train(in_clear(plan).to_json(), 1, 1, RUN, vector_hash(attack.model).hex(), attack.model)
-    plain = without_guard(site).train(request).vector
+    plain = without_guard(site, in_clear(plan)).train(request).vector
     assert masked.shape == plain.shape
     assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
 

@@ -1,0 +1,360 @@
+"""What a plan's privacy comes to: calibration, the events of a round and the code, each computed again by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from cloister.aggregation.graph import assumed
+from cloister.aggregation.sums import training_layout
+from cloister.privacy import terms as terms_module
+from cloister.privacy.accounting import Gaussian, SampledGaussian, Skellam, calibrate, to_json
+from cloister.privacy.clip import rounded_l2
+from cloister.privacy.noise import LARGEST_VARIANCE
+from cloister.privacy.terms import Coding, Terms, composed, terms_of
+from cloister.protocol.errors import AccountingError, PlanError
+from cloister.protocol.plan import Plan, parse
+
+COMMON = ["aggregation.weighting=uniform", "server.evaluation=none", "run.rounds=7"]
+RECORD = [*COMMON, "privacy.unit=record", "privacy.sampling_rate=0.05", "local.steps=6"]
+SITE = [*COMMON, "privacy.unit=site", "cohort.sites=20", "cohort.quorum=0.8", "aggregation.colluders=0.1"]
+CENTRAL = [*SITE, "privacy.trusted_coordinator=true"]
+ADAPTIVE = "privacy.adaptive={count_noise=2.0}"
+DIMENSION = 1000
+
+
+def terms_for(base: list[str], *changes: str, dimension: int = DIMENSION) -> Terms:
+    found = terms_of(parse("", [*base, *changes]), dimension)
+    assert found is not None
+    return found
+
+
+def coding_for(base: list[str], *changes: str, dimension: int = DIMENSION) -> Coding:
+    found = terms_for(base, *changes, dimension=dimension).coding
+    assert found is not None
+    return found
+
+
+# Second opinions, from the papers.
+
+
+def gaussian_epsilon(z: float, delta: float) -> float:
+    """Balle and Wang 2018, Theorem 8: the exact epsilon of a Gaussian mechanism of noise multiplier z."""
+
+    def excess(epsilon: float) -> float:
+        a, b = 0.5 / z - epsilon * z, -0.5 / z - epsilon * z
+        return float(norm.cdf(a) - math.exp(epsilon) * norm.cdf(b) - delta)
+
+    return float(brentq(excess, 0.0, 200.0, xtol=1e-12))
+
+
+def skellam_epsilon(parts: list[tuple[float, float, float]], rounds: int, delta: float) -> float:
+    """Agarwal, Kairouz and Liu 2021, Theorem 3.5, converted by Canonne, Kamath and Steinke 2020, Proposition 12."""
+
+    def at(order: int) -> float:
+        renyi = 0.0
+        for mu, l2, l1 in parts:
+            small = ((2 * order - 1) * l2**2 + 6 * l1) / (4 * mu**2)
+            renyi += order * l2**2 / (2 * mu) + min(small, 3 * l1 / (2 * mu))
+        return rounds * renyi + math.log((order - 1) / order) - math.log(delta * order) / (order - 1)
+
+    return max(0.0, min(at(order) for order in range(2, 1000)))
+
+
+# Nothing promised.
+
+
+def test_a_plan_without_a_unit_has_no_terms() -> None:
+    assert terms_of(parse(""), DIMENSION) is None
+
+
+# Calibration.
+
+
+@pytest.mark.parametrize("target", [0.5, 6.0])
+@pytest.mark.parametrize(
+    "base",
+    [RECORD, [*RECORD, "privacy.accountant=rdp"], SITE, [*SITE, ADAPTIVE], CENTRAL, [*CENTRAL, ADAPTIVE]],
+    ids=["record", "record-rdp", "site", "site-adaptive", "central", "central-adaptive"],
+)
+def test_a_target_is_met_and_not_by_more_noise_than_it_takes(base: list[str], target: float) -> None:
+    # The count must leave room for the update: its noise is more than half the multiplier.
+    base = [entry.replace("2.0", "20.0") if entry == ADAPTIVE else entry for entry in base]
+    found = terms_for(base, f"privacy.target_epsilon={target}")
+    assert target * 0.99 <= found.epsilon(7) <= target
+    assert found.budget == target
+    assert found.noise_multiplier == pytest.approx(round(found.noise_multiplier, 4), abs=1e-12)
+    less = terms_for(base, f"privacy.noise_multiplier={found.noise_multiplier * 0.997}")
+    assert less.epsilon(7) > target
+
+
+def test_a_target_that_is_missed_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms_module, "calibrate", lambda *arguments: calibrate(*arguments) * 0.98)
+    missed = terms_module._terms.__wrapped__(
+        parse("", [*CENTRAL, "privacy.target_epsilon=2.71"]).to_json(), DIMENSION
+    )
+    assert missed.epsilon(7) > 2.71
+
+
+@pytest.mark.parametrize("base", [RECORD, SITE], ids=["record", "site"])
+def test_a_target_that_cannot_be_met_is_refused_by_the_plans_field(base: list[str]) -> None:
+    with pytest.raises(PlanError, match=r"^privacy\.target_epsilon") as caught:
+        terms_for(base, "privacy.target_epsilon=1e-7")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_count_that_would_spend_it_all_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^privacy\.adaptive\.count_noise is 2\.0"):
+        terms_for(SITE, ADAPTIVE, "privacy.noise_multiplier=4.0")
+
+
+def test_a_budget_is_the_plans_and_there_may_be_none() -> None:
+    assert terms_for(SITE, "privacy.noise_multiplier=1.0").budget is None
+    assert terms_for(SITE, "privacy.noise_multiplier=1.0", "privacy.budget=3.5").budget == 3.5
+
+
+# Events.
+
+
+def test_a_round_of_a_record_is_its_steps() -> None:
+    found = terms_for(RECORD, "privacy.noise_multiplier=0.8")
+    assert found.round_events == (SampledGaussian(0.8, 0.05, 6),)
+    assert found.coding is None
+    assert found.relation == "add or remove one record"
+
+
+def test_without_sampling_a_record_is_a_gaussian_of_all_steps() -> None:
+    found = terms_for(RECORD, "privacy.noise_multiplier=9.0", "privacy.sampling_rate=1.0")
+    assert found.epsilon(7) == pytest.approx(gaussian_epsilon(9 / math.sqrt(7 * 6), found.delta), rel=1e-3)
+
+
+@pytest.mark.parametrize("adaptive", [[], [ADAPTIVE]], ids=["fixed", "adaptive"])
+def test_a_central_round_is_one_gaussian_of_the_plans_multiplier(adaptive: list[str]) -> None:
+    """Andrew et al. 2021: whatever part of it the count takes, update and count together are charged z."""
+    found = terms_for(CENTRAL, "privacy.noise_multiplier=2.5", *adaptive)
+    assert found.round_events == (Gaussian(2.5, 1),)
+    assert found.relation == "replace one site's updates by zeros"
+    assert found.epsilon(7) == pytest.approx(gaussian_epsilon(2.5 / math.sqrt(7), found.delta), rel=1e-6)
+
+
+def test_the_central_noise_is_for_the_rounded_vectors_and_for_float32() -> None:
+    z, sigma = 2.5, 2.0
+    fixed, moving = (coding_for(CENTRAL, "privacy.noise_multiplier=2.5", *more) for more in ([], [ADAPTIVE]))
+    lifted = rounded_l2(fixed.scale, DIMENSION) / fixed.scale * (1 + 20 * 2.0**-23)
+    assert fixed.deviation == pytest.approx(z * lifted, rel=1e-12)
+    assert moving.deviation == pytest.approx(lifted / math.sqrt(z**-2 - (2 * sigma) ** -2), rel=1e-12)
+    assert (fixed.count_step, fixed.count_deviation, fixed.variance) == (0, 0.0, 0.0)
+    assert moving.count_deviation == sigma
+    assert moving.count_step > 0
+
+
+@pytest.mark.parametrize(("quorum", "colluders"), [(0.8, 0.1), (1.0, 0.0), (0.6, 0.3)])
+def test_a_round_of_sites_is_the_noise_of_the_fewest_honest_survivors(
+    quorum: float, colluders: float
+) -> None:
+    changes = (f"cohort.quorum={quorum}", f"aggregation.colluders={colluders}", "aggregation.dropouts=0.0")
+    found = terms_for(SITE, "privacy.noise_multiplier=1.7", *changes)
+    coding = found.coding
+    assert coding is not None
+    honest = round(20 * quorum) - round(20 * colluders)
+    (event,) = found.round_events
+    assert isinstance(event, Skellam)
+    assert event.variance == pytest.approx(honest * coding.variance, rel=1e-12)
+    assert event.variance == pytest.approx((1.7 * coding.scale) ** 2, rel=1e-12)
+    assert event.l2 == rounded_l2(coding.scale, DIMENSION)
+    assert event.l1 == min(math.sqrt(DIMENSION) * event.l2, event.l2**2)
+    assert event.extra == ()
+    assert coding.deviation == pytest.approx(1.7, rel=1e-12)
+    by_hand = skellam_epsilon([(event.variance, event.l2, event.l1)], 7, found.delta)
+    assert found.epsilon(7) == pytest.approx(by_hand, rel=1e-3)
+    # Where steps are fine, it is nearly the Gaussian's.
+    assert found.epsilon(7) >= gaussian_epsilon(1.7 / math.sqrt(7), found.delta)
+
+
+def test_adaptive_clipping_of_sites_costs_what_the_plan_says_and_no_more() -> None:
+    z, sigma = 1.7, 2.0
+    fixed, moving = (terms_for(SITE, "privacy.noise_multiplier=1.7", *more) for more in ([], [ADAPTIVE]))
+    coding, (event,) = moving.coding, moving.round_events
+    assert coding is not None
+    assert isinstance(event, Skellam)
+    assert coding.deviation == pytest.approx(1 / math.sqrt(z**-2 - (2 * sigma) ** -2), rel=1e-12)
+    step = float(coding.count_step)
+    assert event.extra == ((event.variance, step, step),)
+    # The count is of +-1/2, in whole numbers of steps: its noise is at least what the plan says.
+    assert sigma <= coding.count_deviation <= sigma * 1.001
+    assert coding.count_deviation == pytest.approx(math.sqrt(event.variance) / (2 * step), rel=1e-12)
+    parts = [(event.variance, event.l2, event.l1), (event.variance, step, step)]
+    assert moving.epsilon(7) == pytest.approx(skellam_epsilon(parts, 7, moving.delta), rel=1e-3)
+    assert moving.epsilon(7) == pytest.approx(fixed.epsilon(7), rel=1e-3)
+    # Were the count not charged, it would look cheaper by far.
+    uncharged = dataclasses.replace(moving, round_events=(dataclasses.replace(event, extra=()),))
+    assert uncharged.epsilon(7) < fixed.epsilon(7) * 0.95
+
+
+def test_what_a_round_costs_does_not_depend_on_the_clipping_norm() -> None:
+    one, other = (terms_for(SITE, "privacy.noise_multiplier=2.0", f"privacy.clip={c}") for c in (1.0, 1e-3))
+    assert one == other
+
+
+def test_ledgers_compose_to_the_same_epsilon() -> None:
+    for base in (RECORD, SITE, CENTRAL):
+        found = terms_for(base, "privacy.noise_multiplier=1.3")
+        assert composed([to_json(found.round_events)] * 5, found.delta) == found.epsilon(5)
+        assert found.epsilon(5) < found.epsilon(6)
+
+
+# The ring.
+
+
+def largest_sum(coding: Coding, n: int, bits: int) -> float:
+    """The largest sum in a coordinate: every site at its bound there, and twelve deviations of all their noise."""
+    term = max(coding.scale + 1, coding.count_step)
+    return n * term + 12 * math.sqrt(n * coding.variance)
+
+
+@given(
+    n=st.integers(3, 300),
+    quorum=st.floats(0.5, 1),
+    colluders=st.floats(0, 0.3),
+    z=st.floats(0.02, 30),
+    dimension=st.integers(1, 10**9),
+    bits=st.sampled_from([16, 32]),
+    central=st.booleans(),
+    count=st.none() | st.floats(0.51, 50),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_largest_sum_does_not_wrap_or_the_plan_is_refused(
+    n: int,
+    quorum: float,
+    colluders: float,
+    z: float,
+    dimension: int,
+    bits: int,
+    central: bool,
+    count: float | None,
+) -> None:
+    """`count` is the noise on the count in noise multipliers: just above half, the count takes nearly all of it."""
+    changes = [
+        f"cohort.sites={n}",
+        f"cohort.quorum={quorum}",
+        f"aggregation.colluders={colluders}",
+        "aggregation.dropouts=0.0",
+        f"aggregation.ring_bits={bits}",
+        f"privacy.noise_multiplier={z}",
+        f"privacy.trusted_coordinator={str(central).lower()}",
+    ]
+    if count is not None:
+        changes.append(f"privacy.adaptive={{count_noise={count * z}}}")
+    try:
+        plan = parse("", [*SITE, *changes])
+    except PlanError:
+        assume(False)
+    floor, a = plan.cohort.needed(), assumed(n, colluders)
+    found, refused = None, ""
+    try:
+        found = terms_of(plan, dimension)
+    except PlanError as error:
+        refused = error.field
+    if refused:
+        assert refused in ("privacy.ring_bits", "privacy.adaptive.count_noise", "privacy.colluders")
+        assert refused != "privacy.ring_bits" or bits == 16
+        return
+    assert found is not None
+    coding = found.coding
+    assert coding is not None
+    assert largest_sum(coding, n, bits) < 2 ** (bits - 1)
+    assert math.log2(coding.scale).is_integer()
+    assert coding.variance <= LARGEST_VARIANCE
+    if not central:
+        assert coding.variance * (floor - a) >= (z * coding.scale) ** 2 * (1 - 1e-12)
+    # Sites and coordinator decode with the scale that was coded with.
+    assert training_layout(plan, dimension).ring.scale == pytest.approx(coding.scale, rel=1e-12)
+
+
+def test_a_finer_code_would_wrap() -> None:
+    """The guard against wrapping is not loose: with four times the steps the largest sum is out of the ring."""
+    for base in (SITE, CENTRAL):
+        coding = coding_for(base, "privacy.noise_multiplier=1.0", "aggregation.ring_bits=16")
+        finer = dataclasses.replace(coding, scale=coding.scale * 2, variance=coding.variance * 4)
+        assert largest_sum(coding, 20, 16) < 2**15 <= largest_sum(finer, 20, 16)
+
+
+def test_a_count_that_would_wrap_is_refused_and_taken_without_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: tuple[str, ...] = (
+        "cohort.sites=76",
+        "cohort.quorum=0.5",
+        "aggregation.colluders=0.0",
+        "aggregation.dropouts=0.0",
+    )
+    changes += (
+        "aggregation.ring_bits=16",
+        "privacy.noise_multiplier=1.0",
+        "privacy.adaptive={count_noise=0.625}",
+    )
+    with pytest.raises(PlanError, match=r"^privacy\.adaptive\.count_noise is 0\.625: expected more"):
+        terms_for(SITE, *changes)
+    monkeypatch.setattr(terms_module, "_check_count_fits", lambda *_: None)
+    _, coding = terms_module._round(parse("", [*SITE, *changes]), 1.0, DIMENSION)
+    assert coding is not None
+    assert largest_sum(coding, 76, 16) > 2**15
+
+
+@pytest.mark.parametrize("base", [SITE, CENTRAL], ids=["site", "central"])
+def test_a_ring_without_room_is_refused(base: list[str]) -> None:
+    changes = ("aggregation.ring_bits=16", "aggregation.secure=true", "privacy.noise_multiplier=1.0")
+    plan = parse("", [*base, *changes])
+    crowded = plan.model_copy(update={"cohort": plan.cohort.model_copy(update={"sites": 40_000})})
+    with pytest.raises(AccountingError, match=r"^(privacy\.)?ring_bits is 16"):
+        terms_module._round(crowded, 1.0, DIMENSION)
+
+
+# All parties.
+
+
+@pytest.mark.parametrize("base", [SITE, [*SITE, ADAPTIVE], CENTRAL], ids=["site", "adaptive", "central"])
+def test_a_party_on_another_machine_derives_the_same(base: list[str]) -> None:
+    plan = parse("", [*base, "privacy.noise_multiplier=1.9"])
+    terms_module._terms.cache_clear()
+    again = terms_of(Plan.from_json(plan.to_json()), DIMENSION)
+    terms_module._terms.cache_clear()
+    other = plan.model_copy(
+        update={"simulation": plan.simulation.model_copy(update={"noise_seed": 3, "workers_per_gpu": 2})}
+    )
+    assert again == terms_of(plan, DIMENSION) == terms_of(other, DIMENSION)
+
+
+def test_another_process_calibrates_to_the_same() -> None:
+    plan = parse("", [*SITE, ADAPTIVE, "privacy.target_epsilon=30.0"])
+    code = (
+        "import sys\nfrom cloister.privacy.terms import terms_of\nfrom cloister.protocol.plan import Plan\n"
+        f"print(terms_of(Plan.from_json(sys.stdin.read()), {DIMENSION}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=plan.to_json(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == str(terms_of(plan, DIMENSION))
+
+
+def test_the_sum_has_one_counter_under_privacy_and_one_more_value_under_adaptive_clipping() -> None:
+    for base, more in ((RECORD, 0), (SITE, 0), ([*SITE, ADAPTIVE], 1), ([*CENTRAL, ADAPTIVE], 1)):
+        layout = training_layout(parse("", [*base, "privacy.noise_multiplier=1.9"]), DIMENSION)
+        assert layout.counters == ("weight",)
+        assert layout.size == DIMENSION + more
+        assert layout.length == layout.size + layout.ring.limbs
+        assert np.dtype(layout.ring.dtype).itemsize == 4
