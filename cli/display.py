@@ -246,7 +246,7 @@ def describe(event: Event) -> str:
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
-            return f"round {number}: attempt {attempt} ended with nothing revealed: {reason}"
+            return f"round {number}: attempt {attempt} ended with nothing opened: {reason}"
         case RoundAbandoned(number, attempts):
             return f"round {number}: given up after {attempts} attempts; the model is as it was"
         case NotEvaluated(number, attempts):

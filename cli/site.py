@@ -53,15 +53,23 @@ ledger = "ledger.sqlite"
 _POLICY = """\
 # What this site demands before it takes part. The site itself checks it, and refuses, signed, what asks for more.
 
-# Units of privacy that are accepted: "record" (one record of this site), "site" (all that it holds).
+# Units of privacy that are accepted: "record" (a whole record of this site), "window" (a piece of a text: a text of
+# twenty pieces is twenty units, and is not protected as a whole), "site" (all that it holds).
 units = ["record", "site"]
+
+# Where windows are accepted, the fewest tokens of one.
+least_window = 1
 
 # Largest epsilon of this site's data over all runs in its ledger, and largest delta. When the next round would exceed
 # it, the site takes no further part.
 greatest_epsilon = 4.0
 greatest_delta = 1e-5
 
-# Smallest noise multiplier, fewest sites in a cohort, most rounds.
+# true accepts plans in which the coordinator adds the noise: it sees the sum without noise, and no site can check that
+# it adds any.
+trusted_coordinator = false
+
+# Smallest noise multiplier, fewest sites in a sum that is opened (the quorum of a cohort), most rounds.
 least_noise = 0.0
 least_cohort = 3
 most_rounds = 1000

@@ -36,6 +36,18 @@ class Pins:
         self._site = site
         self._plan = plan
 
+    def check_free(self, plan: Plan, run: str) -> None:
+        """Refuse a plan or run that another came before.
+
+        Raises:
+            PinnedError: one did.
+        """
+        digest = plan.digest()
+        if self._plan and digest != self._plan:
+            raise self._other_plan(digest)
+        for name, value in self._of(plan, run):
+            self._check_one(name, value, self._read(name) or value, digest)
+
     def join(self, plan: Plan, run: str) -> None:
         """Take part in a plan and a run, if nothing speaks against it.
 
@@ -57,23 +69,30 @@ class Pins:
         if (self._folder, self._plan, digest, run) in _found:
             return  # pins never change
         if self._plan and digest != self._plan:
-            raise PinnedError(
-                "digest of the plan", digest, expected=f"{self._plan}, which {self._site} has pinned"
-            )
+            raise self._other_plan(digest)
         for name, value in self._of(plan, run):
             known = self._read(name)
             if known == "":
                 raise PinnedError("run", run, expected=f"{self._site} to be asked to join it first")
-            if known != value:
-                raise PinnedError(
-                    "plan" if name == "plan" else "run",
-                    value,
-                    expected=f"{known}, which {self._site} has joined: another would sum the same updates again",
-                    fix=f"for a new run give the site a new state folder, or pin plan = {digest!r} in its TOML",
-                )
+            self._check_one(name, value, known, digest)
         if len(_found) >= _MOST_FOUND:
             _found.clear()
         _found.add((self._folder, self._plan, digest, run))
+
+    def _other_plan(self, digest: str) -> PinnedError:
+        return PinnedError(
+            "digest of the plan", digest, expected=f"{self._plan}, which {self._site} has pinned"
+        )
+
+    def _check_one(self, name: str, value: str, known: str, digest: str) -> None:
+        if known != value:
+            raise PinnedError(
+                "plan" if name == "plan" else "run",
+                value,
+                expected=f"{known}, which {self._site} has joined: another would sum the same updates again",
+                fix=f"for a new run give the site a new state folder and keep its ledger, or pin plan = {digest!r} in "
+                "its TOML",
+            )
 
     def _of(self, plan: Plan, run: str) -> list[tuple[str, str]]:
         digest = plan.digest()

@@ -20,7 +20,7 @@ from cloister.aggregation.average import SumLayout
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss
 from cloister.lm.layout import Vector
-from cloister.privacy.clip import clip, integer_round
+from cloister.privacy.clip import clip, integer_round, l2_norm
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Coding
 
@@ -65,12 +65,14 @@ def for_site_unit(
         clip_norm: C of the round.
         noise: A stream that nothing else has used.
     """
-    with np.errstate(over="ignore"):  # `clip` refuses what is not finite
-        scaled = (update.vector / np.float32(clip_norm)).astype(np.float32, copy=False)
-    scaled, norm = clip(scaled, 1.0)
+    # Nothing here may fail because of what the update is: that it failed would be seen, and nobody has paid for that.
+    vector = update.vector if np.isfinite(update.vector).all() else np.zeros_like(update.vector)
+    norm = l2_norm(vector)
+    scaled = np.multiply(vector, 1 / max(norm, clip_norm), dtype=np.float64).astype(np.float32)
+    scaled, _ = clip(scaled, 1.0)  # by what the division was rounded
     steps = integer_round(scaled, coding.scale, 1.0, noise.child("rounding").generator())
     if coding.count_step:
-        steps = np.append(steps, np.int64(coding.count_step if norm <= 1.0 else -coding.count_step))
+        steps = np.append(steps, np.int64(coding.count_step if norm <= clip_norm else -coding.count_step))
     if coding.variance:
         steps += noise.child("skellam").skellam(steps.size, coding.variance)
     return layout.whole(steps)

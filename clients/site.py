@@ -50,7 +50,7 @@ from cloister.lm.model import LanguageModel, count_parameters, device_for, load_
 from cloister.lm.records import read_records
 from cloister.lm.train import Trainer
 from cloister.privacy.accounting import Event, from_json, to_json
-from cloister.privacy.ledger import Budget, Charge, Ledger
+from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.policy import Policy, Refusal, load_policy, offer_of
 from cloister.privacy.terms import Terms, composed, epsilon_of, terms_of
@@ -77,7 +77,7 @@ from cloister.protocol.messages import (
     Refused,
     Train,
 )
-from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, SMALLEST_COHORT, Plan, Section
 from cloister.protocol.roster import Roster, load_identity, load_roster
 from cloister.protocol.storage import write_file
 
@@ -141,6 +141,7 @@ def load_site(path: Path) -> Site:
     data = path.parent / config.data
     config = config.model_copy(
         update={
+            "dataset": config.dataset or config.data,
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
@@ -175,6 +176,7 @@ class Site:
         """
         plan = _plan(request.plan)
         self._check_plan(plan)
+        self._pins.check_free(plan, request.run)
         self._check_policy(plan, request.run)
         if request.base_hash:
             self._keep_base(request)
@@ -335,6 +337,8 @@ class Site:
         policy = self._policy()
         if policy is None:
             return
+        if policy.greatest_epsilon is not None:
+            self._check_ledger()
         terms = terms_of(plan, count_parameters(plan)[1])
         noise, epsilon = 0.0, math.inf
         if terms is not None:
@@ -345,10 +349,25 @@ class Site:
             plan,
             noise_multiplier=noise,
             epsilon_after=epsilon,
-            cohort=plan.cohort.size(),
+            cohort=plan.cohort.needed(),
             roster_hash=self._roster().hash.hex() if self.config.roster else "",
         )
         policy.check(offer)
+
+    def _check_ledger(self) -> None:
+        """A limit over runs needs a ledger and a name of the data that outlive runs."""
+        config = self.config
+        if not config.dataset:
+            raise PlanError(
+                f"dataset of {config.name}",
+                expected="a name in the site's TOML, because its policy limits the epsilon of its data",
+            )
+        if not config.ledger or Path(config.ledger).absolute().is_relative_to(self._state.absolute()):
+            raise PlanError(
+                f"ledger of {config.name}",
+                config.ledger,
+                expected="a file outside the state folder, because the site's policy limits epsilon over runs",
+            )
 
     def _rounds_of(self, plan: Plan) -> int:
         """Rounds of the plan that draw this site; all of them where it does not know the others."""
@@ -391,17 +410,23 @@ class Site:
         policy = self._policy()
         if policy is not None and policy.greatest_epsilon is not None:
             budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
-        ledger = self._ledger
-        if terms.budget is not None:
-            before = [event for entry in ledger.entries(run) for event in from_json(entry.charge.event)]
+        most = terms.budget
+        if most is None:  # what the plan comes to, with room for updates that crashes have lost
+            most = terms.epsilon(self._rounds_of(plan) + plan.cohort.attempts)
+
+        def check_run(entries: tuple[Entry, ...]) -> None:
+            """The plan bounds what one run may cost, whatever the coordinator asks for."""
+            before = [event for e in entries if e.charge.run == run for event in from_json(e.charge.event)]
             spent = epsilon_of((*before, *terms.round_events), terms.delta, terms.accountant)
-            if spent > terms.budget:
+            if spent > most:
                 raise BudgetError(
                     f"epsilon of {self.config.name} in this run",
                     spent,
-                    expected=f"at most {terms.budget:g}, which is the plan's budget",
+                    expected=f"at most the {most:g} that the plan allows for it",
                 )
-        ledger.charge(self._charge(plan, run, round_number, terms.round_events), budget)
+
+        charge = self._charge(plan, run, round_number, terms.round_events)
+        self._ledger.charge(charge, budget, check_run)
 
     def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
         """A stream that no other training has had or will have."""
@@ -630,8 +655,8 @@ def _check_free(plan: Plan, purpose: str) -> None:
 
 
 def _check_clip(clip: float) -> None:
-    if not (math.isfinite(clip) and 1e-30 < clip < 1e30):
-        raise UpdateError("clipping norm", clip, expected="a positive number")
+    if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:
+        raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")
 
 
 @lru_cache(maxsize=256)

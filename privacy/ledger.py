@@ -320,11 +320,21 @@ class Ledger:
                     db.execute(statement)
             self._own(_read(db, path))
 
-    def charge(self, charge: Charge, budget: Budget | None) -> Entry:
+    def charge(
+        self,
+        charge: Charge,
+        budget: Budget | None,
+        check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
+    ) -> Entry:
         """Pay for a release; only when this has returned may the release be made. As `charge_all`, for one charge."""
-        return self.charge_all([charge], budget)[0]
+        return self.charge_all([charge], budget, check)[0]
 
-    def charge_all(self, charges: Sequence[Charge], budget: Budget | None) -> tuple[Entry, ...]:
+    def charge_all(
+        self,
+        charges: Sequence[Charge],
+        budget: Budget | None,
+        check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
+    ) -> tuple[Entry, ...]:
         """Pay for releases, all of them or none; only when this has returned may they be made.
 
         In one transaction that excludes every other charge: the ledger is read and checked, the epsilon of each dataset
@@ -334,6 +344,7 @@ class Ledger:
         Args:
             charges: What is to be paid. The same charge again gives its first entry, and adds nothing.
             budget: The most that each dataset may have paid afterwards; None: no limit.
+            check: Given the entries that are there, in the transaction; what it raises ends it, and nothing was added.
 
         Returns:
             The entries that are on disk, in the order of the charges.
@@ -346,6 +357,7 @@ class Ledger:
         """
         with _open(self.path, "rw", self._patience_s) as db, _commit(db):
             history = self._own(_read(db, self.path))
+            check(history.entries)
             events: dict[str, list[str]] = {}
             for entry in history.entries:
                 events.setdefault(entry.charge.dataset, []).append(entry.charge.event)

@@ -31,7 +31,7 @@ from cloister.protocol.errors import EncodingError, PolicyError, SignatureError,
 from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
 from cloister.protocol.roster import Roster
 
-Unit = Literal["none", "record", "site"]
+Unit = Literal["none", "record", "window", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
 
 LONGEST_REASON = 1000
@@ -46,7 +46,9 @@ class Offer:
     """What a plan asks of a site and gives it, in the terms of a policy. `offer_of` makes it from a plan."""
 
     unit: str
-    """What the plan's guarantee protects: `none`, `record` or `site`."""
+    """What the plan's guarantee protects: `none`, a whole `record`, a `window` cut from a text, or a `site`."""
+    window: int
+    """Tokens in a window."""
     noise_multiplier: float
     """Standard deviation of the noise on a sum of clipped terms, in units of the clipping norm; 0: no guarantee."""
     delta: float
@@ -54,8 +56,10 @@ class Offer:
     epsilon_after: float
     """Epsilon, at the policy's `greatest_delta` if it has one, at which the site's own ledger would stand for its
     dataset if the run went to its end, with everything that earlier runs have spent; infinite without a guarantee."""
+    trusted_coordinator: bool
+    """Whether the coordinator adds the noise, and is trusted to."""
     cohort: int
-    """Sites in the cohort of a round."""
+    """Fewest sites in a sum that is opened."""
     secure: bool
     """Whether updates are summed under masks."""
     roster_hash: str
@@ -79,15 +83,18 @@ def offer_of(
         epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
             runs have spent (`Ledger.would_spend`). In a plan without a privacy unit this and the noise count for
             nothing: the offer says noise 0 and epsilon infinite.
-        cohort: Sites in the cohort.
+        cohort: Fewest sites in a sum that is opened (`plan.cohort.needed()`).
         roster_hash: Hash of the roster, in hex.
     """
-    private = plan.privacy.unit != "none"
+    privacy = plan.privacy
+    private = privacy.unit != "none"
     return Offer(
-        unit=plan.privacy.unit,
+        unit="window" if (privacy.unit, privacy.record) == ("record", "window") else privacy.unit,
+        window=plan.data.sequence_length,
         noise_multiplier=noise_multiplier if private else 0.0,
-        delta=plan.privacy.delta,
+        delta=privacy.delta,
         epsilon_after=epsilon_after if private else math.inf,
+        trusted_coordinator=privacy.trusted_coordinator,
         cohort=cohort,
         secure=plan.aggregation.secure,
         roster_hash=roster_hash,
@@ -101,7 +108,10 @@ class Policy(Section):
     """A site's demands. Read one with `load_policy`."""
 
     units: Annotated[tuple[Unit, ...], Field(min_length=1)] = ("record", "site")
-    """Units of privacy that are accepted; `none` accepts a plan without any guarantee."""
+    """Units of privacy that are accepted: a whole `record`, a `window` (one piece of a text, so that a long text is
+    many), a `site`; `none` accepts a plan without any guarantee."""
+    least_window: Annotated[int, Field(ge=1)] = 1
+    """Fewest tokens of a window, where that is the unit."""
     least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest noise multiplier."""
     greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -109,8 +119,10 @@ class Policy(Section):
     out: no limit."""
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
+    trusted_coordinator: bool = False
+    """Accept a plan whose coordinator adds the noise and is trusted to."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
-    """Fewest sites in the cohort of a round."""
+    """Fewest sites in a sum that is opened."""
     secure_required: bool = True
     """Accept only sums under masks."""
     roster_hash: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{64})?$")] = ""
@@ -154,7 +166,9 @@ class Policy(Section):
                 may say what the site has spent in other runs: it is for the site's own people.
         """
         if offer.unit not in self.units:
-            _refuse("units", "privacy.unit", offer.unit, _one_of(self.units))
+            _refuse("units", "unit of privacy", offer.unit, _one_of(self.units))
+        if offer.unit == "window" and not offer.window >= self.least_window:
+            _refuse("least_window", "tokens in a window", offer.window, f"at least {self.least_window}")
         if not offer.noise_multiplier >= self.least_noise:
             _refuse("least_noise", "noise multiplier", offer.noise_multiplier, f"at least {self.least_noise}")
         if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:
@@ -162,8 +176,12 @@ class Policy(Section):
         if self.greatest_epsilon is not None and not offer.epsilon_after <= self.greatest_epsilon:
             what = "epsilon of the site's data after the run"
             _refuse("greatest_epsilon", what, offer.epsilon_after, f"at most {self.greatest_epsilon}")
+        if not self.trusted_coordinator and offer.trusted_coordinator is not False:
+            what = "privacy.trusted_coordinator"
+            _refuse("trusted_coordinator", what, offer.trusted_coordinator, "false")
         if not offer.cohort >= self.least_cohort:
-            _refuse("least_cohort", "sites in a cohort", offer.cohort, f"at least {self.least_cohort}")
+            what = "fewest sites in a sum"
+            _refuse("least_cohort", what, offer.cohort, f"at least {self.least_cohort}")
         if self.secure_required and offer.secure is not True:
             _refuse("secure_required", "aggregation.secure", offer.secure, "true")
         if self.roster_hash and offer.roster_hash.lower() != self.roster_hash.lower():

@@ -3,7 +3,8 @@
 The page is a pure function of a `RunReport`, and says nothing that is not in it. It opens from disk without a network:
 no script, font or image from anywhere else, plots drawn as SVG. The first thing on it is the guarantee in one sentence,
 or that there is none. A sentence is claimed only where nothing in the report speaks against it: `verdict` looks for a
-ledger that does not verify, noise that can be recomputed, a loss above the claim, or an audit that refutes it.
+ledger that does not verify, noise that can be recomputed, a loss above the claim, an audit that refutes it, or an
+epsilon or a delta so large that the sentence would be true and protect nobody.
 
 Numbers are rounded to the side that claims less: epsilon and delta up, the noise multiplier and an audit's bound down.
 Refused: a page that computes in the browser (a reader could not print and sign what a script shows), and a plotting
@@ -28,6 +29,11 @@ from cloister.protocol.errors import CloisterError
 
 if TYPE_CHECKING:
     import jinja2
+
+LARGEST_EPSILON = 10.0
+"""Above it nothing is claimed: a fair coin could be guessed in more than 99.99 of 100 cases (`meaning`)."""
+UNCLAIMED_DELTA = 1e-2
+"""From it on nothing is claimed: delta is, roughly, the chance that the bound fails."""
 
 _PARTS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -252,8 +258,10 @@ class Verdict:
 def verdict(report: RunReport) -> Verdict:
     """The guarantee in one sentence, or why there is none.
 
-    A guarantee is claimed if there is a unit and a finite epsilon, the noise cannot be recomputed, the ledger verifies
-    and holds the charges, no row of it is above the claim, and no audit refutes the claim.
+    A guarantee is claimed if there is a unit, a finished round and a finite epsilon, the noise cannot be recomputed,
+    the ledger verifies and holds the charges, no row of it is above the claim, no audit refutes the claim, epsilon is
+    at most `LARGEST_EPSILON`, and delta is below `UNCLAIMED_DELTA` and, where a site is the unit, below 1 over the
+    number of sites.
     """
     reason = _objection(report)
     if reason:
@@ -284,11 +292,16 @@ def _objection(report: RunReport) -> str:
             "No privacy guarantee is claimed for this run: its ledger does not verify"
             f" ({report.ledger.problem or 'no reason was recorded'})."
         )
+    if not any(row.sites for row in report.rounds):  # a round that was given up is a row without sites
+        return (
+            "No privacy guarantee is claimed for this run: no round of it was finished, so it released no model that "
+            "was trained on the sites' data, and there is nothing to claim."
+        )
     if report.epsilon is None:
         return (
             "No privacy guarantee holds for this run: no finite epsilon can be stated for what it released."
         )
-    if report.rounds and not report.ledger.rows:
+    if not report.ledger.rows:
         return (
             "No privacy guarantee is claimed for this run: its ledger holds no charge for what it released."
         )
@@ -306,13 +319,28 @@ def _objection(report: RunReport) -> str:
             f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
             f"{at_least(report.audit.epsilon)}, and {at_most(claimed)} would be claimed."
         )
+    assert report.delta is not None
+    sites = len(report.sites)
+    if report.delta >= UNCLAIMED_DELTA:
+        return (
+            f"No privacy guarantee is claimed for this run: a run that publishes each unit with a chance of 1 in 100 "
+            f"would meet its delta, which is {scientific(report.delta)}."
+        )
+    if report.unit == "site" and sites and report.delta >= 1 / sites:
+        return (
+            f"No privacy guarantee is claimed for this run: a run that publishes one of its {sites:,} sites, drawn at "
+            f"random, would meet its delta, which is {scientific(report.delta)}."
+        )
+    if report.epsilon > LARGEST_EPSILON:
+        return (
+            f"No privacy guarantee is claimed for this run: its epsilon is {at_most(report.epsilon)}, and above "
+            f"{LARGEST_EPSILON:g} a guess whether one unit was used could be right in more than 99.99 of 100 cases."
+        )
     return ""
 
 
 def _rounds(rows: Sequence[RoundRow]) -> str:
     numbers = [row.round for row in rows]
-    if not numbers:
-        return "no finished round"
     if len(numbers) == 1:
         return f"round {numbers[0]}"
     if numbers == list(range(numbers[0], numbers[-1] + 1)):

@@ -38,6 +38,9 @@ SIMULATED_PUBLIC = "simulation:public"
 NO_EVALUATION = "none"
 """`server.evaluation` of a run whose model nobody evaluates."""
 
+SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
+"""Clipping norms between which float32 arithmetic has room on both sides for any gradient or update."""
+
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
@@ -212,7 +215,7 @@ class PrivacySection(Section):
     unit: Literal["none", "record", "site"] = "none"
     """What the guarantee protects: `none` (there is no guarantee), one `record` of a site, or everything one `site`
     holds."""
-    clip: Positive = 1.0
+    clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
     """L2 norm C to which the gradient of a record, or the update of a site, is clipped; with `adaptive` the first."""
     noise_multiplier: Positive | None = None
     """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
@@ -617,6 +620,13 @@ def _check_private(plan: Plan) -> None:
             "window",
             expected=f"record where data.format is {plan.data.format}: only a text can be cut into records",
             fix="set privacy.record = 'record'",
+        )
+    if not record and plan.model.adapter.scheme == "rolora":
+        raise PlanError(
+            "model.adapter.scheme",
+            "rolora",
+            expected="another where the unit is the site: its noise would move the factor that a round holds still",
+            fix="set model.adapter.scheme = 'ffa-lora'",
         )
     if record and (privacy.trusted_coordinator or privacy.adaptive is not None):
         name = "trusted_coordinator" if privacy.trusted_coordinator else "adaptive"

@@ -17,10 +17,11 @@ from cloister.aggregation.average import WEIGHT, Opened
 from cloister.lm.layout import Vector
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Coding
-from cloister.protocol.plan import AdaptiveSection
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection
 
 _FURTHEST = math.log(10.0)
-"""Most that the logarithm of C moves in a round: the noise on a fraction of few sites has no bound."""
+"""Most that the logarithm of C moves in a round: the noise on a fraction of few sites has no bound. C itself stays
+where sites take it."""
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,5 @@ def released(
     if central:
         unclipped += float(noise.child("count").gaussian(1, coding.count_deviation)[0]) / sites
     move = -adaptive.learning_rate * (unclipped - adaptive.quantile)
-    return Released(mean, clip * math.exp(min(max(move, -_FURTHEST), _FURTHEST)))
+    moved = clip * math.exp(min(max(move, -_FURTHEST), _FURTHEST))
+    return Released(mean, min(max(moved, SMALLEST_CLIP), LARGEST_CLIP))

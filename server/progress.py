@@ -57,7 +57,7 @@ class SiteFailed:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """An attempt ended with too few sites, and nothing revealed."""
+    """An attempt ended with too few sites, and nothing opened."""
 
     round: int
     attempt: int

@@ -6,7 +6,7 @@
 4. Update: each site trains from the global model and returns its masked contribution; contributions fold into one
    accumulator as they arrive. A site that fails or misses the deadline is a dropout.
 5. Consistency: the survivors sign the same list of survivors.
-6. Unmask: survivors reveal shares. Too few sites, here or before: the attempt ends with nothing revealed and the round
+6. Unmask: survivors reveal shares. Too few sites, here or before: the attempt ends with nothing opened and the round
    is tried again, by sites that kept their finished updates.
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here.

@@ -7,7 +7,7 @@ The steps have the numbers of `round.py`, whose middle this is; an evaluation at
 3. Share: each site checks the keys of the others and returns encrypted shares.
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
 5. Consistency: the survivors sign the one list of survivors.
-6. Unmask: journal that list, then ask for the shares. Too few, here or before: the attempt ends with nothing revealed.
+6. Unmask: journal that list, then ask for the shares. Too few, here or before: the attempt ends with nothing opened.
 7. Charge the ledger; then open: take the masks off the accumulator and decode it.
 
 Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
@@ -249,7 +249,7 @@ class _Masked(_Plain):
         """Carry the attempt through.
 
         Raises:
-            SecureSumError: too few sites are left, or what they sent does not fit together; nothing was learned.
+            SecureSumError: too few sites are left, or what they sent does not fit together; nothing was opened.
         """
         party, request = self.party, self.request
         assert party.roster is not None, "a plan that sums securely was started without a roster"

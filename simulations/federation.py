@@ -26,7 +26,9 @@ from cloister.clients.app import client_app
 from cloister.clients.site import Site, SiteConfig, load_site, save_vector
 from cloister.lm.corpus import corpus_records
 from cloister.lm.layout import Vector
+from cloister.lm.model import count_parameters
 from cloister.privacy.noise import NoiseStream
+from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, FaultError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
@@ -74,6 +76,7 @@ def simulate(
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)
+    terms_of(plan, count_parameters(plan)[1])  # refused now, and not at every site
     sites = folder.path / "sites"
     if not sites.exists():
         observe(Preparing("data of the sites"))

@@ -661,7 +661,12 @@ def test_looking_first_and_charging_later_would_exceed_it(path: Path) -> None:
     both_looked = threading.Barrier(2)
 
     class LooksFirst(Ledger):
-        def charge(self, charge: Charge, budget: Budget | None) -> Entry:
+        def charge(
+            self,
+            charge: Charge,
+            budget: Budget | None,
+            check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
+        ) -> Entry:
             assert budget is not None
             assert self.would_spend([charge]) <= budget.epsilon
             both_looked.wait(30)

@@ -248,7 +248,7 @@ def test_the_clipping_norm_stays_without_adaptive_clipping() -> None:
     unclipped=st.integers(0, 8),
     quantile=st.floats(0.01, 0.99),
     rate=st.floats(0.01, 3),
-    clip=st.floats(1e-6, 1e6),
+    clip=st.floats(1e-4, 1e4),  # nowhere near where C ends
 )
 @settings(max_examples=100, deadline=None)
 def test_the_clipping_norm_moves_as_the_paper_says(

@@ -52,6 +52,12 @@ UNSOUND = [
     (SITE, ["privacy.record=window"], "privacy.record is 'window'", "where the unit is the site"),
     (SITE, ["privacy.windows=2"], "privacy.windows is 2", "where the unit is the site"),
     (SITE, ["privacy.method=opacus"], "privacy.method is 'opacus'", "where the unit is the site"),
+    (
+        SITE,
+        ["model.adapter.scheme=rolora"],
+        "model.adapter.scheme is 'rolora'",
+        "adapter.scheme = 'ffa-lora'",
+    ),
     (RECORD, ["privacy.trusted_coordinator=true"], "privacy.trusted_coordinator", "remove"),
     (RECORD, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
     # Nobody adds enough noise.
@@ -205,3 +211,10 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
 def test_shipped_plans_protect_what_their_names_say(name: str, unit: str) -> None:
     plan = load(Path(str(files("cloister.simulations.plans").joinpath(name))))
     assert plan.privacy.unit == unit
+
+
+@pytest.mark.parametrize("clip", ["1e-7", "1e7", "inf"])
+def test_a_clipping_norm_that_float32_has_no_room_for_is_refused(clip: str) -> None:
+    """Rounding could lift a clipped gradient above it, and the failure would tell of the record."""
+    with pytest.raises(PlanError, match=r"privacy\.clip"):
+        parse("", [*RECORD, f"privacy.clip={clip}"])

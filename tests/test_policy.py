@@ -24,9 +24,11 @@ PLAN = "12" * 32
 
 OFFER = Offer(
     unit="record",
+    window=64,
     noise_multiplier=1.0,
     delta=1e-5,
     epsilon_after=8.0,
+    trusted_coordinator=False,
     cohort=8,
     secure=True,
     roster_hash=HASH,
@@ -48,9 +50,11 @@ def path(tmp_path: Path) -> Path:
 
 # demand as in TOML, field of the offer, what passes, what does not
 DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
-    ('units = ["record"]', "unit", ["record"], ["none", "site"]),
-    ('units = ["record", "site"]', "unit", ["record", "site"], ["none", ""]),
-    ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["other"]),
+    ('units = ["record"]', "unit", ["record"], ["none", "window", "site"]),
+    ('units = ["window"]', "unit", ["window"], ["none", "record", "site"]),
+    ('units = ["record", "site"]', "unit", ["record", "site"], ["none", "window", ""]),
+    ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["window", "other"]),
+    ('least_window = 64\nunits = ["window"]', "window", [64, 65], [63, 0, -64, math.nan]),
     ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
     (
         "greatest_epsilon = 8.0\ngreatest_delta = 0.5",
@@ -59,6 +63,8 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
         [math.nextafter(8, 9), 20.0, math.inf, math.nan],
     ),
     ("greatest_delta = 1e-6", "delta", [1e-7, 1e-6], [math.nextafter(1e-6, 1), 1e-5, math.nan]),
+    ("trusted_coordinator = false", "trusted_coordinator", [False], [True, 0, None]),
+    ("trusted_coordinator = true", "trusted_coordinator", [True, False], []),
     ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
     ("secure_required = true", "secure", [True], [False, 1, None]),
     ("secure_required = false", "secure", [True, False], []),
@@ -80,11 +86,12 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
     path: Path, demand: str, field: str, passes: list[Any], refused: list[Any]
 ) -> None:
     demanded = policy(path, demand)
+    offer = dataclasses.replace(OFFER, unit="window") if field == "window" else OFFER
     for value in passes:
-        demanded.check(dataclasses.replace(OFFER, **{field: value}))
+        demanded.check(dataclasses.replace(offer, **{field: value}))
     for value in refused:
         with pytest.raises(PolicyError) as error:
-            demanded.check(dataclasses.replace(OFFER, **{field: value}))
+            demanded.check(dataclasses.replace(offer, **{field: value}))
         assert error.value.value is value  # what is offered
         assert demand.split(" = ")[0] in str(error.value)  # by which demand
         assert error.value.expected
@@ -92,6 +99,15 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
 
 def test_every_demand_is_tried() -> None:
     assert {each[0].split(" = ")[0] for each in DEMANDS} == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize("unit", ["none", "record", "site"])
+def test_the_length_of_a_window_counts_where_a_window_is_the_unit(path: Path, unit: str) -> None:
+    demanded = policy(path, 'least_window = 64\nunits = ["none", "record", "window", "site"]')
+    short = dataclasses.replace(OFFER, unit=unit, window=2)
+    demanded.check(short)
+    with pytest.raises(PolicyError, match="tokens in a window is 2: expected at least 64, by least_window"):
+        demanded.check(dataclasses.replace(short, unit="window"))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +144,13 @@ def test_a_message_says_what_is_demanded_offered_and_accepted(path: Path) -> Non
 def test_what_is_left_out_still_demands_a_guarantee_masks_and_a_cohort(path: Path) -> None:
     least = policy(path, "most_rounds = 1000")
     least.check(OFFER)
-    for change in ({"unit": "none"}, {"secure": False}, {"cohort": 2}):
+    for change in (
+        {"unit": "none"},
+        {"unit": "window"},
+        {"secure": False},
+        {"trusted_coordinator": True},
+        {"cohort": 2},
+    ):
         with pytest.raises(PolicyError):
             least.check(dataclasses.replace(OFFER, **change))
 
@@ -169,13 +191,16 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
         ("greatest_epsilon = 0.0", "greater than 0"),
         ('greatest_epsilon = "8"', "valid number"),
         ("greatest_delta = 1.0", "less than 1"),
+        ("least_window = 0", "least_window is 0: expected greater than or equal to 1"),
+        ("least_window = 1.5", "valid integer"),
+        ("trusted_coordinator = 1", "valid boolean"),
         ("least_cohort = 0", "least_cohort"),
         ("least_cohort = 3.5", "valid integer"),
         ("secure_required = 1", "valid boolean"),
         ('roster_hash = "abc"', "64 hexadecimal digits"),
         ("units = []", "at least 1 item"),
         ('units = "record"', "array"),
-        ('units = ["records"]', "'none', 'record' or 'site'"),
+        ('units = ["records"]', "'none', 'record', 'window' or 'site'"),
         ('adapters = ["dora"]', "'full', 'ffa-lora', 'rolora' or 'lora'"),
         ('models = [""]', "at least 1 character"),
         ("most_rounds = 0", "most_rounds"),
@@ -202,7 +227,8 @@ def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_units_and_schemes_are_those_of_a_plan() -> None:
-    assert get_args(policies.Unit) == get_args(PrivacySection.model_fields["unit"].annotation)
+    units, pieces = (get_args(PrivacySection.model_fields[name].annotation) for name in ("unit", "record"))
+    assert set(get_args(policies.Unit)) == {*units, *pieces}
     assert get_args(policies.Scheme) == get_args(AdapterSection.model_fields["scheme"].annotation)
 
 
@@ -214,14 +240,18 @@ def changed(plan: Plan, section: str, **values: Any) -> Plan:
 
 
 def test_an_offer_says_what_the_plan_says() -> None:
-    plan = parse('[run]\nrounds = 7\n[model]\nname = "gpt2"\n[model.adapter]\nscheme = "ffa-lora"')
+    plan = parse(
+        '[run]\nrounds = 7\n[model]\nname = "gpt2"\n[model.adapter]\nscheme = "ffa-lora"\n[data]\nsequence_length = 96'
+    )
     plan = changed(plan, "privacy", unit="record", delta=1e-6)
     offer = offer_of(plan, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
     assert offer == Offer(
         unit="record",
+        window=96,
         noise_multiplier=0.7,
         delta=1e-6,
         epsilon_after=3.0,
+        trusted_coordinator=False,
         cohort=5,
         secure=True,
         roster_hash=HASH,
@@ -231,6 +261,34 @@ def test_an_offer_says_what_the_plan_says() -> None:
     )
     clear = changed(plan, "aggregation", secure=False)
     assert not offer_of(clear, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH).secure
+
+
+@pytest.mark.parametrize(
+    ("unit", "record", "offered"),
+    [
+        ("record", "record", "record"),
+        ("record", "window", "window"),
+        ("site", "record", "site"),
+        ("none", "record", "none"),
+    ],
+)
+def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> None:
+    plan = changed(parse(""), "privacy", unit=unit, record=record)
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    assert offer.unit == offered
+    if offered == "window":
+        with pytest.raises(PolicyError, match="unit of privacy is 'window': expected one of record, site"):
+            Policy().check(offer)
+
+
+def test_an_offer_says_who_adds_the_noise() -> None:
+    plan = changed(parse(""), "privacy", unit="site", trusted_coordinator=True)
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    with pytest.raises(
+        PolicyError, match="trusted_coordinator is True: expected false, by trusted_coordinator"
+    ):
+        Policy().check(offer)
+    Policy(trusted_coordinator=True).check(offer)
 
 
 def test_a_plan_without_a_unit_offers_no_noise_and_no_epsilon_whatever_is_said_of_it() -> None:

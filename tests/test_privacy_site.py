@@ -39,7 +39,7 @@ from cloister.protocol.errors import (
     UpdateError,
 )
 from cloister.protocol.messages import Agree, Contribution, Evaluate, Failure, Join, Train
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan, parse
 from cloister.protocol.roster import Roster, load_identity, load_roster, new_identity
 from cloister.server.app import GridChannel
 from cloister.simulations.federation import lay_out
@@ -84,6 +84,7 @@ class Federation:
 
     def site(self, number: int = 0, policy: str = "", **config: Any) -> Site:
         site = load_site(self.folder / f"site-{number:03d}" / "site.toml")
+        config.setdefault("ledger", str(self.folder / f"site-{number:03d}" / "ledger.sqlite"))
         if policy:
             path = self.folder / f"policy-{number}.toml"
             path.write_text(policy)
@@ -122,7 +123,7 @@ class Federation:
 
     def entries(self, number: int = 0) -> tuple[Entry, ...]:
         name = f"site-{number:03d}"
-        path = self.folder / name / "state" / "ledger.sqlite"
+        path = self.folder / name / "ledger.sqlite"
         return Ledger(path, name, composed).entries() if path.exists() else ()
 
 
@@ -228,8 +229,8 @@ def test_a_site_that_lost_its_update_pays_again_for_new_noise(
     assert len(federation.entries()) == 2
     terms = terms_of(federation.plan, federation.model.size)
     assert terms is not None
-    ledger = Ledger(Path(site.config.state) / "ledger.sqlite", "site-000", composed)
-    assert ledger.spent(site.config.data, 1e-3) == pytest.approx(terms.epsilon(2))
+    ledger = Ledger(Path(site.config.ledger), "site-000", composed)
+    assert ledger.spent(site.config.dataset, 1e-3) == pytest.approx(terms.epsilon(2))
     if settings is not CENTRAL:  # where the noise is not the site's
         assert np.count_nonzero(first != second) > first.size / 2
 
@@ -321,11 +322,14 @@ def test_a_ledger_that_cannot_be_written_means_nothing_leaves(
 
 
 def greatest(federation: Federation, rounds: int) -> str:
+    """A policy that allows what some rounds cost, and everything else."""
     terms = terms_of(federation.plan, federation.model.size)
     assert terms is not None
-    demands = {"greatest_epsilon": terms.epsilon(rounds) * 1.0001, "greatest_delta": terms.delta}
-    limits = "".join(f"{name} = {value}\n" for name, value in demands.items())
-    return f"{limits}secure_required = false\nleast_cohort = 1\n"
+    return (
+        f"greatest_epsilon = {terms.epsilon(rounds) * 1.0001}\n"
+        f"greatest_delta = {terms.delta}\n"
+        "secure_required = false\ntrusted_coordinator = true\nleast_cohort = 1\n"
+    )
 
 
 @UNITS
@@ -349,7 +353,7 @@ def test_what_other_runs_have_spent_counts_and_is_told_to_nobody(federate: Feder
     federation = federate(RECORD)
     federation.joined().train(federation.request(round=1))  # a run of the past
     spent = federation.entries()
-    site = federation.site(policy=greatest(federation, 3))
+    site = federation.site(policy=greatest(federation, 3), state=str(federation.folder / "new state"))
     new = Join(federation.plan.to_json(), "another")
     with pytest.raises(PolicyError, match="epsilon of the site's data after the run") as caught:
         site.join(new)
@@ -590,7 +594,7 @@ def test_too_many_refusals_end_it_with_one_line(federate: Federate) -> None:
 # What a message may carry.
 
 
-@pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-40, 1e31])
+@pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-7, 1e7])
 @pytest.mark.parametrize("settings", [CENTRAL, SKELLAM], ids=["central", "skellam"])
 @pytest.mark.usefixtures("before_masks")
 def test_a_clipping_norm_without_measure_is_refused_before_anything_is_paid(
@@ -602,7 +606,7 @@ def test_a_clipping_norm_without_measure_is_refused_before_anything_is_paid(
     assert federation.entries() == ()
 
 
-@pytest.mark.parametrize("clip", [1e-29, 1e29])
+@pytest.mark.parametrize("clip", [SMALLEST_CLIP, LARGEST_CLIP])
 def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federate, clip: float) -> None:
     federation = federate(CENTRAL)
     vector = federation.joined().train(federation.request(clip=clip)).vector
@@ -688,3 +692,62 @@ def test_training_that_fails_is_paid_for_and_its_reason_stays(
     else:
         assert reply == Failure("site-000", "StorageError: the reason is in the site's own log")
     assert len(federation.entries()) == 1
+
+
+# What a policy needs of a site's configuration.
+
+
+def test_a_limit_over_runs_needs_a_ledger_that_outlives_them(federate: Federate) -> None:
+    federation = federate(RECORD)
+    inside = str(federation.folder / "site-000" / "state" / "ledger.sqlite")
+    for ledger in ("", inside):
+        with pytest.raises(PlanError, match="outside the state folder"):
+            federation.joined(policy=greatest(federation, 3), ledger=ledger)
+    federation.joined(policy=greatest(federation, 3))
+
+
+def test_the_name_of_the_data_does_not_depend_on_where_the_configuration_is_read_from(
+    federate: Federate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = federate(RECORD)
+    monkeypatch.chdir(federation.folder)
+    names = {
+        load_site(path).config.dataset
+        for path in (Path("site-000/site.toml"), federation.folder / "site-000" / "site.toml")
+    }
+    assert names == {"data.jsonl"}
+
+
+def test_a_run_costs_no_more_than_its_plan_however_often_a_site_is_asked(federate: Federate) -> None:
+    """Without a budget in the plan or a limit in a policy: the plan's rounds, and some for what crashes have lost."""
+    federation = federate([*RECORD, "run.rounds=2", "cohort.attempts=1"])
+    site = federation.joined()
+    for number in range(3):
+        site.train(federation.request(model=federation.model + np.float32(number)))
+    with pytest.raises(BudgetError, match="that the plan allows for it"):
+        site.train(federation.request(model=federation.model - 1))
+    assert len(federation.entries()) == 3
+
+
+def test_two_processes_cannot_both_spend_what_is_left_of_a_run(
+    federate: Federate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's bound is looked at in the transaction that charges."""
+    federation = federate([*RECORD, "run.rounds=1", "cohort.attempts=1"])
+    site = federation.joined()
+    looked: list[bool] = []
+    charge_all = Ledger.charge_all
+
+    def late(self: Ledger, charges: Any, budget: Any, check: Any) -> Any:
+        if (
+            not looked
+        ):  # another process pays for everything that is left, before this one's transaction begins
+            looked.append(True)
+            for number in (1, 2):
+                site.train(federation.request(model=federation.model + np.float32(number)))
+        return charge_all(self, charges, budget, check)
+
+    monkeypatch.setattr(Ledger, "charge_all", late)
+    with pytest.raises(BudgetError, match="that the plan allows for it"):
+        site.train(federation.request())
+    assert len(federation.entries()) == 2

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from cloister.cli import report as command
 from cloister.privacy import report as privacy_report
 from cloister.privacy.report import (
+    LARGEST_EPSILON,
+    UNCLAIMED_DELTA,
     AuditRow,
     Ledger,
     LedgerRow,
@@ -197,6 +199,8 @@ def test_the_first_thing_is_the_guarantee() -> None:
         (without_privacy(), "This run gives no privacy guarantee"),
         (realistic(declared_noise=True), "declared seed"),
         (realistic(epsilon=None), "no finite epsilon"),
+        (realistic(rounds=()), "no round of it was finished"),
+        (realistic(rounds=(RoundRow(1, 0.61, 2.7, 0),)), "no round of it was finished"),
         (realistic(ledger=Ledger((), "", verified=False, problem="row 7 was changed")), "row 7 was changed"),
         (realistic(ledger=Ledger((), "", verified=True)), "its ledger holds no charge"),
         (
@@ -207,8 +211,22 @@ def test_the_first_thing_is_the_guarantee() -> None:
             realistic(audit=AuditRow(9, 9, 9, 0.95, 1.6999)),
             "epsilon is above 1.69, and 1.68 would be claimed",
         ),
+        (realistic(delta=0.01), "with a chance of 1 in 100 would meet its delta, which is 1 × 10⁻²"),
+        (realistic(epsilon=10.001), "its epsilon is 10.01, and above 10 a guess"),
     ],
-    ids=["no unit", "declared noise", "no epsilon", "broken ledger", "empty ledger", "ledger above", "audit"],
+    ids=[
+        "no unit",
+        "declared noise",
+        "no epsilon",
+        "no round",
+        "only a round that was given up",
+        "broken ledger",
+        "empty ledger",
+        "ledger above",
+        "audit",
+        "large delta",
+        "large epsilon",
+    ],
 )
 def test_nothing_is_claimed_where_something_speaks_against_it(report: RunReport, says: str) -> None:
     found = verdict(report)
@@ -224,6 +242,32 @@ def test_nothing_is_claimed_where_something_speaks_against_it(report: RunReport,
     ):
         assert words in Reader(to_html(realistic())).text
         assert words not in read.text
+
+
+def test_epsilon_is_claimed_up_to_ten_and_a_guess_may_then_be_all_but_certain() -> None:
+    for epsilon in (9.9, LARGEST_EPSILON):
+        assert verdict(realistic(epsilon=epsilon)).holds
+    assert not verdict(realistic(epsilon=math.nextafter(LARGEST_EPSILON, math.inf))).holds
+    odds = math.exp(LARGEST_EPSILON)
+    assert odds / (odds + 1) > 0.9999  # as the sentence says
+
+
+@pytest.mark.parametrize("count", [49, 101, 120, 4999])  # 49 * (1 / 49) is below 1 in float64
+def test_a_delta_that_a_run_which_publishes_one_site_would_meet_is_not_claimed(count: int) -> None:
+    sites = tuple(SiteRow(f"site-{at:03d}", 1, 5, 1.0) for at in range(count))
+    met = realistic(unit="site", sites=sites, delta=1 / count)
+    assert not verdict(met).holds
+    below = min(math.nextafter(1 / count, 0), math.nextafter(UNCLAIMED_DELTA, 0))
+    assert verdict(dataclasses.replace(met, delta=below)).holds
+    if count > 100:
+        assert f"publishes one of its {count:,} sites, drawn at random" in verdict(met).sentence
+        assert verdict(dataclasses.replace(met, unit="record")).holds  # the sites are not its units
+
+
+def test_delta_is_claimed_below_one_in_a_hundred() -> None:
+    assert verdict(realistic(delta=math.nextafter(UNCLAIMED_DELTA, 0))).holds
+    assert not verdict(realistic(delta=UNCLAIMED_DELTA)).holds
+    assert not verdict(realistic(delta=0.5)).holds
 
 
 def test_without_the_guard_a_broken_ledger_would_be_signed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +295,6 @@ def test_a_claim_below_what_was_spent_cannot_be_made() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ((), "no finished round"),
         ((4,), "round 4"),
         ((1, 2, 3), "rounds 1 to 3"),
         ((1, 3), "2 rounds from 1 to 3"),

@@ -220,10 +220,10 @@ def test_a_ledger_that_cannot_be_written_opens_nothing(
     opened: list[object] = []
     trained: list[str] = []
 
-    def full(self: Ledger, charges: Any, budget: Any) -> Any:
+    def full(self: Ledger, charges: Any, *more: Any) -> Any:
         if self.owner == "coordinator":
             raise StorageError("ledger", expected="a disk that takes the write")
-        return right(self, charges, budget)
+        return right(self, charges, *more)
 
     def look(site: str, request: Request) -> None:
         if isinstance(request, Train):
