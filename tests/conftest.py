@@ -52,3 +52,12 @@ def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "small.toml"
     path.write_text(f'{SMALL_PLAN}source = "{data}"\n')
     return path
+
+
+@pytest.fixture(scope="session")
+def patients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short records that nobody else should see; do not change them."""
+    path = tmp_path_factory.mktemp("patients") / "records.jsonl"
+    records = [{"text": f"patient {number} was seen on day {number * 7}. " * 2} for number in range(40)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

@@ -526,3 +526,28 @@ def test_plan_check_prints_the_plan_and_its_cost(
     assert f"{found['parameters']:,}" in out
     assert "learning_rate = 0.003" in out
     assert "did you mean" in refusal(capsys, "plan", "check", str(small_plan), "--set", "run.round=3")
+
+
+PRIVATE = [
+    *("--set", "aggregation.weighting=uniform", "--set", "server.evaluation=none", "--rounds", "2"),
+    *("--set", "privacy.noise_multiplier=1.0", "--set", "privacy.delta=1e-3"),
+]
+BY_UNIT = {
+    "record": ["--set", "privacy.unit=record", "--set", "privacy.sampling_rate=0.2"],
+    "site": ["--set", "privacy.unit=site"],
+}
+
+
+@pytest.mark.parametrize("unit", BY_UNIT)
+def test_private_runs_are_the_same_where_the_noise_is_declared_and_only_there(
+    unit: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weights(name: str, workers: str, *more: str) -> str:
+        out = ["--out", str(tmp_path / name), "--workers", workers]
+        found = result(capsys, "simulate", str(small_plan), *PRIVATE, *BY_UNIT[unit], *out, *more)
+        assert (found["epsilon"] is None) == bool(more)  # whoever has the seed can take the noise off
+        return str(found["params_sha256"])
+
+    declared = ["--set", "simulation.noise_seed=3"]
+    assert weights("one", "1", *declared) == weights("two", "2", *declared)
+    assert weights("secret", "2") != weights("secret again", "2")

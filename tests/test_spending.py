@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -147,20 +146,12 @@ def sites_own(sites: Path, name: str) -> tuple[Entry, ...]:
     return Ledger(path, name, composed).entries() if path.exists() else ()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "records.jsonl"
-    records = [{"text": f"patient {number} was seen on day {number * 7}. " * 2} for number in range(40)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture
-def begin(data: Path, tmp_path: Path) -> Callable[..., Run]:
+def begin(patients: Path, tmp_path: Path) -> Callable[..., Run]:
     def begin_(settings: list[str], *changes: str) -> Run:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        return Run(folder, [*settings, *changes, f"simulation.source={data}"])
+        return Run(folder, [*settings, *changes, f"simulation.source={patients}"])
 
     return begin_
 
@@ -497,8 +488,8 @@ def play(script: Path, out: Path, kill_at: tuple[str, int]) -> int:
         return process.wait()
 
 
-def test_after_kill_9_every_release_has_a_charge_and_no_round_two(data: Path, tmp_path: Path) -> None:
-    plan = parse("", [*RECORD, f"simulation.source={data}"])
+def test_after_kill_9_every_release_has_a_charge_and_no_round_two(patients: Path, tmp_path: Path) -> None:
+    plan = parse("", [*RECORD, f"simulation.source={patients}"])
     script, out = tmp_path / "play.py", tmp_path / "run"
     script.write_text(SCRIPT)
     RunFolder.create(out, plan).close()
