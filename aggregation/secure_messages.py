@@ -15,9 +15,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from cloister.aggregation.graph import Parameters
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError
+from cloister.protocol.threshold import Parameters
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.graph import Graph, Parameters, assumed, parameters, tolerated
+from cloister.aggregation.graph import Graph
 from cloister.aggregation.secure_messages import (
     Advertise,
     Begin,
@@ -80,6 +80,7 @@ from cloister.protocol.errors import (
     TooFewSitesError,
 )
 from cloister.protocol.roster import Roster
+from cloister.protocol.threshold import Parameters, assumed, parameters, tolerated
 
 S = TypeVar("S", bound=Signed)
 

@@ -51,8 +51,9 @@ from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.messages import Failure
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.protocol.soundness import parse
 from cloister.server.app import GridChannel
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.journal import Journal

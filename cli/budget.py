@@ -12,7 +12,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from cloister.aggregation.graph import LARGEST, assumed
 from cloister.cli.display import PipedConsole
 from cloister.privacy.accounting import (
     Accountant,
@@ -29,6 +28,7 @@ from cloister.privacy.accounting import (
 from cloister.privacy.report import at_most, meaning
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
+from cloister.protocol.threshold import LARGEST, assumed
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _LENGTHS = (10, 30, 100, 300)

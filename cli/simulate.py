@@ -9,7 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from cloister.cli.display import show_run
-from cloister.protocol.plan import Plan, load, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import load, parse
 from cloister.server.folder import RunFolder
 
 

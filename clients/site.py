@@ -11,7 +11,6 @@ import hashlib
 import logging
 import math
 import secrets
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -54,6 +53,7 @@ from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.policy import Policy, Refusal, load_policy, offer_of
 from cloister.privacy.terms import Terms, composed, epsilon_of, terms_of
+from cloister.protocol import soundness
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
@@ -77,8 +77,9 @@ from cloister.protocol.messages import (
     Refused,
     Train,
 )
-from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, SMALLEST_COHORT, Plan, Section
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, SMALLEST_COHORT, Plan
 from cloister.protocol.roster import Roster, load_identity, load_roster
+from cloister.protocol.settings import Section, Settings
 from cloister.protocol.storage import write_file
 
 Vector = npt.NDArray[np.float32]
@@ -126,18 +127,9 @@ def load_site(path: Path) -> Site:
     """Read a site's TOML; relative paths in it are relative to its folder.
 
     Raises:
-        PlanError: the file is missing, or a field is wrong.
+        PlanError: the file cannot be read, is blank or no TOML, a key is unknown, or a field is wrong.
     """
-    try:
-        config = SiteConfig(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PlanError("site", str(path), expected=f"a readable TOML file ({error.strerror})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError("site", str(path), expected=f"valid TOML ({error})") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"{path}: {field}", first["input"], expected=first["msg"]) from error
+    config = Settings(SiteConfig, "site", PlanError).load(path)
     data = path.parent / config.data
     config = config.model_copy(
         update={
@@ -674,7 +666,7 @@ def _pinned_roster(path: str, pinned: str) -> Roster:
 @lru_cache(maxsize=4)
 def _plan(plan_json: str) -> Plan:
     """The plan of a message, read and checked once in a process."""
-    return Plan.from_json(plan_json)
+    return soundness.from_json(plan_json)
 
 
 @lru_cache(maxsize=1)

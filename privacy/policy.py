@@ -11,25 +11,22 @@ what is demanded, and to see that a demand is there).
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import re
-import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
 from cloister.protocol.encoding import pack, unpack
 from cloister.protocol.errors import EncodingError, PolicyError, SignatureError, StaleError
-from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
+from cloister.protocol.plan import SMALLEST_COHORT, Plan
 from cloister.protocol.roster import Roster
+from cloister.protocol.settings import InWords, Section, Settings
 
 Unit = Literal["none", "record", "window", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
@@ -125,7 +122,9 @@ class Policy(Section):
     """Fewest sites in a sum that is opened."""
     secure_required: bool = True
     """Accept only sums under masks."""
-    roster_hash: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{64})?$")] = ""
+    roster_hash: Annotated[
+        str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
+    ] = ""
     """Hash of the one roster that is accepted, in hex; empty: any."""
     models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any."""
@@ -198,32 +197,12 @@ def load_policy(path: Path) -> Policy:
     """Read a site's policy.
 
     Raises:
-        PolicyError: the file is missing, empty or no TOML, a key is unknown, or a demand is wrong.
+        PolicyError: the file cannot be read, is no TOML or has no demand, a key is unknown, or a demand is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree: dict[str, Any] = tomllib.loads(text)
-        encoded = json.dumps(tree)
-    except OSError as error:
-        raise PolicyError(
-            "policy", str(path), expected=f"a TOML file that can be read ({error.strerror})"
-        ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PolicyError("policy", str(path), expected=f"valid TOML ({error})") from error
-    except TypeError:
-        raise PolicyError(
-            "policy", str(path), expected="numbers, strings, booleans and lists, and no dates"
-        ) from None
-    if not tree:  # a file that was cut off would demand less than its site thinks
-        raise PolicyError("policy", str(path), expected="at least one demand, and this file has none")
-    try:
-        return Policy.model_validate_json(encoded)
-    except ValidationError as error:
-        raise _explain(path, error.errors(include_url=False)[0]) from error
-    except PolicyError as error:
-        raise PolicyError(
-            f"{path}: {error.field}", error.value, expected=error.expected, fix=error.fix
-        ) from error
+    policy = Settings(Policy, "policy", PolicyError).load(path)
+    if not policy.model_fields_set:  # a truncated file would demand less than its site expects
+        raise PolicyError("policy", str(path), expected="at least one demand; this file has none")
+    return policy
 
 
 @dataclass(frozen=True)
@@ -336,20 +315,3 @@ def _refuse(demand: str, what: str, offered: object, accepted: str) -> NoReturn:
 
 def _one_of(accepted: tuple[str, ...]) -> str:
     return accepted[0] if len(accepted) == 1 else f"one of {', '.join(accepted)}"
-
-
-def _explain(path: Path, error: ErrorDetails) -> PolicyError:
-    """Pydantic's first complaint as one line in the policy's own words."""
-    field = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = sorted(Policy.model_fields)
-        nearest = difflib.get_close_matches(field, known, n=1)
-        return PolicyError(
-            f"{path}: {field}",
-            expected=f"one of the demands ({', '.join(known)})",
-            fix=f"did you mean {nearest[0]}?" if nearest else "",
-        )
-    if field == "roster_hash" and error["type"] == "string_pattern_mismatch":
-        return PolicyError(f"{path}: {field}", error["input"], expected="64 hexadecimal digits")
-    message = re.sub(r"^\w+ should (be |have )", "", error["msg"])
-    return PolicyError(f"{path}: {field}", error["input"], expected=message[0].lower() + message[1:])

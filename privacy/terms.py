@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cloister.aggregation.graph import assumed
 from cloister.privacy.accounting import (
     WRAP_DEVIATIONS,
     Event,
@@ -30,6 +29,7 @@ from cloister.privacy.accounting import (
     spent,
 )
 from cloister.privacy.clip import rounded_l2
+from cloister.protocol import soundness
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import Plan
 
@@ -100,7 +100,7 @@ def terms_of(plan: Plan, dimension: int) -> Terms | None:
 
 @lru_cache(maxsize=16)
 def _terms(plan_json: str, dimension: int) -> Terms:
-    plan = Plan.from_json(plan_json)
+    plan = soundness.from_json(plan_json)
     privacy, rounds = plan.privacy, plan.run.rounds
     try:
         if privacy.noise_multiplier is not None:
@@ -134,7 +134,7 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
     if privacy.trusted_coordinator:
         return (Gaussian(noise, 1),), _central(plan, on_update, sigma_b, dimension)
     cohort = plan.cohort.size()
-    colluders = assumed(cohort, plan.aggregation.colluders)
+    colluders = plan.threshold().colluders
     found = skellam_for(
         on_update, 1.0, dimension, cohort, plan.cohort.needed(), colluders, plan.aggregation.ring_bits
     )

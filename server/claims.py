@@ -7,7 +7,6 @@ Refused: prose in a template, in which nobody sees which sentence belongs to whi
 
 from __future__ import annotations
 
-from cloister.aggregation.graph import assumed
 from cloister.privacy.accounting import Spent
 from cloister.privacy.terms import Terms
 from cloister.protocol.plan import NO_EVALUATION, SIMULATED_PUBLIC, Plan
@@ -42,7 +41,7 @@ def relation(plan: Plan) -> str:
 
 def _honest(plan: Plan) -> tuple[int, int]:
     """Fewest sites in a sum that is opened, and most of them whose noise does not count."""
-    return plan.cohort.needed(), assumed(plan.cohort.size(), plan.aggregation.colluders)
+    return plan.cohort.needed(), plan.threshold().colluders
 
 
 def mechanism(plan: Plan, terms: Terms | None) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.graph import Parameters, assumed, parameters, tolerated
 from cloister.aggregation.secure_messages import traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
+from cloister.protocol.threshold import Parameters
 
 _FLOAT = 4
 _NAME = len("site-000")
@@ -95,7 +95,7 @@ def secure_cost(
     if not plan.aggregation.secure:
         return None
     n = plan.cohort.size()
-    found = parameters(n, tolerated(n, plan.aggregation.dropouts), assumed(n, plan.aggregation.colluders))
+    found = plan.threshold()
     length = training_layout(plan, trained).length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
     sent, received = traffic(found, _NAME)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
@@ -188,7 +189,7 @@ def read_plan(path: Path) -> Plan:
     """
     file = path / "plan.json"
     try:
-        return Plan.from_json(file.read_bytes())
+        return soundness.from_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             str(path), expected="the folder of a run, with a plan.json in it", fix="runs are kept under runs/"

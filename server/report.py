@@ -30,7 +30,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from cloister.aggregation.graph import assumed, parameters, tolerated
 from cloister.privacy.accounting import (
     Accountant,
     Event,
@@ -430,9 +429,9 @@ def _site_rows(folder: RunFolder, course: _Course, account: _Account) -> tuple[S
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    n, section = plan.cohort.size(), plan.aggregation
-    found = parameters(n, tolerated(n, section.dropouts), assumed(n, section.colluders))
-    return SecureSum(n, found.k, found.threshold, found.dropouts, found.colluders, section.ring_bits)
+    found = plan.threshold()
+    ring_bits = plan.aggregation.ring_bits
+    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits)
 
 
 def _roster_hash(folder: RunFolder, course: _Course) -> str | None:

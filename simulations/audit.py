@@ -41,7 +41,6 @@ import torch
 from scipy.stats import norm
 
 from cloister.aggregation.average import WEIGHT
-from cloister.aggregation.graph import assumed
 from cloister.aggregation.sums import training_layout
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
 from cloister.clients.release import Finished, for_site_unit
@@ -471,7 +470,7 @@ def audit_sites(
     layout = replace(training_layout(plan, dimension), size=size)
     sites = plan.cohort.needed()
     if coding.variance:
-        sites -= assumed(plan.cohort.size(), plan.aggregation.colluders)
+        sites -= plan.threshold().colluders
     clip = plan.privacy.clip
     zero = Finished(np.zeros(_WIDTH, np.float32), 0, 0.0)
     included = streams().child("coins").generator().random(runs) < 0.5

@@ -21,7 +21,8 @@ from cloister.clients.dpsgd import ClippedSum
 from cloister.lm.model import load_model
 from cloister.privacy.noise import Floats, NoiseStream
 from cloister.privacy.terms import terms_of
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.spending import Spending

@@ -24,7 +24,8 @@ from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import LocalUpdate, learning_rate
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError, UpdateError
-from cloister.protocol.plan import Plan, PrivacySection, parse
+from cloister.protocol.plan import Plan, PrivacySection
+from cloister.protocol.soundness import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -13,7 +13,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import HeldOut, evaluate, next_tokens
 from cloister.lm.model import LanguageModel, load_model
 from cloister.protocol.errors import DataError
-from cloister.protocol.plan import parse
+from cloister.protocol.soundness import parse
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -35,8 +35,9 @@ from cloister.clients.attempt import Attempts, Member
 from cloister.clients.release import Finished, for_site_unit
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Coding, terms_of
-from cloister.protocol.plan import AdaptiveSection, Plan, parse
+from cloister.protocol.plan import AdaptiveSection, Plan
 from cloister.protocol.roster import Card, Roster, new_identity
+from cloister.protocol.soundness import parse
 from cloister.server.mechanism import Released, released
 
 WRONG = 1e-9

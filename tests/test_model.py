@@ -19,7 +19,8 @@ from cloister.lm import model as model_module
 from cloister.lm.generate import generate
 from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model, save_pretrained, seeded
 from cloister.protocol.errors import ModelError, StorageError, UpdateError
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -86,8 +87,8 @@ def test_every_party_loads_the_same_weights_and_no_random_state_is_touched(schem
 def test_another_process_loads_the_same_weights() -> None:
     plan = plan_of("gpt2", "ffa-lora")
     code = (
-        "import hashlib, sys; from cloister.lm.model import load_model; from cloister.protocol.plan import Plan\n"
-        "m = load_model(Plan.from_json(sys.stdin.read()))\n"
+        "import hashlib, sys; from cloister.lm.model import load_model; from cloister.protocol import soundness\n"
+        "m = load_model(soundness.from_json(sys.stdin.read()))\n"
         "h = hashlib.sha256(m.layout.digest().encode())\n"
         "for n, p in sorted(m.module.named_parameters()): h.update(n.encode() + p.detach().numpy().tobytes())\n"
         "print(h.hexdigest())"

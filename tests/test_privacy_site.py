@@ -38,8 +38,9 @@ from cloister.protocol.errors import (
     UpdateError,
 )
 from cloister.protocol.messages import Agree, Contribution, Evaluate, Failure, Join, Train
-from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan, parse
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
 from cloister.protocol.roster import Roster, load_identity, load_roster, new_identity
+from cloister.protocol.soundness import parse
 from cloister.server.app import GridChannel
 from cloister.simulations.federation import lay_out
 from cloister.simulations.grid import identify

@@ -25,8 +25,9 @@ from rich.console import Console
 from cloister.cli import generate
 from cloister.cli.display import LineDisplay, PipedConsole, show_run
 from cloister.cli.main import _parser, main
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.soundness import parse
 from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import CREATED, DONE, Journal
 from cloister.server.progress import SiteFailed
@@ -365,9 +366,9 @@ def test_sites_in_clear_are_not_bound_by_the_secure_sum() -> None:
 def test_text_that_is_no_json_is_refused_in_plain_words() -> None:
     for text in ("", '{"run": ', b"\xff", json.dumps({"run": {"name": "\udcff"}})):
         with pytest.raises(PlanError, match=r"^plan: expected whole JSON in UTF-8 \("):
-            Plan.from_json(text)
+            soundness.from_json(text)
     with pytest.raises(PlanError, match=r"^plan is \[\]: expected a section"):
-        Plan.from_json("[]")
+        soundness.from_json("[]")
 
 
 def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:

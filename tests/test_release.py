@@ -27,7 +27,8 @@ from cloister.privacy.accounting import Skellam
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Coding, terms_of
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan, parse
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
+from cloister.protocol.soundness import parse
 
 WRONG = 1e-9
 SITE = ["aggregation.weighting=uniform", "server.evaluation=none", "privacy.unit=site"]

@@ -21,8 +21,10 @@ from cloister.privacy.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.report import RunReport, from_json, to_html, verdict
 from cloister.privacy.report import to_json as report_to_json
 from cloister.privacy.terms import composed, terms_of
+from cloister.protocol import soundness
 from cloister.protocol.errors import RunFolderError
-from cloister.protocol.plan import Plan, load, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import load, parse
 from cloister.server import claims
 from cloister.server import report as server_report
 from cloister.server.folder import RunFolder
@@ -205,7 +207,7 @@ def test_a_report_is_the_same_each_time_and_reads_back(name: str, request: pytes
 
 
 def report_plan(report: RunReport) -> Plan:
-    return Plan.from_json(report.plan)
+    return soundness.from_json(report.plan)
 
 
 # what makes a report claim nothing, or more

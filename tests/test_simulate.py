@@ -23,8 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cloister.cli.main import main
 from cloister.protocol.errors import StorageError
-from cloister.protocol.plan import load
 from cloister.protocol.roster import new_identity, save_identity
+from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE, UNMASKING, Journal
 from cloister.server.progress import (

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from cloister.aggregation.graph import parameters
 from cloister.aggregation.secure_messages import (
     Advertise,
     Begin,
@@ -35,9 +34,11 @@ from cloister.protocol.errors import (
     UpdateError,
 )
 from cloister.protocol.messages import Agree, Evaluate, Join, Train
-from cloister.protocol.plan import Plan, load, parse
+from cloister.protocol.plan import Plan
 from cloister.protocol.records import to_records
 from cloister.protocol.roster import load_roster
+from cloister.protocol.soundness import load, parse
+from cloister.protocol.threshold import parameters
 from cloister.simulations.federation import lay_out
 from cloister.simulations.grid import identify
 from cloister.simulations.partition import site_name

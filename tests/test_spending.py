@@ -23,8 +23,9 @@ from cloister.privacy.terms import Terms, composed, terms_of
 from cloister.protocol.cohort import draw
 from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, StorageError
 from cloister.protocol.messages import Agree, Evaluate, Failure, Join, Reply, Request, Train
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
+from cloister.protocol.soundness import parse
 from cloister.server.folder import RunFolder
 from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted
 from cloister.server.run import Outcome, identity, run

@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloister.aggregation.graph import parameters
 from cloister.aggregation.secure_messages import Begin, Masked, from_bytes, to_bytes
 from cloister.aggregation.sums import TRAIN, contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
@@ -19,8 +18,10 @@ from cloister.lm.layout import Layout
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError, StaleError, StepError
 from cloister.protocol.messages import Agree, Agreed, Contribution, Failure, Reply, Request, Train
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity
+from cloister.protocol.soundness import parse
+from cloister.protocol.threshold import parameters
 from cloister.server import journal as steps
 from cloister.server.journal import Journal
 from cloister.server.progress import AttemptFailed, Event, SiteFailed

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from cloister.aggregation.graph import assumed
 from cloister.aggregation.sums import training_layout
 from cloister.privacy import terms as terms_module
 from cloister.privacy.accounting import Gaussian, SampledGaussian, Skellam, calibrate, to_json
 from cloister.privacy.clip import rounded_l2
 from cloister.privacy.noise import LARGEST_VARIANCE
 from cloister.privacy.terms import Coding, Terms, composed, terms_of
+from cloister.protocol import soundness
 from cloister.protocol.errors import AccountingError, PlanError
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.soundness import parse
+from cloister.protocol.threshold import assumed
 
 COMMON = ["aggregation.weighting=uniform", "server.evaluation=none", "run.rounds=7"]
 RECORD = [*COMMON, "privacy.unit=record", "privacy.sampling_rate=0.05", "local.steps=6"]
@@ -326,7 +327,7 @@ def test_a_ring_without_room_is_refused(base: list[str]) -> None:
 def test_a_party_on_another_machine_derives_the_same(base: list[str]) -> None:
     plan = parse("", [*base, "privacy.noise_multiplier=1.9"])
     terms_module._terms.cache_clear()
-    again = terms_of(Plan.from_json(plan.to_json()), DIMENSION)
+    again = terms_of(soundness.from_json(plan.to_json()), DIMENSION)
     terms_module._terms.cache_clear()
     other = plan.model_copy(
         update={"simulation": plan.simulation.model_copy(update={"noise_seed": 3, "workers_per_gpu": 2})}
@@ -337,8 +338,8 @@ def test_a_party_on_another_machine_derives_the_same(base: list[str]) -> None:
 def test_another_process_calibrates_to_the_same() -> None:
     plan = parse("", [*SITE, ADAPTIVE, "privacy.target_epsilon=30.0"])
     code = (
-        "import sys\nfrom cloister.privacy.terms import terms_of\nfrom cloister.protocol.plan import Plan\n"
-        f"print(terms_of(Plan.from_json(sys.stdin.read()), {DIMENSION}))"
+        "import sys\nfrom cloister.privacy.terms import terms_of\nfrom cloister.protocol import soundness\n"
+        f"print(terms_of(soundness.from_json(sys.stdin.read()), {DIMENSION}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

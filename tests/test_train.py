@@ -17,7 +17,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import LocalUpdate, Trainer, learning_rate
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
-from cloister.protocol.plan import LocalSection, Plan, parse
+from cloister.protocol.plan import LocalSection, Plan
+from cloister.protocol.soundness import parse
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -268,8 +269,8 @@ torch.set_num_threads(1); torch.manual_seed(3)
 from cloister.lm.train import Trainer
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
-from cloister.protocol.plan import Plan
-model = load_model(plan := Plan.from_json(sys.stdin.read()))
+from cloister.protocol import soundness
+model = load_model(plan := soundness.from_json(sys.stdin.read()))
 arrays = np.load(sys.argv[1])
 data = Sequences(arrays["tokens"], arrays["labels"], None, 1)
 start = model.layout.flatten(model.module)
