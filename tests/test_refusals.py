@@ -336,7 +336,7 @@ def test_every_verb_says_what_it_does() -> None:
     ("override", "said"),
     [
         ("cohort.sites=2", "cohort.sites: a cohort of at least 3 sites"),
-        ("cohort.sites=100000", "cohort.sites: up to 10000 sites under the secure sum"),
+        ("cohort.sites=100000", "cohort.sites: at most 10000 sites with aggregation.secure"),
         ("cohort.fraction=0.25", "cohort.fraction: a cohort of at least 3 sites"),
         ("run.rounds=2147483648", "run.rounds: less than 2147483648"),
         (
