@@ -155,6 +155,12 @@ class AccountingError(CloisterError):
     """Privacy losses cannot be composed or calibrated as asked."""
 
 
+def one_line(error: BaseException) -> str:
+    """An exception as one line: a `CloisterError`'s own text, else the class and text of the exception."""
+    text = str(error) if isinstance(error, CloisterError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split()).removesuffix(":")
+
+
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = repr(text) if isinstance(value, str) else text

@@ -30,7 +30,7 @@ from cloister.lm.model import count_parameters
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import EngineError, FaultError
+from cloister.protocol.errors import EngineError, FaultError, one_line
 from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
@@ -41,7 +41,7 @@ from cloister.server.journal import FINISHED
 from cloister.server.progress import Observer, Preparing, SiteFailed
 from cloister.server.run import Outcome, base_of, finish, identity, outcome, public_model, reached, run
 from cloister.simulations.flower import run_on_flower
-from cloister.simulations.grid import LocalGrid, one_line
+from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
 
 _RUN_ID = 1

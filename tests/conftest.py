@@ -1,9 +1,16 @@
 """What several tests share: a federation small enough to run in seconds."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # it imports Flower, which most tests do not need
+    from cloister.tests.grid_sites import Events, Open
 
 SMALL_PLAN = """
 [run]
@@ -61,3 +68,22 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [{"text": f"patient {number} was seen on day {number * 7}. " * 2} for number in range(40)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+@pytest.fixture
+def open_grid(tmp_path: Path) -> Iterator[Open]:
+    """Opens grids for the sites of `grid_sites.py` in `tmp_path` and closes them."""
+    from cloister.tests.grid_sites import opener
+
+    with opener(tmp_path) as open_grid:
+        yield open_grid
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Events]:
+    """What the sites in `tmp_path` report."""
+    from cloister.tests.grid_sites import Events
+
+    events = Events(tmp_path)
+    yield events
+    events.close()

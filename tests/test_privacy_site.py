@@ -42,7 +42,7 @@ from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan, parse
 from cloister.protocol.roster import Roster, load_identity, load_roster, new_identity
 from cloister.server.app import GridChannel
 from cloister.simulations.federation import lay_out
-from cloister.simulations.grid import identify
+from cloister.simulations.process import identify
 
 RUN = "0a1b2c"
 TINY = [

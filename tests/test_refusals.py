@@ -7,19 +7,14 @@ import errno
 import io
 import json
 import os
-import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
 from rich.console import Console
 
 from cloister.cli import generate
@@ -31,7 +26,6 @@ from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import CREATED, DONE, Journal
 from cloister.server.progress import SiteFailed
 from cloister.simulations import federation
-from cloister.simulations.grid import LocalGrid
 
 LONG = "x" * 300
 """A name that no file system takes."""
@@ -375,27 +369,3 @@ def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(RunFolderError, match=r"with a plan\.json in it; runs are kept under"):
             read_plan(path)
-
-
-# Ctrl-C
-
-
-def masks(pid: int) -> dict[str, bool]:
-    """Whether a process blocks and ignores Ctrl-C."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]+)", status))
-    return {name: bool(int(found[name], 16) >> signal.SIGINT - 1 & 1) for name in ("SigBlk", "SigIgn")}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_never_reaches_the_fork_server_and_is_only_ignored_by_workers() -> None:
-    with LocalGrid(ClientApp, [{"partition-id": 0}], workers=[{}]) as grid:
-        server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 -- unknown to the stubs
-        assert masks(server._forkserver_pid)["SigBlk"]
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        (reply,) = grid.send_and_receive([Message(RecordDict(), 1, "query")])
-        assert reply.has_error()  # the app knows no message; its worker is there
-        (worker,) = grid._workers
-        assert worker is not None
-        assert worker.process.pid is not None
-        assert masks(worker.process.pid) == {"SigBlk": False, "SigIgn": True}

@@ -39,8 +39,8 @@ from cloister.protocol.plan import Plan, load, parse
 from cloister.protocol.records import to_records
 from cloister.protocol.roster import load_roster
 from cloister.simulations.federation import lay_out
-from cloister.simulations.grid import identify
 from cloister.simulations.partition import site_name
+from cloister.simulations.process import identify
 
 RUN = "0a1b2c"
 
