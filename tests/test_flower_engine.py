@@ -112,7 +112,7 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
         LocalGrid(apps.make_app, [{"partition-id": n} for n in range(SITES)], workers=[{}, {}]) as grid,
     ):
         server_app(local, error)(grid, Context(1, 0, {}, RecordDict(), {}))
-    assert "Traceback" in capfd.readouterr().err  # of the site's exception, in its worker
+    capfd.readouterr()  # drops the traceback of the site's exception, which its worker prints
     flower: list[object] = []
     with pytest.raises(DataError) as raised_on_flower:
         run_on_flower(server_app(flower, error), apps.make_app(), SITES, cpus_per_site=1.0)
