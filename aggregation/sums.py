@@ -34,16 +34,14 @@ def count_of_loss(nats: float) -> int:
 def training_layout(plan: Plan, parameters: int) -> SumLayout:
     """The layout of a round's sum: the weighted updates, and totals of what the sites learned from.
 
-    Under privacy there is no total but the number of sites: the others are of the data, and nobody has paid for them.
-    Where the unit is the site, values are in units of the clipping norm, in the steps that its noise is made for; with
-    adaptive clipping one more value follows them.
+    Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
+    the site, values are in clipping norms, in the steps of the site-level mechanism, and there are as many as it has.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     terms = terms_of(plan, parameters)
-    if terms is not None and terms.coding is not None:
-        steps = Ring(bits, 1.0, cohort).levels
-        values = parameters + (1 if terms.coding.count_step else 0)
-        return SumLayout(Ring(bits, steps / terms.coding.scale, cohort), values, (WEIGHT,))
+    if terms is not None and terms.mechanism is not None:
+        bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
+        return SumLayout(Ring(bits, bound, cohort), terms.mechanism.size, (WEIGHT,))
     heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
     counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
     return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)

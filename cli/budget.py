@@ -14,19 +14,10 @@ from rich.text import Text
 
 from cloister.aggregation.graph import LARGEST, assumed
 from cloister.cli.display import PipedConsole
-from cloister.privacy.accounting import (
-    Accountant,
-    Event,
-    Gaussian,
-    SampledGaussian,
-    Spent,
-    Unit,
-    calibrate,
-    relation,
-    skellam_for,
-    spent,
-)
+from cloister.privacy.accounting import Accountant, Spent, calibrate, spent
+from cloister.privacy.events import Event, Gaussian, SampledGaussian, Unit, relation
 from cloister.privacy.report import at_most, meaning
+from cloister.privacy.site_noise import skellam_for
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
 

@@ -98,7 +98,8 @@ def _dataset(history: History, name: str) -> dict[str, Any]:
 
 
 def _spent(entries: Iterable[Entry], delta: float) -> Spent:
-    from cloister.privacy.accounting import from_json, spent
+    from cloister.privacy.accounting import spent
+    from cloister.privacy.events import from_json
 
     return spent([event for entry in entries for event in from_json(entry.charge.event)], delta)
 

@@ -49,11 +49,12 @@ from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.lm.train import Trainer
-from cloister.privacy.accounting import Event, from_json, to_json
+from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.policy import Policy, Refusal, load_policy, offer_of
-from cloister.privacy.terms import Terms, composed, epsilon_of, terms_of
+from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
@@ -235,7 +236,7 @@ class Site:
         if not 1 <= request.round <= resident.plan.run.rounds:
             raise StaleError("round", request.round, expected=f"one of the plan's {resident.plan.run.rounds}")
         _check_model(request.model, request.model_hash)
-        if resident.terms is not None and resident.terms.coding is not None:
+        if resident.terms is not None and resident.terms.mechanism is not None:
             _check_clip(request.clip)
 
         def make() -> RingVector:
@@ -542,14 +543,14 @@ class Site:
         try:
             finished = self._trained(resident, request, noise)
         except UpdateError as error:
-            if terms is None or terms.coding is None:
+            if terms is None or terms.mechanism is None:
                 raise
             # That an update is not finite tells of the data, and would be seen: zeros with noise tell nothing.
             _log.warning("round %d: zeros are sent: %s", request.round, error)
             finished = Finished(np.zeros_like(request.model), 0, 0.0)
-        if terms is not None and terms.coding is not None:
+        if terms is not None and terms.mechanism is not None:
             assert noise is not None
-            vector = for_site_unit(finished, layout, terms.coding, request.clip, noise)
+            vector = for_site_unit(finished, layout, terms.mechanism, request.clip, noise)
         else:
             # Public, so that a second attempt rounds alike: what hides the vector is its mask.
             random = np.random.Generator(np.random.SFC64(self._seed(plan, "rounding", request.round)))

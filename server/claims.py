@@ -50,7 +50,7 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
     if terms is None:
         return ""
     local, privacy = plan.local, plan.privacy
-    if terms.coding is None:
+    if terms.mechanism is None:
         thing = _thing(plan)
         of_windows = "" if privacy.record == "window" else ", the mean over its sequences,"
         return (
@@ -61,26 +61,26 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects "
             "and not the one that was drawn."
         )
-    coding = terms.coding
-    if coding.variance:
+    noise = terms.mechanism
+    if noise.variance:
         needed, colluders = _honest(plan)
         text = (
             "Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
-            f"({coding.scale:g} steps in C) and adds Skellam noise of variance {coding.variance:.6g} to "
+            f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
             f"each of them; the secure sum carries the total. The noise of the {needed - colluders} honest "
-            f"sites that are surely in a sum has a standard deviation of {coding.deviation:.6g} C "
+            f"sites that are surely in a sum has a standard deviation of {noise.deviation:.6g} C "
             "together."
         )
     else:
         text = (
             "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise with "
-            f"a standard deviation of {coding.deviation:.6g} C to every coordinate of the sum, before "
+            f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
             "anything else is computed from it."
         )
     if privacy.adaptive is not None:
         text += (
             " C follows a quantile of the updates' norms (Andrew et al. 2021) from the value shown here; "
-            f"the count that it follows is noised with standard deviation {coding.count_deviation:.6g}, "
+            f"the count that it follows is noised with standard deviation {noise.count_deviation:.6g}, "
             "and is paid for in the same charge."
         )
     return text

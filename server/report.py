@@ -31,16 +31,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from cloister.aggregation.graph import assumed, parameters, tolerated
-from cloister.privacy.accounting import (
-    Accountant,
-    Event,
-    Gaussian,
-    SampledGaussian,
-    Spent,
-    from_json,
-    spent,
-    to_json,
-)
+from cloister.privacy.accounting import Accountant, Spent, spent
+from cloister.privacy.events import Event, Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
     AuditRow,

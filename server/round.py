@@ -23,18 +23,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cloister.aggregation.average import CLIPPED
+from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, TRAIN
 from cloister.lm.layout import Vector
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import Coding
+from cloister.privacy.site_noise import SiteMechanism
 from cloister.protocol.cohort import draw
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import Train
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.mechanism import released
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, sum_over
@@ -47,8 +46,8 @@ class RoundContext:
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
-    coding: Coding | None = None
-    """How updates are coded where the unit of privacy is the site."""
+    mechanism: SiteMechanism | None = None
+    """How updates are summed where the unit of privacy is the site."""
     clip: float = 0.0
     """Clipping norm of the next round, where the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh()
@@ -101,9 +100,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     mean: Vector | None = None
     if not isinstance(total, Failed):
         mean = total.opened.mean
-        if context.coding is not None:
-            found = released(total.opened, context.coding, clip, plan.privacy.adaptive, context.noise(number))
-            mean, context.clip = found.mean, found.clip
+        if context.mechanism is not None:
+            sites = total.opened.counters[WEIGHT]
+            mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         # 8. Server step.
         context.optimizer.step(mean)
     # 9. Checkpoint, then journal.

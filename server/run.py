@@ -178,8 +178,8 @@ def run(
         )
         for failure in channel.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
-        coding = terms.coding if terms else None
-        context = RoundContext(party, checkpoints, optimizer, coding, clip if coding else 0.0, noise)
+        mechanism = terms.mechanism if terms else None
+        context = RoundContext(party, checkpoints, optimizer, mechanism, clip if mechanism else 0.0, noise)
         evaluate = _evaluation(party, model, evaluation or plan.server.evaluation)
         observe(Started(plan, tuple(channel.sites), model.layout.size, last))
         folder.truncate_metrics(last)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from cloister.privacy.accounting import Event, from_json, to_json
+from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Charge, Ledger
-from cloister.privacy.terms import Terms, composed, epsilon_of
+from cloister.privacy.terms import Terms
 
 OWNER = "coordinator"
 

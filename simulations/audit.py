@@ -51,18 +51,18 @@ from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.lm.train import Named
-from cloister.privacy.accounting import SampledGaussian
+from cloister.privacy.accounting import epsilon_of
 from cloister.privacy.audit import count, distinguish, guess, lower_bound
+from cloister.privacy.events import SampledGaussian
 from cloister.privacy.ledger import read_history
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
-from cloister.privacy.terms import Terms, epsilon_of, terms_of
+from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.errors import CloisterError, RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
-from cloister.server.mechanism import released
 from cloister.server.run import base_of, public_model
 from cloister.simulations.partition import site_name
 
@@ -465,12 +465,11 @@ def audit_sites(
         streams: Noise and coins.
         progress: Told how far it is.
     """
-    coding = terms.coding
-    assert coding is not None, "unit site has a coding"
-    size = _WIDTH + (1 if coding.count_step else 0)
-    layout = replace(training_layout(plan, dimension), size=size)
+    assert terms.mechanism is not None, "unit site has a mechanism"
+    mechanism = replace(terms.mechanism, dimension=_WIDTH)
+    layout = replace(training_layout(plan, dimension), size=mechanism.size)
     sites = plan.cohort.needed()
-    if coding.variance:
+    if mechanism.variance:
         sites -= assumed(plan.cohort.size(), plan.aggregation.colluders)
     clip = plan.privacy.clip
     zero = Finished(np.zeros(_WIDTH, np.float32), 0, 0.0)
@@ -479,17 +478,18 @@ def audit_sites(
     for first in range(0, runs, _WIDTH):
         others = np.zeros(layout.length, layout.ring.dtype)
         for _ in range(sites - 1):
-            np.add(others, for_site_unit(zero, layout, coding, clip, streams()), out=others)
+            np.add(others, for_site_unit(zero, layout, mechanism, clip, streams()), out=others)
         for run in range(first, min(runs, first + _WIDTH)):
             place = run - first
             update = zero.vector.copy()
             update[place] = _FAR * clip if included[run] else 0.0
-            own = for_site_unit(Finished(update, 0, 0.0), layout, coding, clip, streams())
+            own = for_site_unit(Finished(update, 0, 0.0), layout, mechanism, clip, streams())
             opened = layout.open(np.add(others, own))
-            mean = released(opened, coding, clip, None, streams()).mean
-            scores[run] = mean[place] * opened.counters[WEIGHT] / clip
+            summed = opened.counters[WEIGHT]
+            mean, _ = mechanism.decode(opened.mean, summed, clip, streams())
+            scores[run] = mean[place] * summed / clip
         progress(min(runs, first + _WIDTH), runs)
-    threshold, at_half_noise = _threshold(coding.deviation, runs, terms.delta, confidence)
+    threshold, at_half_noise = _threshold(mechanism.deviation, runs, terms.delta, confidence)
     said = scores > threshold
     present = int(included.sum())
     false_positives, false_negatives = int((said & ~included).sum()), int((~said & included).sum())

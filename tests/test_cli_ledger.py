@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from cloister.cli.ledger import _rounded_up
 from cloister.cli.main import main
-from cloister.privacy.accounting import Gaussian, SampledGaussian, spent, to_json
+from cloister.privacy.accounting import spent
+from cloister.privacy.events import Gaussian, SampledGaussian, to_json
 from cloister.privacy.ledger import Charge, Ledger
 
 STEPS = SampledGaussian(noise_multiplier=1.0, sampling_rate=0.01, steps=20)

@@ -24,9 +24,10 @@ from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.site import Site, load_site, update_path
 from cloister.lm.model import load_model
 from cloister.lm.train import Trainer
+from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
 from cloister.privacy.policy import Refusal
-from cloister.privacy.terms import composed, terms_of
+from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     BudgetError,

@@ -16,11 +16,12 @@ from dp_accounting.pld import PLDAccountant
 from safetensors.numpy import load_file
 
 from cloister.cli.main import main
-from cloister.privacy.accounting import SampledGaussian, to_json
+from cloister.privacy.accounting import composed
+from cloister.privacy.events import SampledGaussian, to_json
 from cloister.privacy.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.report import RunReport, from_json, to_html, verdict
 from cloister.privacy.report import to_json as report_to_json
-from cloister.privacy.terms import composed, terms_of
+from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan import Plan, load, parse
 from cloister.server import claims
@@ -155,7 +156,7 @@ def test_the_site_as_the_unit(site: Path) -> None:
     dimension = sum(tensor.size for name, tensor in tensors.items() if name.startswith("model/"))
     terms = terms_of(report_plan(report), dimension)
     assert terms is not None
-    assert terms.coding is not None
+    assert terms.mechanism is not None
     assert report.epsilon == pytest.approx(terms.epsilon(2), rel=1e-12)
     assert verdict(report).holds
     assert "everything that one site holds" in verdict(report).sentence
@@ -165,8 +166,10 @@ def test_the_site_as_the_unit(site: Path) -> None:
     assert "Skellam" in report.accountant
     # 3 of 4 sites are in the smallest sum, and 1 of them may work with the coordinator.
     assert any("3 sites at least, of which at least 2" in item for item in report.assumptions)
-    assert math.sqrt(2 * terms.coding.variance) / terms.coding.scale == pytest.approx(terms.coding.deviation)
-    assert terms.coding.deviation >= 4.0
+    assert math.sqrt(2 * terms.mechanism.variance) / terms.mechanism.scale == pytest.approx(
+        terms.mechanism.deviation
+    )
+    assert terms.mechanism.deviation >= 4.0
     assert report.secure is not None
     assert (report.secure.sites, report.secure.threshold, report.secure.colluders) == (4, 3, 1)
     assert report.roster_hash is not None

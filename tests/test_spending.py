@@ -18,8 +18,9 @@ from safetensors import safe_open
 from cloister.aggregation.average import SumLayout
 from cloister.clients.site import Site, load_site
 from cloister.lm.model import load_model
+from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
-from cloister.privacy.terms import Terms, composed, terms_of
+from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw
 from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, StorageError
 from cloister.protocol.messages import Agree, Evaluate, Failure, Join, Reply, Request, Train
