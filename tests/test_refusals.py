@@ -23,8 +23,10 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 
 from cloister.cli import generate
-from cloister.cli.display import LineDisplay, PipedConsole, show_run
-from cloister.cli.main import _parser, main
+from cloister.cli.console import PipedConsole
+from cloister.cli.display import LineDisplay
+from cloister.cli.execution import execute
+from cloister.cli.main import VERBS, command_parser, main
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan, parse
 from cloister.server.folder import RunFolder, read_plan
@@ -198,7 +200,7 @@ def stop(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, b
     monkeypatch.setattr(federation, "simulate", simulate)
     options = argparse.Namespace(json=False, engine="local", workers=1)
     with RunFolder.create(path, parse("")) as folder, pytest.raises(type(error)):
-        show_run(folder, options, new=True)
+        execute(folder, options, new=True)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_stopped_run_is_kept_where_there_is_something_to_go_on_with(
     path = tmp_path / "run [red]of[/red] :smile: mine [/]"
     stop(path, monkeypatch, error, begun=begun)
     assert path.exists() is kept
-    command = f"stopped; go on with: cloister resume {shlex.quote(str(path))}\n"
+    command = f"stopped; continue with: cloister resume {shlex.quote(str(path))}\n"
     assert (capsys.readouterr().out == command) is advised
 
 
@@ -238,8 +240,8 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(
     monkeypatch.setitem(sys.modules, "cloister.simulations.federation", Interrupted())
     options = argparse.Namespace(json=False, engine="local", workers=1)
     with RunFolder.create(tmp_path / "run", parse("")) as folder, pytest.raises(KeyboardInterrupt):
-        show_run(folder, options, new=True)
-    assert "stopped; go on with" in capsys.readouterr().out
+        execute(folder, options, new=True)
+    assert "stopped; continue with" in capsys.readouterr().out
 
 
 def test_commands_are_printed_as_a_shell_takes_them(
@@ -317,6 +319,42 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     assert console.quiet
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    action = {
+        "plan": ["check"],
+        "site": ["init", "--name", "x"],
+        "roster": ["show", "x"],
+        "ledger": ["show", "x"],
+    }
+    required = {"generate": ["x", "--prompt", "x"], "budget": ["--unit", "site"], "simulate": []}
+    given = action.get(verb, required.get(verb, ["x"]))
+    for wrong, part in (
+        ([*given, "--bogus"], "unknown arguments: --bogus"),
+        ([*given, "--json=x", "--tokens=x"], "argument --"),
+        ([*given, *["surplus"] * 2], "surplus"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([verb, *wrong])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        named = " ".join([verb, *given[: verb in action]])
+        assert line.startswith("cloister: ")
+        assert part in line
+        assert line.endswith(f"; see cloister {named} --help")
+
+
+@pytest.mark.parametrize(("usage", "part"), [([], "VERB"), (["bogus"], "'bogus'"), (["site"], "ACTION")])
+def test_a_missing_or_unknown_verb_is_one_line(
+    usage: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(usage)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+
+
 def test_every_verb_says_what_it_does() -> None:
     def silent(parser: argparse.ArgumentParser) -> list[str]:
         below = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
@@ -325,7 +363,7 @@ def test_every_verb_says_what_it_does() -> None:
             *(name for choices in below for sub in choices.values() for name in silent(sub)),
         ]
 
-    assert silent(_parser()) == []
+    assert silent(command_parser()) == []
 
 
 # plans

@@ -372,7 +372,7 @@ def test_a_run_whose_sites_never_reveal_shares_stops_and_says_so(
     assert code == 2
     assert "rounds 1 to 2 is 'given up': expected survivors that reveal their shares" in err
     assert "round 0: not evaluated, after 2 attempts" in out
-    assert "round 1: given up after 2 attempts; the model is as it was" in out
+    assert "round 1: given up after 2 attempts; the model is unchanged" in out
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len({row["params_sha256"] for row in rows}) == 1
 
