@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _to_json(found: Audited) -> dict[str, object]:
+    from dataclasses import asdict
+
     return {
         "what": found.what,
         "row": asdict(found.row),

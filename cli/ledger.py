@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,8 @@ def rounded_up(epsilon: float | None) -> str:
     """Epsilon in five digits, rounded up; None is no bound."""
     if epsilon is None:
         return "no bound"
+    from decimal import ROUND_CEILING, Context
+
     return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cloister.cli.shared_options import add_json, add_plan, chosen_plan
@@ -34,6 +33,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the resolved plan and its cost."""
+    from dataclasses import asdict
+
     plan = chosen_plan(arguments)
     from cloister.cli.console import PipedConsole
     from cloister.lm.model import count_parameters

@@ -19,7 +19,6 @@ from unittest import mock
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cloister.cli.main import main
 from cloister.protocol.errors import StorageError
@@ -87,6 +86,9 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(row["tokens"] == 4 * 2 * 4 * 31 for row in rows[1:])
+    # Imported here: a killed run imports this file, and need not wait for TensorBoard.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("loss")] == [0, 1, 2, 3]
@@ -186,7 +188,10 @@ def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
 
 
 def kill_while(target: Callable[..., None], *arguments: Any) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    # Forked from a single-threaded process that has imported torch: a fresh interpreter would import it for each kill.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cloister.clients.app", "cloister.simulations.federation"])
+    process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -503,7 +508,8 @@ def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom cloister.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'datasets', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'datasets', 'rich', 'pydantic', 'sqlite3'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
