@@ -190,15 +190,15 @@ def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatc
         (
             "text",
             {"body": "x", "n": 1, "text": None},
-            "^record 2: expected a field 'text', and it has body, n; name the",
+            "^record 2: expected a field 'text'; the fields of the record: body, n; set the",
         ),
-        ("text", {}, "^record 2: expected a field 'text', and it has none"),
+        ("text", {}, "^record 2: expected a field 'text'; the fields of the record: none"),
         ("text", {"text": 3}, "^record 2, field text is 3: expected text"),
         ("text", "abc", "^record 2 is 'abc': expected an object with named fields"),
         (
             "prompt",
             {"prompt": "x", "answer": "y"},
-            "^record 2: expected a field 'completion', and it has answer, prompt",
+            "^record 2: expected a field 'completion'; the fields of the record: answer, prompt",
         ),
         (
             "messages",

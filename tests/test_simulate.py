@@ -492,7 +492,7 @@ def test_updates_that_are_not_finite_are_dropouts_and_no_quorum_ends_the_run(
     code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
     assert code == 2
     assert "dropped out" in out
-    assert "not finite" in out
+    assert "non-finite" in out
     assert "3 of 4 sites to finish" in err.splitlines()[-1]
     assert "Traceback" not in out + err
     with Journal(tmp_path / "nan" / "journal.sqlite") as journal:
