@@ -1,7 +1,7 @@
-"""Held-out evaluation of the global model: at the coordinator where it has records for it, else at the sites.
+"""Held-out evaluation of the global model: at the coordinator if it has records for that, else at the sites.
 
-At the sites, totals of loss, correct tokens, tokens and bytes travel through the same ring as updates do; the
-coordinator learns the totals over all sites that answered.
+The sites' totals of loss, correct tokens, tokens and bytes are summed in the same ring as updates; the coordinator
+learns the totals over all sites that answered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cloister.server.progress import NotEvaluated
 from cloister.server.sum import Failed, Party, sum_over
 
 Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
-"""Given a round and its model: the sums on held-out records; None where none came about."""
+"""From a round and its model to the sums on held-out records; None without an evaluation."""
 
 
 def at_sites(party: Party) -> Evaluation:

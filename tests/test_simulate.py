@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_named(
     newest.write_bytes(newest.read_bytes()[:1000])
     line = refusal(capsys, "resume", str(out))
     assert newest.name in line
-    assert "bring the file back from a copy" in line
+    assert "restore the file from a backup" in line
 
 
 def test_a_full_disk_while_checkpointing_loses_nothing(
@@ -296,7 +296,7 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
     try:
         with (
             RunFolder.create(out, load(small_plan)) as folder,
-            pytest.raises(StorageError, match=r"round-00002.*expected a disk that takes the write.*resume"),
+            pytest.raises(StorageError, match=r"round-00002.*expected a disk that accepts the write.*resume"),
         ):
             simulate(folder, fill_disk, workers=2)
     finally:
