@@ -97,7 +97,7 @@ def test_a_damaged_plan_is_named(content: bytes, tmp_path: Path, capsys: pytest.
     line = refusal(capsys, "resume", str(run))
     assert str(run / "plan.json") in line
     assert "a whole plan (" in line
-    assert "restore it from a copy" in line
+    assert "restore it from a backup" in line
     assert "pydantic" not in line
 
 
@@ -121,9 +121,9 @@ def test_a_damaged_journal_is_named_wherever_the_damage_is(tmp_path: Path) -> No
         with Journal(path) as journal, pytest.raises(RunFolderError) as caught:
             call(journal)
         assert str(path) in str(caught.value)
-        assert "restore it from a copy, or start a new run" in str(caught.value)
+        assert "restore it from a backup, or start a new run" in str(caught.value)
     path.write_bytes(b"no journal at all" * 100)
-    with pytest.raises(RunFolderError, match="restore it from a copy"):
+    with pytest.raises(RunFolderError, match="restore it from a backup"):
         Journal(path)
 
 
@@ -176,10 +176,10 @@ def test_a_folder_whose_plan_cannot_be_written_is_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, content: bytes) -> None:
-        raise StorageError(str(path), expected="a disk that takes the write", fix="resume")
+        raise StorageError(str(path), expected="a disk that accepts the write", fix="resume")
 
     monkeypatch.setattr("cloister.server.folder.write_bytes", full)
-    with pytest.raises(RunFolderError, match="a disk that takes the write; free space, or choose another"):
+    with pytest.raises(RunFolderError, match="a disk that accepts the write; free space, or choose another"):
         RunFolder.create(tmp_path / "run", parse(""))
     assert not (tmp_path / "run").exists()
 

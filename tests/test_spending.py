@@ -213,7 +213,7 @@ def test_a_ledger_that_cannot_be_written_opens_nothing(
 
     def full(self: Ledger, charges: Any, *more: Any) -> Any:
         if self.owner == "coordinator":
-            raise StorageError("ledger", expected="a disk that takes the write")
+            raise StorageError("ledger", expected="a disk that accepts the write")
         return right(self, charges, *more)
 
     def look(site: str, request: Request) -> None:
