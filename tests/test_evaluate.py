@@ -25,6 +25,8 @@ CONFIG = {
 
 
 def load(kind: str = "llama", **config: float) -> LanguageModel:
+    if kind == "llama":
+        config = {"intermediate_size": 64} | config  # its default has 2 million parameters
     config = CONFIG | config
     settings = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
     model = load_model(parse("", [f"model.name=builtin:{kind}", "data.sequence_length=16", *settings]))

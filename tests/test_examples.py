@@ -125,13 +125,18 @@ def test_arrow_fills_of_missing_keys_do_not_reach_the_template(tmp_path: Path) -
     assert learned(found[1]) == ["cc"]
 
 
+SLOW = byte_tokenizer()
+SLOW.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
+
+
+def test_another_special_token_makes_another_tokenizer() -> None:
+    assert identity(SLOW) != identity(BYTES)  # so that its bytes are not read off
+
+
 @pytest.mark.parametrize("format_", ["text", "prompt", "messages"])
 @settings(deadline=None)
 @given(texts=st.lists(st.tuples(PLAIN, PLAIN), min_size=1, max_size=5))
 def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tuple[str, str]]) -> None:
-    slow = byte_tokenizer()
-    slow.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
-    assert identity(slow) != identity(BYTES)  # so that it is not read off
     rows = [
         {
             "text": first,
@@ -141,7 +146,7 @@ def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tup
         }
         for first, second in texts
     ]
-    fast, other = (examples(rows, tokenizer, format_) for tokenizer in (BYTES, slow))
+    fast, other = (examples(rows, tokenizer, format_) for tokenizer in (BYTES, SLOW))
     for one, two in zip(fast, other, strict=True):
         assert np.array_equal(one.tokens, two.tokens)
         assert np.array_equal(one.role, two.role)
