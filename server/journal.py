@@ -124,5 +124,5 @@ class Journal:
             raise RunFolderError(
                 str(self._path),
                 expected=f"a journal that SQLite can open and read ({error})",
-                fix="restore it from a backup, or start a new run" if damaged else "",
+                fix="restore it from a copy, or start a new run" if damaged else "",
             ) from error

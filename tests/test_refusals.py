@@ -97,7 +97,7 @@ def test_a_damaged_plan_is_named(content: bytes, tmp_path: Path, capsys: pytest.
     line = refusal(capsys, "resume", str(run))
     assert str(run / "plan.json") in line
     assert "a whole plan (" in line
-    assert "restore it from a backup" in line
+    assert "restore it from a copy" in line
     assert "pydantic" not in line
 
 
@@ -121,9 +121,9 @@ def test_a_damaged_journal_is_named_wherever_the_damage_is(tmp_path: Path) -> No
         with Journal(path) as journal, pytest.raises(RunFolderError) as caught:
             call(journal)
         assert str(path) in str(caught.value)
-        assert "restore it from a backup, or start a new run" in str(caught.value)
+        assert "restore it from a copy, or start a new run" in str(caught.value)
     path.write_bytes(b"no journal at all" * 100)
-    with pytest.raises(RunFolderError, match="restore it from a backup"):
+    with pytest.raises(RunFolderError, match="restore it from a copy"):
         Journal(path)
 
 
