@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cloister.cli.display import PipedConsole
-from cloister.privacy.report import at_least, at_most, scientific
+from cloister.privacy.figures import at_least, at_most, scientific
 from cloister.server.folder import RunFolder
 
 if TYPE_CHECKING:  # it imports torch
-    from cloister.simulations.audit import Audited
+    from cloister.simulations.audited import Audited
 
 ALARM = 3
 """Exit code of an audit that refutes the claim."""

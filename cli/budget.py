@@ -26,7 +26,8 @@ from cloister.privacy.accounting import (
     skellam_for,
     spent,
 )
-from cloister.privacy.report import at_most, meaning
+from cloister.privacy.figures import at_most
+from cloister.privacy.report import meaning
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
 

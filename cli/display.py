@@ -19,7 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cloister.privacy.report import at_most
+from cloister.privacy.claims import unit_in_words
+from cloister.privacy.figures import at_most
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
@@ -43,7 +44,7 @@ from cloister.server.progress import (
 )
 
 if TYPE_CHECKING:  # it imports torch
-    from cloister.server.run import Outcome
+    from cloister.server.outcome import Outcome
 
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
@@ -179,8 +180,6 @@ def _summary(plan: Plan, outcome: Outcome) -> Table:
 
 def protected(plan: Plan) -> str:
     """What a plan with a privacy unit protects, in words."""
-    from cloister.lm.data import unit_in_words  # with it come transformers
-
     return (
         unit_in_words(plan.data, plan.privacy) if plan.privacy.unit == "record" else "all that one site holds"
     )
@@ -188,7 +187,7 @@ def protected(plan: Plan) -> str:
 
 def _begun(folder: RunFolder) -> bool:
     """Whether there is something to lose; a journal that cannot be read may know of something."""
-    from cloister.server.run import reached
+    from cloister.server.history import reached
 
     try:
         return reached(folder, DONE)

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from cloister.protocol.errors import CloisterError, RunFolderError
-from cloister.server.folder import read_plan
+from cloister.server.folder import RunFiles, read_plan
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
     folder = Path(arguments.run)
     read_plan(folder)
-    if not (folder / "final").is_dir():
+    if not RunFiles(folder).final.is_dir():
         raise RunFolderError(
             str(folder),
             expected="a finished run, with final/ in it",
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     print(
         generate(
-            folder / "final",
+            RunFiles(folder).final,
             arguments.prompt,
             max_new_tokens=arguments.tokens,
             temperature=arguments.temperature,

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from cloister.privacy.ledger import Entry, History, read_history
 from cloister.protocol.errors import LedgerError
+from cloister.server.folder import RunFiles
 
 if TYPE_CHECKING:
     from cloister.privacy.accounting import Spent
-
-NAME = "ledger.sqlite"
-"""The ledger in a run folder."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,9 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(path: Path) -> Path:
-    found = path / NAME if path.is_dir() else path
+    inside = RunFiles(path).ledger
+    found = inside if path.is_dir() else path
     if not found.is_file():
-        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {NAME} in it")
+        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {inside.name} in it")
     return found
 
 

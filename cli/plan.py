@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cloister.cli.display import PipedConsole, protected
 from cloister.cli.simulate import find_plan
-from cloister.privacy.report import at_most
+from cloister.privacy.figures import at_most
 from cloister.protocol.plan import Plan
 
 if TYPE_CHECKING:  # it imports the accountants

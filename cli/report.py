@@ -16,11 +16,13 @@ def run(arguments: argparse.Namespace) -> int:
     output = folder if arguments.output is None else Path(arguments.output)
     if output.exists() and not output.is_dir():
         raise CloisterError("--output", str(output), expected="a folder, and this is a file")
-    from cloister.privacy.report import to_html, to_json, verdict
+    from cloister.privacy.page import to_html
+    from cloister.privacy.report import to_json, verdict
+    from cloister.server.folder import RunFiles
     from cloister.server.report import gather
 
     report = gather(folder)
-    page, data = output / "report.html", output / "report.json"
+    page, data = RunFiles(output).report_page, RunFiles(output).report_data
     write_bytes(data, to_json(report).encode())
     write_bytes(page, to_html(report).encode())
     claim = verdict(report)

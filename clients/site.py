@@ -44,12 +44,13 @@ from cloister.clients.attempt import ADVERTISE, Attempts, Live, Member
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.pins import Pins
 from cloister.clients.release import Finished, for_site_unit, in_clear_units
-from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_in_words, unit_rule
+from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model
 from cloister.lm.records import read_records
 from cloister.lm.train import Trainer
 from cloister.privacy.accounting import Event, from_json, to_json
+from cloister.privacy.claims import unit_in_words
 from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.policy import Policy, Refusal, load_policy, offer_of

@@ -106,31 +106,6 @@ def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
     return UnitRule(privacy.record, privacy.windows)
 
 
-def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
-    """What the guarantee of unit `record` protects, for a report: "one line of the JSONL file, its first 512 tokens".
-
-    Args:
-        data: The plan's section.
-        privacy: The plan's section.
-        source: The file that a site reads, where the words should be those of its kind.
-    """
-    if privacy.record == "window":
-        return f"a window of {data.sequence_length} tokens of a text"
-    by_kind = {
-        ".jsonl": "one line of the JSONL file",
-        ".json": "one object of the JSON file",
-        ".parquet": "one row of the Parquet file",
-        ".txt": "the whole text file",
-    }
-    by_format = {
-        "text": "one text",
-        "prompt": "one prompt with its completion",
-        "messages": "one chat",
-    }
-    what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
-    return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
-
-
 def prepare(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,

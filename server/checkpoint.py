@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.storage import write_file
+from cloister.server.folder import checkpoint_file, stored_checkpoints
 
 Vector = npt.NDArray[np.float32]
 
@@ -53,7 +54,7 @@ class Checkpoints:
 
     def path(self, round_number: int) -> Path:
         """The file of a round's model."""
-        return self._folder / f"round-{round_number:05d}.safetensors"
+        return checkpoint_file(self._folder, round_number)
 
     def save(self, round_number: int, weights: Vector, optimizer: Mapping[str, torch.Tensor]) -> str:
         """Write the model after a round, then remove what is older than the `keep` newest.
@@ -69,7 +70,7 @@ class Checkpoints:
         tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
         facts = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
         write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=facts))
-        stored = sorted(self._folder.glob("round-*.safetensors"))
+        stored = list(stored_checkpoints(self._folder).values())
         for old in stored[1 : -self._keep]:
             old.unlink(missing_ok=True)
         return digest

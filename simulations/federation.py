@@ -36,17 +36,18 @@ from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
-from cloister.server.folder import RunFolder
+from cloister.server.folder import RunFolder, SitesFolder
+from cloister.server.history import identity, reached
 from cloister.server.journal import FINISHED
+from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing, SiteFailed
-from cloister.server.run import Outcome, base_of, finish, identity, outcome, public_model, reached, run
+from cloister.server.public import base_of, public_model
+from cloister.server.run import run
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid, one_line
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
 
 _RUN_ID = 1
-_PUBLIC = "public.jsonl"
-"""Records that no site got, in the sites' folder."""
 
 
 def simulate(
@@ -77,11 +78,11 @@ def simulate(
             finish(folder)
         return outcome(folder)
     terms_of(plan, count_parameters(plan)[1])  # refused now, and not at every site
-    sites = folder.path / "sites"
+    sites = folder.sites.path
     if not sites.exists():
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(lay_out, plan))
-    roster = load_roster(sites / "roster.toml") if plan.aggregation.secure else None
+    roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
     public = public_model(folder, observe)
     base = base_of(plan, public)
     if base is not None:
@@ -98,7 +99,7 @@ def simulate(
             base=base,
             roster=roster,
         )
-        records = str(sites / _PUBLIC) if plan.server.evaluation == SIMULATED_PUBLIC else ""
+        records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
             run(
                 folder,
@@ -129,7 +130,7 @@ def simulate(
             workers=_places(plan, workers),
             slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
             preload=["cloister.clients.app"],
-            log=folder.path / "workers.log",
+            log=folder.workers_log,
             watch=lambda node, at_work: watch(site_name(node - 1), at_work),
         ) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
@@ -180,7 +181,7 @@ class SimulatedSite(Site):
 
     def _base_path(self, base_hash: str) -> Path:
         """One file for all the sites of this machine."""
-        return super()._base_path(base_hash).parents[2] / f"base-{base_hash}.npy"
+        return SitesFolder(super()._base_path(base_hash).parents[2]).base(base_hash)
 
     def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
         """Secret noise, or that of the declared seed, which a simulation that is to be repeated names."""
@@ -206,7 +207,7 @@ def _noise(plan: Plan, who: str, round_number: int) -> NoiseStream:
 
 def _share_base(sites: Path, base: Vector) -> None:
     """Put the base model where every simulated site looks for it, so that it is on disk once."""
-    path = sites / f"base-{vector_hash(base).hex()}.npy"
+    path = SitesFolder(sites).base(vector_hash(base).hex())
     if not path.exists():
         write_file(path, lambda temporary: save_vector(temporary, base))
 
@@ -223,7 +224,7 @@ def _site_of(sites: Path, plan: Plan, context: Context) -> Site:
 
 def open_site(sites: Path, plan: Plan, index: int) -> Site:
     """The simulated site with a number."""
-    return SimulatedSite(_config(sites / site_name(index) / "site.toml"), plan, index)
+    return SimulatedSite(_config(SitesFolder(sites).config(site_name(index))), plan, index)
 
 
 @lru_cache(maxsize=4096)
@@ -234,18 +235,18 @@ def _config(path: Path) -> SiteConfig:
 
 def lay_out(plan: Plan, folder: Path) -> None:
     """Write every site's folder: its records and its TOML."""
-    simulation = plan.simulation
+    simulation, names = plan.simulation, SitesFolder(folder)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, kept, parts)
     if apart:
-        write_records(folder / _PUBLIC, apart)
+        write_records(names.public_records, apart)
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
-    save_roster(roster, folder / "roster.toml")
+    save_roster(roster, names.roster)
     for name, key in identities.items():
-        save_identity(key, folder / name / "identity.pem")
+        save_identity(key, names.site(name) / "identity.pem")
         keys = {
             "name": name,
             "data": "data.jsonl",
@@ -257,7 +258,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        (folder / name / "site.toml").write_text(toml, encoding="utf-8")
+        names.config(name).write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 

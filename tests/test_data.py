@@ -25,7 +25,6 @@ from cloister.lm.data import (
     prepare,
     prepared_key,
     save_prepared,
-    unit_in_words,
     unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
@@ -385,17 +384,13 @@ def test_units_are_held_out_with_the_probability_of_the_plan() -> None:
     assert rows_of(sides[0].held_out) != rows_of(sides[1].held_out)
 
 
-def test_the_rule_and_its_words() -> None:
+def test_the_rule_of_units() -> None:
     data = DataSection(sequence_length=128)
     private = PrivacySection(unit="record", windows=4)
     assert unit_rule(data, PrivacySection(unit="site")) is None
     assert unit_rule(data, private) == UnitRule("record", 4)
-    used = "of which the first 512 tokens are used"
-    assert unit_in_words(data, private) == f"one text, {used}"
-    assert unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
     window = PrivacySection(unit="record", record="window")
     assert unit_rule(data, window) == UnitRule("window", 4)
-    assert unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
     with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is prompt"):
         unit_rule(DataSection(format="prompt"), window)
 

@@ -26,8 +26,10 @@ from cloister.protocol.messages import Agree, Evaluate, Failure, Join, Reply, Re
 from cloister.protocol.plan import Plan, parse
 from cloister.protocol.roster import load_roster
 from cloister.server.folder import RunFolder
+from cloister.server.history import identity
+from cloister.server.outcome import Outcome
 from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted
-from cloister.server.run import Outcome, identity, run
+from cloister.server.run import run
 from cloister.server.spending import Spending
 from cloister.simulations.federation import lay_out
 
