@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -39,6 +40,12 @@ def bound_of_a_run(generator: np.random.Generator, m: int, k: int, sigma: float,
     included = generator.random(m) < 0.5
     scores = included + sigma * generator.standard_normal(m)
     correct, guesses = audit.count(audit.guess(scores, k, k), included)
+    return bound(correct, guesses, m, delta)
+
+
+@functools.cache
+def bound(correct: int, guesses: int, m: int, delta: float) -> float:
+    """`audit.lower_bound`, computed once for each count: hundreds of runs share few counts."""
     return audit.lower_bound(correct, guesses, m, delta)
 
 

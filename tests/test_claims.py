@@ -41,9 +41,8 @@ def test_what_is_said_follows_the_plan() -> None:
 def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
     distributed = words(*base)
-    assert (
-        "at least 6 sites, and at least 5 of them added their noise" in distributed
-    )  # 8 sites, quorum 0.75, colluders 0.1
+    # 8 sites, quorum 0.75, colluders 0.1
+    assert "at least 6 sites, and at least 5 of them added their noise" in distributed
     assert "noise of at most 1 of the sites" in distributed
     assert "fully" not in distributed
     alone = words(*base, "aggregation.colluders=0.0")

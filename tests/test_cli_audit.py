@@ -80,7 +80,7 @@ noise_multiplier = 2.0
 clip = 0.5
 delta = 1e-2
 """
-RUNS = ("--canaries", "6000")
+RUNS = ("--canaries", "3000")
 """Of a round: enough to see half of the noise missing."""
 
 
@@ -203,7 +203,7 @@ def test_records_drawn_more_often_than_accounted_are_noticed(
         return honest(noise, n, 16 * rate)
 
     monkeypatch.setattr(dpsgd, "poisson_batch", often)
-    assert ran(capsys, record)[0] == 3
+    assert ran(capsys, record, "--canaries", "3000")[0] == 3
 
 
 def test_steps_without_noise_are_noticed(

@@ -50,7 +50,7 @@ NOW = 1_800_000_000.0
 
 def run(small_plan: Path, out: Path, *overrides: str) -> Path:
     with RunFolder.create(out, load(small_plan, overrides)) as folder:
-        simulate(folder, lambda _event: None, workers=2)
+        simulate(folder, lambda _event: None, workers=1)
     return out
 
 
