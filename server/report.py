@@ -78,7 +78,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     history = run_history(files)
     simulated = files.sites.path.is_dir()
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
-    account = _account(files, history, terms, simulated=simulated)
+    account = _account(files, history, terms)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,
@@ -151,7 +151,7 @@ class _Account:
     """For each site whose own ledger counts more, a sentence that says so."""
 
 
-def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
+def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Account:
     if terms is None:
         return _Account(Ledger((), FIRST.hex(), verified=True), None, None, {}, {}, None, {})
     try:
