@@ -1,9 +1,9 @@
-"""The primitives of the secure sum, each with exactly the encoding it is used with; all of them from
-`cryptography`.
+"""The cryptographic primitives of the secure sum, each with the exact encoding that it is used with.
 
-X25519 (RFC 7748) agrees on a secret, HKDF-SHA256 (RFC 5869) makes keys of it, ChaCha20-Poly1305 (RFC 8439)
-carries a share from one site to another through the coordinator, Ed25519 (RFC 8032) signs. What is signed,
-and what enters a key, is `protocol.encoding.pack` of its parts, so that no two meanings share bytes.
+All of them come from `cryptography`: X25519 (RFC 7748) agrees on a secret, HKDF-SHA256 (RFC 5869) derives keys from
+it, ChaCha20-Poly1305 (RFC 8439) encrypts a share on its way from one site to another through the coordinator, Ed25519
+(RFC 8032) signs. The input of a signature or key derivation is `protocol.encoding.pack` of its parts, so no two
+different inputs have the same bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cloister.protocol.encoding import Value, pack
 from cloister.protocol.errors import OneTimeKeyError, ShareError, SignatureError
 
 PROTOCOL = "cloister/secure-sum/1"
-"""First part of everything that is signed or derived; it changes when the protocol does."""
+"""First part of every input that is signed or from which a key is derived; it changes with the protocol."""
 KEY = 32
 """Bytes of an X25519 key, of a seed, and of a share-encryption key."""
 
-_NONCE = bytes(12)  # an encryption key is derived for one share from one site to another, and used once
+_NONCE = bytes(12)  # constant: each key is derived for one share from one site to another, and used once
 
 
 def public_key(private: bytes) -> bytes:
@@ -42,11 +42,10 @@ class Exchange:
         self.public = self._private.public_key().public_bytes_raw()
 
     def secret(self, public: bytes) -> bytes:
-        """The 32 bytes that both owners of the keys can compute.
+        """The shared secret, 32 bytes: the owners of both keys can compute it.
 
         Raises:
-            OneTimeKeyError: `public` is not 32 bytes, or a point of low order that would make the secret
-            known.
+            OneTimeKeyError: `public` is not 32 bytes, or is a point of low order, which would make the secret known.
         """
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -67,25 +66,24 @@ def share_key(secret: bytes, *, transcript: bytes, context: bytes, sender: str, 
 
 
 def mask_seed(secret: bytes, *, transcript: bytes, context: bytes, one: str, other: str) -> bytes:
-    """The seed of the mask that two sites share, the same whichever of them is named first.
+    """The seed of the mask that two sites share; the order in which they are named does not matter.
 
-    The context holds the hash of the global model: sites that were given different models get different
-    seeds.
+    The context contains the hash of the global model: sites that were given different models get different seeds.
     """
     first, second = sorted((one, other))
     return derive(secret, salt=transcript, info=pack(PROTOCOL, "mask", context, first, second))
 
 
 def encrypt_share(share: bytes, key: bytes, *, context: bytes, sender: str, recipient: str) -> bytes:
-    """`share`, encrypted and authenticated together with the context and its two ends; 16 bytes longer."""
+    """Encrypt `share`, authenticated with context, sender and recipient; the result is 16 bytes longer."""
     return ChaCha20Poly1305(key).encrypt(_NONCE, share, pack(context, sender, recipient))
 
 
 def decrypt_share(sealed: bytes, key: bytes, *, context: bytes, sender: str, recipient: str) -> bytes:
-    """Open what `encrypt_share` made.
+    """Decrypt a share that `encrypt_share` encrypted.
 
     Raises:
-        ShareError: it was altered, or made with other keys, in another context, or for another site.
+        ShareError: the ciphertext was altered, or made with other keys, in another context, or for another site.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, pack(context, sender, recipient))
@@ -98,26 +96,26 @@ def decrypt_share(sealed: bytes, key: bytes, *, context: bytes, sender: str, rec
 def random_from(seed: bytes) -> Callable[[int], bytes]:
     """A random source that gives the same bytes in every process: the ChaCha20 keystream of 32 secret bytes.
 
-    For a site whose attempt must outlive its process. It draws one seed for the attempt, keeps it as secret
-    as its identity key, keeps each message before it replies, and rebuilds its `Site` by handling the
-    messages again. A seed never serves two attempts.
+    It lets a site's attempt survive a crash of the process. The site draws one seed for the attempt, keeps it as secret
+    as its identity key, stores each message before it replies, and rebuilds its `Site` by replaying the messages. Never
+    use a seed for two attempts.
     """
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
     return lambda size: stream.update(bytes(size))
 
 
 def sign(identity: Ed25519PrivateKey, step: str, context: bytes, body: Value) -> bytes:
-    """The signature of `body` as a message of `step` in the attempt that `context` stands for."""
+    """The signature of `body` as a message of `step` in the attempt that `context` identifies."""
     return identity.sign(pack(PROTOCOL, step, context, body))
 
 
 def verify(
     public: Ed25519PublicKey, signature: bytes, step: str, context: bytes, body: Value, *, site: str
 ) -> None:
-    """Check what `sign` made.
+    """Verify a signature that `sign` made.
 
     Raises:
-        SignatureError: it is not the signature of `site`, whose key is `public`, under just this message.
+        SignatureError: it is not a signature of exactly this message with the key `public` of `site`.
     """
     try:
         public.verify(signature, pack(PROTOCOL, step, context, body))

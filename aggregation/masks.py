@@ -1,15 +1,13 @@
-"""A mask: a 32-byte seed stretched to a keystream of ring integers, added to a vector or taken off it, in
-place.
+"""A mask: a 32-byte seed expanded to a keystream of ring integers, added to or subtracted from a vector.
 
 The mask of a seed is one fixed infinite sequence of elements: element e of the mask is the little-endian
-integer in bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream can be entered anywhere, so
-a vector masked in one piece or shard by shard, by any number of ranks or threads, gets the same bytes.
+integer in bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream is seekable, so a vector
+masked in one piece or shard by shard, by any number of ranks or threads, gets the same bytes.
 
-Bandwidth decides the design. A vector is walked once, in blocks that stay in a core's cache, and every seed's
-keystream is added to a block while it is there: besides the vector, memory is two blocks for each thread,
-whatever the number of seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as
-does NumPy, so threads are real. Refused: a mask as a vector of its own (one more copy of the model for each
-neighbour).
+Memory bandwidth determines the design. A vector is traversed once, in blocks that stay in a core's cache, and every
+seed's keystream is added to a block while it is cached. Besides the vector, the memory is two blocks for each thread,
+for any number of seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as does NumPy, so
+threads run in parallel. Refused: a mask as a separate vector (one more copy of the model for each neighbour).
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ Ring = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 SEED = 32
 """Bytes of a seed."""
 LONGEST = 2**36
-"""Elements after which a mask ends: both ciphers' counters are far from their end."""
+"""Maximum number of elements of a mask: both ciphers' counters are then far from overflow."""
 BLOCK = 256 * 1024
-"""Bytes of a block. The block of the vector, the keystream and the zeros that are encrypted share one core's
-cache.
-"""
+"""Bytes of a block. The block of the vector, its keystream and the encrypted zeros share one core's cache."""
 
 _ZEROS = bytes(BLOCK)
 
@@ -79,7 +75,7 @@ def apply(
     threads: int = 1,
     pool: Executor | None = None,
 ) -> None:
-    """Add the masks of the seeds `add` to `vector` and take those of `subtract` off it, modulo 2^b, in place.
+    """Add the masks of the seeds `add` to `vector` and subtract those of `subtract`, modulo 2^b, in place.
 
     Args:
         vector: Shape (d,), uint16 or uint32, contiguous, writable: elements [offset, offset + d) of the whole
@@ -89,7 +85,7 @@ def apply(
         offset: Element of the whole vector where `vector` starts.
         cipher: Which keystream.
         threads: Parts of the vector that are worked on at the same time.
-        pool: Runs the parts; by default a pool is made for the call. The result does not depend on either.
+        pool: Runs the parts; by default a pool is made for the call. The result depends on neither.
 
     Raises:
         MaskError: the vector has another type or shape, or would end past element 2^36.
@@ -134,7 +130,7 @@ def _apply_part(
 
 
 def check(vector: Ring, offset: int) -> None:
-    """Refuse what `apply` cannot mask.
+    """Refuse a vector that `apply` cannot mask.
 
     Raises:
         MaskError: the vector has another type or shape, or would end past element 2^36.

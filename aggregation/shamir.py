@@ -2,11 +2,12 @@
 
 p is the least prime above 2^256, so every 32-byte secret is a field element and no secret is refused or
 reduced. A secret is the value at 0 of a uniformly random polynomial of degree t - 1; a share is its value at
-x = 1, 2, ...: any t shares give the secret, any t - 1 are independent of it. This interpolation is the one
-piece of arithmetic of the secure sum that is written here; everything below it comes from `cryptography`.
+x = 1, 2, ...: any t shares give the secret, any t - 1 are independent of it. This interpolation is the only
+cryptographic arithmetic of the secure sum that this project implements; everything below it comes from
+`cryptography`.
 
-Python's integers do not run in constant time. Shares are made from fresh secrets on a site's own machine,
-once, and are opened by the coordinator, who may know them: there is no one to measure it.
+Python's integer arithmetic does not run in constant time. Shares are made once, from fresh secrets, on a site's own
+machine, and are opened by the coordinator, which may know the secrets: no other party is there to measure the time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _DRAWN = SHARE + 16  # a coefficient is 392 random bits modulo p: within 2^-135 
 def share(
     secret: bytes, threshold: int, indices: Sequence[int], random: Callable[[int], bytes]
 ) -> list[bytes]:
-    """Share `secret` so that any `threshold` of the shares give it back.
+    """Split `secret` into shares, of which any `threshold` reconstruct it.
 
     Args:
         secret: 32 bytes.
         threshold: t, from 1 to the number of indices.
         indices: Distinct x-coordinates in [1, 2^32), one for each share.
-        random: Gives that many bytes from a cryptographic source.
+        random: Returns the given number of bytes from a cryptographic source.
 
     Returns:
         One share of 33 bytes (big-endian) for each index, in their order.
@@ -69,21 +70,18 @@ class Interpolation:
         """The secret whose shares at `indices` are `shares`.
 
         Raises:
-            ShareError: there is not one well-formed share for each index, or what they give is no 32-byte
-            secret.
+            ShareError: there is not one well-formed share for each index, or the result is not a 32-byte secret.
         """
         if len(shares) != len(self.indices):
             raise ShareError("shares", len(shares), expected=f"{len(self.indices)} of them")
         total = sum(c * _value(s) for c, s in zip(self._coefficients, shares, strict=True)) % PRIME
         if total >> (8 * SECRET):
-            raise ShareError("shares", expected="shares of a 32-byte secret, and these give a larger number")
+            raise ShareError("shares", expected="shares of a 32-byte secret, but these give a larger number")
         return total.to_bytes(SECRET, "big")
 
 
 def _at_zero(indices: tuple[int, ...]) -> list[int]:
-    """The Lagrange coefficients prod_{j != i} x_j / (x_j - x_i) mod p, with one modular inverse for all of
-    them.
-    """
+    """The Lagrange coefficients prod_{j != i} x_j / (x_j - x_i) mod p, with one modular inverse for all."""
     product = 1
     for x in indices:
         product = product * x % PRIME
@@ -94,7 +92,7 @@ def _at_zero(indices: tuple[int, ...]) -> list[int]:
             if other != x:
                 value = value * (other - x) % PRIME
         below.append(value)
-    # Montgomery's trick: invert the product of all, then peel one factor off at a time.
+    # Montgomery's trick: invert the product of all, then remove one factor at a time.
     prefixes = [1]
     for value in below:
         prefixes.append(prefixes[-1] * value % PRIME)

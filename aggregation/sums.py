@@ -10,11 +10,10 @@ from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
 from cloister.protocol.encoding import pack
+from cloister.protocol.messages import TRAIN, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
-
-TRAIN, EVALUATE = "train", "evaluate"
-"""Purposes of a sum."""
+from cloister.protocol.threshold import Tolerance
 
 TOKENS = "tokens"
 LOSS = "loss"
@@ -34,16 +33,14 @@ def count_of_loss(nats: float) -> int:
 def training_layout(plan: Plan, parameters: int) -> SumLayout:
     """The layout of a round's sum: the weighted updates, and totals of what the sites learned from.
 
-    Under privacy there is no total but the number of sites: the others are of the data, and nobody has paid for them.
-    Where the unit is the site, values are in units of the clipping norm, in the steps that its noise is made for; with
-    adaptive clipping one more value follows them.
+    Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
+    the site, values are in clipping norms, in the steps of the site-level mechanism, and there are as many as it has.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     terms = terms_of(plan, parameters)
-    if terms is not None and terms.coding is not None:
-        steps = Ring(bits, 1.0, cohort).levels
-        values = parameters + (1 if terms.coding.count_step else 0)
-        return SumLayout(Ring(bits, steps / terms.coding.scale, cohort), values, (WEIGHT,))
+    if terms is not None and terms.mechanism is not None:
+        bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
+        return SumLayout(Ring(bits, bound, cohort), terms.mechanism.size, (WEIGHT,))
     heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
     counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
     return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)
@@ -55,12 +52,14 @@ def evaluation_layout(plan: Plan) -> SumLayout:
     return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES))
 
 
-def layout_for(purpose: str, plan: Plan, parameters: int) -> SumLayout:
+def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:
     """The layout of a sum of that purpose, `train` or `evaluate`."""
     return training_layout(plan, parameters) if purpose == TRAIN else evaluation_layout(plan)
 
 
-def contract_for(purpose: str, plan: Plan, roster: Roster, run: str, parameters: int, model: str) -> Contract:
+def contract_for(
+    purpose: Purpose, plan: Plan, roster: Roster, run: str, parameters: int, model: str
+) -> Contract:
     """The contract of the secure sums of one purpose in a run.
 
     Args:
@@ -80,8 +79,7 @@ def contract_for(purpose: str, plan: Plan, roster: Roster, run: str, parameters:
         run=f"{run}/{purpose}",
         roster=roster,
         plan=bytes.fromhex(plan.digest()),
-        dropouts=plan.aggregation.dropouts,
-        colluders=plan.aggregation.colluders,
+        tolerance=Tolerance(plan.aggregation.dropouts, plan.aggregation.colluders),
         ring_bits=plan.aggregation.ring_bits,
         length=layout.length,
         layout=hashlib.sha256(meaning).digest(),

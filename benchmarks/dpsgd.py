@@ -27,7 +27,8 @@ from cloister.lm.data import prepare, unit_rule
 from cloister.lm.model import load_model
 from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
-from cloister.protocol.plan import Plan, PrivacySection, parse
+from cloister.protocol.plan import Plan, PrivacySection
+from cloister.protocol.soundness import parse
 
 EXPECTED_BATCH = 32
 CPU = torch.device("cpu")

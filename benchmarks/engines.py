@@ -1,15 +1,15 @@
-"""What an engine costs: rounds in which sites do nothing, on `local` and on `flower`, in one run.
+"""The cost of an engine: rounds in which sites do nothing, on `local` and on `flower`, in one run.
 
-The same two apps run on both engines. A case is a number of sites and what its messages carry: nothing, or the model
-to each site and an update back (1e6 float32, 4 MB, each way; the model is one object in every message).
+The same two apps run on both engines. A case is a number of sites and the content of its messages: nothing, or the
+model to each site and an update back (1e6 float32, 4 MB, each way; the model is one object in every message).
 
 * round_s: median seconds of a round, from the first message pushed to the last reply read by the `ServerApp`.
 * start_s: seconds from the call that starts the engine until the `ServerApp` knows all sites and has the replies of its
   first round, less one round_s. That covers processes, registering the sites, and the imports that the engine alone
   needs (Ray); not importing Flower in this process, which both need.
 
-Each measurement is in a process of its own, so that none finds warm what another one started. The coordinator reads
-every byte of a reply once (it sums the vector) on both engines, as a run would. Both get as many workers as this
+Each measurement runs in a process of its own, so that none profits from the warm state of another. The coordinator
+reads every byte of a reply once (it sums the vector) on both engines, as a run would. Both get as many workers as this
 process may use CPUs.
 """
 
@@ -111,7 +111,7 @@ def measure(case: Case, engine: str, rounds: int) -> Result:
         with LocalGrid(make_client_app, configs, workers=[{"OMP_NUM_THREADS": "1"}] * cpus) as grid:
             app(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
     else:
-        run_on_flower(app, make_client_app(), case.sites, cpus_per_site=1.0)
+        run_on_flower(app, make_client_app, case.sites, cpus_per_site=1.0)
     round_s = statistics.median(end - start for start, end in itertools.pairwise(answered))
     return Result(case.name, engine, answered[0] - begun - round_s, round_s)
 

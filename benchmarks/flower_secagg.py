@@ -4,10 +4,10 @@
 
 A client's `fit` returns one float32 vector at once. A round is one call of `SecAggPlusWorkflow`, in the process of the
 `ServerApp`: from choosing the clients to the parameters that the strategy made of the sum, with the model sent to each
-client in it. Start-up, one round before those that count, and evaluation are not in it. The workflow has no default for
+client in it. It does not include start-up, one warm-up round and evaluation. The workflow has no default for
 `num_shares` and `reconstruction_threshold`; 3 and 2, those of Flower's example of it, give each client two neighbours
 and so three masks. `--shares 1.0 --threshold 0.5` makes all clients neighbours, as this project does up to 64 sites.
-Everything else is Flower's default.
+All other settings are Flower's defaults.
 
 Each round starts from zeros and must end at the mean of the vectors, within the step of the quantisation.
 """
@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ PARAMETERS = "parameters"
 
 
 def update(site: int, sites: int, d: int) -> npt.NDArray[np.float32]:
-    """(d,) float32 in ±0.5, another one for each site, and made in no time: training takes none."""
+    """(d,) float32 in ±0.5, a different one for each site, made at negligible cost in place of training."""
     vector = np.full(d, (site + 1) / (2 * sites), np.float32)
     vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
     return vector
@@ -75,7 +76,7 @@ def make_client_app(sites: int, d: int) -> ClientApp:
 
 
 class TimedRound:
-    """The fit workflow: SecAgg+, its time, and the check of what came out."""
+    """The fit workflow: SecAgg+, its time, and a check of its result."""
 
     def __init__(self, sites: int, d: int, shares: int | float, threshold: int | float) -> None:
         self.workflow = SecAggPlusWorkflow(shares, threshold)
@@ -111,7 +112,7 @@ def measure(sites: int, d: int, rounds: int, shares: int | float, threshold: int
         legacy = LegacyContext(context, config=ServerConfig(num_rounds=rounds + 1), strategy=strategy)
         DefaultWorkflow(fit_workflow=timed)(grid, legacy)
 
-    run_on_flower(app, make_client_app(sites, d), sites, cpus_per_site=1.0)
+    run_on_flower(app, partial(make_client_app, sites, d), sites, cpus_per_site=1.0)
     assert len(timed.seconds) == rounds + 1
     return timed.seconds[1:]
 

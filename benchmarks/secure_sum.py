@@ -44,18 +44,23 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.aggregation import masks
-from cloister.aggregation.secure_messages import Masked
-from cloister.aggregation.secure_sum import Contract, Coordinator, Site
+from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure_site import SecureSite
+from cloister.aggregation.secure_sum import Contract
 from cloister.clients import app as site_app
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.train import LocalUpdate, Trainer
-from cloister.protocol.messages import Failure
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.messages import Masked, Signed
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.protocol.soundness import parse
+from cloister.protocol.threshold import Tolerance
 from cloister.server.app import GridChannel
+from cloister.server.channel import Failure
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.journal import Journal
+from cloister.server.members import Members
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.progress import RoundDone
 from cloister.server.round import RoundContext, run_round
@@ -278,10 +283,10 @@ def own_rounds(rounds: int) -> list[tuple[float, float]]:
             ) as grid,
             Journal(folder / "journal.sqlite") as journal,
         ):
-            channel = GridChannel(grid, plan, "run", refuse)
+            members = Members(GridChannel(grid), plan, "run", refuse, roster=roster)
             optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
-            party = Party(plan, "run", roster, model.layout, channel, journal, lambda event: None)
+            party = Party(plan, "run", roster, model.layout, members, journal, lambda event: None)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()
@@ -303,10 +308,10 @@ def refuse(failure: Failure) -> None:
 # (c) Growth.
 
 
-class Untimed(Site):
+class Untimed(SecureSite):
     """A site whose cost is not measured: it spares itself the checks of others' signatures."""
 
-    def _check_signatures(self, messages: Sequence[Any]) -> None:
+    def _check_signatures(self, messages: Sequence[Signed]) -> None:
         pass
 
 
@@ -323,22 +328,22 @@ class Clock:
         return done
 
 
-def federation(n: int, d: int, timed: int) -> tuple[Coordinator, dict[str, Site]]:
+def federation(n: int, d: int, timed: int) -> tuple[SecureCoordinator, dict[str, SecureSite]]:
     names = [f"site-{number:04d}" for number in range(n)]
     identities = {name: new_identity() for name in names}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
-    contract = Contract("run", roster, bytes(32), 0.1, 0.1, 32, d, b"")
+    contract = Contract("run", roster, bytes(32), Tolerance(0.1, 0.1), 32, d, b"")
     sites = {
-        name: (Site if place < timed else Untimed)(
+        name: (SecureSite if place < timed else Untimed)(
             contract, name, identities[name], minimum=2, random=os.urandom, answered=lambda mark: None
         )
         for place, name in enumerate(names)
     }
-    return Coordinator(contract, 1, 1, MODEL, names), sites
+    return SecureCoordinator(contract, 1, 1, MODEL, names), sites
 
 
 def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
-    """An attempt; the last `dropouts` sites drop out after step 2. Vectors are zero, so is their sum."""
+    """An attempt; the last `dropouts` sites drop out after step 3. Vectors are zero, so is their sum."""
     coordinator, sites = federation(n, d, timed)
     clock, names = Clock(), list(sites)
     alive = names[: n - dropouts]
@@ -432,7 +437,9 @@ def memory(d: int) -> dict[str, Any]:
     return found
 
 
-def finish(coordinator: Coordinator, sites: list[Site], statements: list[Masked], vector: masks.Ring) -> None:
+def finish(
+    coordinator: SecureCoordinator, sites: list[SecureSite], statements: list[Masked], vector: masks.Ring
+) -> None:
     for statement in statements:
         coordinator.fold(statement, vector)
     survivors = coordinator.survivors()

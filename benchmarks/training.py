@@ -29,7 +29,8 @@ import torch
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
 from cloister.lm.model import load_model
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
 from cloister.server.folder import RunFolder
 from cloister.simulations.federation import simulate
 

@@ -5,28 +5,52 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress
+from cloister.cli.shared_options import add_json, add_run
 
-from cloister.cli.display import PipedConsole
-from cloister.privacy.report import at_least, at_most, scientific
-from cloister.server.folder import RunFolder
+if TYPE_CHECKING:
+    from cloister.simulations.audited import Audited
 
-if TYPE_CHECKING:  # it imports torch
-    from cloister.simulations.audit import Audited
+HELP = "attack a run's mechanism with canaries, to test its claim"
 
 ALARM = 3
 """Exit code of an audit that refutes the claim."""
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, size and confidence of the attack."""
+    parser.description = (
+        "Attack the mechanism of a simulated run with canaries, and compare the lower bound on epsilon that this "
+        "proves with the claimed epsilon. The result is kept in audit.json. Exit code 3 if the claim is refuted."
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--canaries",
+        type=int,
+        metavar="M",
+        help="canaries among the records, or repetitions of a round's sum (default: the strongest audit)",
+    )
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: 0.95)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="local steps to attack, at most (default: all of the run)"
+    )
+    add_json(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Audit a run and print both figures; returns 3 where the claim is refuted."""
+    """Audit a run and print both epsilons; returns 3 if the claim is refuted."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cloister.privacy.figures import at_least, at_most
+    from cloister.server.folder import RunFolder
+
     with RunFolder.reopen(Path(arguments.run)) as folder:
-        from cloister.simulations.audit import audit  # it imports for seconds
+        from cloister.simulations.audit import audit  # takes seconds: only for a folder that holds a run
 
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -39,33 +63,37 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
             )
     if arguments.json:
-        row = asdict(found.row)
-        print(
-            json.dumps(
-                {
-                    "what": found.what,
-                    "row": row,
-                    "claimed": found.claimed,
-                    "claimed_run": found.claimed_run,
-                    "delta": found.delta,
-                    "at_half_noise": found.at_half_noise,
-                    "alarm": found.alarm,
-                }
-            )
-        )
+        print(json.dumps(_to_json(found)))
     else:
         _print(found)
     if found.alarm:
         print(
-            f"cloister: alarm: epsilon is at least {at_least(found.row.epsilon)}, and {at_most(found.claimed)} is"
-            " claimed: the code does not keep its guarantee; nothing of this run may be given out",
+            f"cloister: alarm: epsilon is at least {at_least(found.row.epsilon)}, but {at_most(found.claimed)} is "
+            "claimed: the code does not keep its guarantee; release nothing from this run",
             file=sys.stderr,
         )
         return ALARM
     return 0
 
 
+def _to_json(found: Audited) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "what": found.what,
+        "row": asdict(found.row),
+        "claimed": found.claimed,
+        "claimed_run": found.claimed_run,
+        "delta": found.delta,
+        "at_half_noise": found.at_half_noise,
+        "alarm": found.alarm,
+    }
+
+
 def _print(found: Audited) -> None:
+    from cloister.cli.console import PipedConsole
+    from cloister.privacy.figures import at_least, at_most, scientific
+
     row = found.row
     claims = f"{at_most(found.claimed)} for what was played, {at_most(found.claimed_run)} for the run"
     lines = [

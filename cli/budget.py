@@ -1,188 +1,111 @@
-"""`cloister budget`: what a run's privacy will cost, or the noise that a budget needs, without training anything."""
+"""`cloister budget`: the epsilon of a noise multiplier, or the noise that an epsilon needs; nothing is trained."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from cloister.aggregation.graph import LARGEST, assumed
-from cloister.cli.display import PipedConsole
-from cloister.privacy.accounting import (
-    Accountant,
-    Event,
-    Gaussian,
-    SampledGaussian,
-    Spent,
-    Unit,
-    calibrate,
-    relation,
-    skellam_for,
-    spent,
-)
-from cloister.privacy.report import at_most, meaning
+from cloister.cli.shared_options import add_json
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.plan import CohortSection
+
+if TYPE_CHECKING:
+    from cloister.cli.console import PipedConsole
+    from cloister.cli.mechanism import Mechanism
+    from cloister.privacy.accounting import Spent
+
+HELP = "what privacy costs, or the noise that a budget needs"
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _LENGTHS = (10, 30, 100, 300)
-_DISTRIBUTED = ("sites", "quorum", "colluders", "clip", "dimension")
-_RING_BITS = 32
 
 
-_WHOSE: dict[Unit, str] = {"record": "a given record", "site": "a given site's data"}
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """All of a run but its noise and its length."""
-
-    unit: Unit
-    delta: float
-    accountant: Accountant
-    events: Callable[[float, int], Sequence[Event]]
-    """Of a noise multiplier and a number of noised releases."""
-    mechanism: str
-
-    @property
-    def counted(self) -> str:
-        return "steps" if self.unit == "record" else "rounds"
-
-    def cost(self, noise: float, length: int) -> Spent:
-        return spent(self.events(noise, length), self.delta, self.accountant)
-
-    def row(self, noise: float | None, cost: Spent | None) -> dict[str, object]:
-        """What a program gets to know; None where a table holds it."""
-        return {
-            "epsilon": cost.epsilon if cost else None,
-            "delta": self.delta,
-            "noise_multiplier": noise,
-            "accountant": cost.accountant if cost else self.accountant,
-            "unit": self.unit,
-            "relation": relation(self.unit),
-        }
+def options(parser: argparse.ArgumentParser) -> None:
+    """Unit, noise or epsilon, length, and the mechanism of each unit."""
+    parser.description = (
+        "Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is "
+        "trained. Unit record: DP-SGD on records drawn with --sampling-rate, or --batch-size of --examples, for "
+        "--steps, or --rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds."
+    )
+    parser.add_argument("--unit", choices=("record", "site"), required=True, help="what is protected")
+    parser.add_argument(
+        "--noise-multiplier", type=float, metavar="Z", help="noise in units of the clipping norm"
+    )
+    parser.add_argument(
+        "--target-epsilon", type=float, metavar="E", help="epsilon of the whole run, to find its noise"
+    )
+    parser.add_argument(
+        "--delta", type=float, default=1e-5, metavar="D", help="delta of the guarantee (default: 1e-5)"
+    )
+    parser.add_argument("--rounds", type=int, metavar="R", help="rounds of the run")
+    parser.add_argument(
+        "--accountant",
+        choices=("pld", "rdp"),
+        default="pld",
+        help="privacy loss distributions, or Renyi divergences (default: pld)",
+    )
+    add_json(parser)
+    record = parser.add_argument_group("unit record")
+    record.add_argument(
+        "--sampling-rate", type=float, metavar="Q", help="probability that a record is in a step"
+    )
+    record.add_argument(
+        "--batch-size", type=int, metavar="B", help="expected records in a step; with --examples"
+    )
+    record.add_argument(
+        "--examples", type=int, metavar="N", help="records of the smallest site; with --batch-size"
+    )
+    record.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
+    record.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
+    site = parser.add_argument_group("unit site")
+    site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
+    site.add_argument("--sites", type=int, metavar="N", help="sites in a round (default: 8)")
+    site.add_argument(
+        "--quorum", type=float, metavar="F", help="fraction of the sites in the smallest sum (default: 0.75)"
+    )
+    site.add_argument(
+        "--colluders", type=float, metavar="F", help="fraction of the sites that add no noise (default: 0.1)"
+    )
+    site.add_argument("--clip", type=float, metavar="C", help="clipping norm of an update (default: 1)")
+    site.add_argument("--dimension", type=int, metavar="P", help="parameters of an update (default: 1000000)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the epsilon of a noise, the noise for an epsilon, or a table of both."""
+    """Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both."""
     if arguments.noise_multiplier is not None and arguments.target_epsilon is not None:
         raise CloisterError(
-            "--noise-multiplier and --target-epsilon", expected="one of them: each gives the other"
+            "--noise-multiplier and --target-epsilon", expected="only one of them: each determines the other"
         )
-    setting = _record(arguments) if arguments.unit == "record" else _site(arguments)
+    from cloister.cli.mechanism import Mechanism
+
+    mechanism = Mechanism.of(arguments)
     length = _length(arguments)
     if arguments.noise_multiplier is None and arguments.target_epsilon is None:
-        return _show_table(arguments, setting, length)
+        return _run_table(arguments, mechanism, length)
     if length is None:
-        wanted = "--steps or --rounds" if setting.unit == "record" else "--rounds"
-        raise CloisterError(wanted, expected="how long the run goes on, and it is missing")
+        wanted = "--steps or --rounds" if mechanism.unit == "record" else "--rounds"
+        raise CloisterError(wanted, expected="the length of the run")
     noise = arguments.noise_multiplier
     if noise is None:
+        from cloister.privacy.accounting import calibrate
+
         noise = calibrate(
             arguments.target_epsilon,
-            setting.delta,
-            lambda noise: setting.events(noise, length),
-            setting.accountant,
+            mechanism.delta,
+            lambda noise: mechanism.events(noise, length),
+            mechanism.accountant,
         )
-    cost = setting.cost(noise, length)
+    cost = mechanism.cost(noise, length)
     if arguments.json:
-        print(json.dumps(setting.row(noise, cost)))
-        return 0
-    console = PipedConsole()
-    if arguments.target_epsilon is not None:
-        _say(console, f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
-    by = f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}"
-    _say(console, f"epsilon {at_most(cost.epsilon)} at delta {setting.delta:g} ({by})", "bold")
-    _say(console, f"protects  one {setting.unit}; neighbours: {relation(setting.unit)}")
-    _say(console, f"noise     {_up(noise)} x the clipping norm, {setting.mechanism}")
-    _say(console, f"length    {length:,} {setting.counted}")
-    _say(
-        console,
-        f"In plain words: from all that is released, nobody can guess whether {_WHOSE[setting.unit]} was used and be "
-        f"right in more than {meaning(cost.epsilon, setting.delta).guess} of 100 cases, where a coin is right in 50.",
-    )
-    _caution(console, arguments)
+        print(json.dumps(mechanism.row(noise, cost)))
+    else:
+        _print_cost(arguments, mechanism, noise, length, cost)
     return 0
 
 
-def _record(arguments: argparse.Namespace) -> _Setting:
-    for option in ("central", *_DISTRIBUTED):
-        value = getattr(arguments, option)
-        if value is not None and value is not False:
-            raise CloisterError(f"--{option}", expected="the unit site, and this is record")
-    rate = arguments.sampling_rate
-    if (arguments.batch_size is None) != (arguments.examples is None):
-        raise CloisterError("--batch-size and --examples", expected="both, and one is missing")
-    if (rate is None) == (arguments.batch_size is None):
-        raise CloisterError(
-            "--sampling-rate",
-            expected="either the rate, or --batch-size and --examples, to know which share of a site's records "
-            "is in a step",
-        )
-    if rate is None:
-        if not 1 <= arguments.batch_size <= arguments.examples:
-            raise CloisterError(
-                "--batch-size", arguments.batch_size, expected=f"1 to the {arguments.examples} of --examples"
-            )
-        rate = arguments.batch_size / arguments.examples
-    SampledGaussian(1.0, rate, 1)  # refuses a rate that is none
-
-    def events(noise: float, steps: int) -> Sequence[Event]:
-        return [SampledGaussian(noise, rate, steps)]
-
-    mechanism = f"Gaussian, in each step; every record is in a step with probability {rate:.4g}, on its own"
-    return _Setting("record", arguments.delta, arguments.accountant, events, mechanism)
-
-
-def _site(arguments: argparse.Namespace) -> _Setting:
-    for option in ("sampling_rate", "batch_size", "examples", "steps", "steps_per_round"):
-        if getattr(arguments, option) is not None:
-            name = option.replace("_", "-")
-            raise CloisterError(f"--{name}", expected="the unit record, and this is site")
-    if arguments.central:
-        for option in _DISTRIBUTED:
-            if getattr(arguments, option) is not None:
-                raise CloisterError(f"--{option}", expected="no --central, with which it has no bearing")
-        return _Setting(
-            "site",
-            arguments.delta,
-            arguments.accountant,
-            lambda noise, rounds: [Gaussian(noise, rounds)],
-            "Gaussian, in each round, by a coordinator that must be trusted",
-        )
-    sites: int = _given(arguments.sites, 8)
-    clip: float = _given(arguments.clip, 1.0)
-    dimension: int = _given(arguments.dimension, 1_000_000)
-    quorum: float = _given(arguments.quorum, 0.75)
-    if not 1 <= sites <= LARGEST:
-        raise CloisterError("--sites", sites, expected=f"1 to {LARGEST}")
-    if not 0 < quorum <= 1:
-        raise CloisterError("--quorum", quorum, expected="a fraction above 0, at most 1")
-    colluders = assumed(sites, _given(arguments.colluders, 0.1))
-    floor = CohortSection(sites=sites, quorum=quorum).needed()
-
-    def events(noise: float, rounds: int) -> Sequence[Event]:
-        of_round = skellam_for(noise, clip, dimension, sites, floor, colluders, _RING_BITS).event
-        return [replace(of_round, count=rounds)]
-
-    events(1.0, 1)  # refuses what cannot be summed
-    honest = f"{floor - colluders} honest sites of the {floor} or more of {sites} in a sum"
-    mechanism = f"Skellam, in each round, from {honest}"
-    return _Setting("site", arguments.delta, arguments.accountant, events, mechanism)
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
 def _length(arguments: argparse.Namespace) -> int | None:
-    """Noised releases of the run: steps of the unit `record`, rounds of the unit `site`; None where it is not given."""
+    """Noised releases of the run: steps for unit `record`, rounds for unit `site`; None if not given."""
     for option in ("rounds", "steps", "steps_per_round"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -190,7 +113,7 @@ def _length(arguments: argparse.Namespace) -> int | None:
     if arguments.steps is not None:
         if arguments.rounds is not None or arguments.steps_per_round is not None:
             raise CloisterError(
-                "--steps", arguments.steps, expected="the steps of the whole run, or else --rounds"
+                "--steps", arguments.steps, expected="either --steps, or --rounds with --steps-per-round"
             )
         return int(arguments.steps)
     if arguments.rounds is None:
@@ -198,30 +121,72 @@ def _length(arguments: argparse.Namespace) -> int | None:
     return int(arguments.rounds) * (arguments.steps_per_round or 1)
 
 
-def _show_table(arguments: argparse.Namespace, setting: _Setting, length: int | None) -> int:
-    lengths = (
-        _LENGTHS if length is None else sorted({max(1, length // 4), max(1, length // 2), length, 2 * length})
-    )
-    costs = {(count, noise): setting.cost(noise, count) for count in lengths for noise in _NOISES}
+def _run_table(arguments: argparse.Namespace, mechanism: Mechanism, length: int | None) -> int:
+    lengths: tuple[int, ...] = _LENGTHS
+    if length is not None:
+        lengths = tuple(sorted({max(1, length // 4), max(1, length // 2), length, 2 * length}))
+    costs = {(count, noise): mechanism.cost(noise, count) for count in lengths for noise in _NOISES}
     if arguments.json:
         rows = [
-            {**setting.row(noise, cost), setting.counted: count} for (count, noise), cost in costs.items()
+            {**mechanism.row(noise, cost), mechanism.counted: count} for (count, noise), cost in costs.items()
         ]
-        print(json.dumps({**setting.row(None, None), "table": rows}))
-        return 0
+        print(json.dumps({**mechanism.row(None, None), "table": rows}))
+    else:
+        _print_table(arguments, mechanism, lengths, costs)
+    return 0
+
+
+def _print_cost(
+    arguments: argparse.Namespace, mechanism: Mechanism, noise: float, length: int, cost: Spent
+) -> None:
+    from cloister.cli.console import PipedConsole
+    from cloister.privacy.events import relation
+    from cloister.privacy.figures import at_most
+    from cloister.privacy.report import meaning
+
     console = PipedConsole()
-    table = Table(title=f"epsilon at delta {setting.delta:g}, by {setting.counted} and noise multiplier")
-    table.add_column(setting.counted, justify="right")
+    if arguments.target_epsilon is not None:
+        _say(console, f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
+    by = f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}"
+    _say(console, f"epsilon {at_most(cost.epsilon)} at delta {mechanism.delta:g} ({by})", "bold")
+    _say(console, f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
+    _say(console, f"noise     {_up(noise)} x the clipping norm, {mechanism.description}")
+    _say(console, f"length    {length:,} {mechanism.counted}")
+    whose = {"record": "a given record", "site": "a given site's data"}[mechanism.unit]
+    guess = meaning(cost.epsilon, mechanism.delta).guess
+    _say(
+        console,
+        f"In plain words: an observer of everything released, who guesses whether {whose} was used, is right in at "
+        f"most {guess} of 100 cases; a coin is right in 50.",
+    )
+    _caution(console, arguments)
+
+
+def _print_table(
+    arguments: argparse.Namespace,
+    mechanism: Mechanism,
+    lengths: tuple[int, ...],
+    costs: dict[tuple[int, float], Spent],
+) -> None:
+    from rich.table import Table
+
+    from cloister.cli.console import PipedConsole
+    from cloister.privacy.events import relation
+    from cloister.privacy.figures import at_most
+
+    console = PipedConsole()
+    counted = mechanism.counted
+    table = Table(title=f"epsilon at delta {mechanism.delta:g}, by {counted} and noise multiplier")
+    table.add_column(counted, justify="right")
     for noise in _NOISES:
         table.add_column(f"{noise:g}", justify="right")
     for count in lengths:
         table.add_row(f"{count:,}", *(at_most(costs[count, noise].epsilon) for noise in _NOISES))
     console.print(table)
-    _say(console, f"protects  one {setting.unit}; neighbours: {relation(setting.unit)}")
-    _say(console, f"noise     {setting.mechanism}")
-    _say(console, "Choose one with --noise-multiplier, or give --target-epsilon to have it computed.")
+    _say(console, f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
+    _say(console, f"noise     {mechanism.description}")
+    _say(console, "Choose a noise with --noise-multiplier, or compute it with --target-epsilon.")
     _caution(console, arguments)
-    return 0
 
 
 def _caution(console: PipedConsole, arguments: argparse.Namespace) -> None:
@@ -229,16 +194,18 @@ def _caution(console: PipedConsole, arguments: argparse.Namespace) -> None:
         _say(
             console,
             f"caution: delta {arguments.delta:g} is not below 1 / {arguments.examples:,} examples: "
-            "so large a delta allows a whole record to be published",
+            "a delta this large allows a mechanism that publishes a whole record",
             "bold yellow",
         )
 
 
 def _up(noise: float) -> str:
-    """A noise multiplier, rounded up so that it can be typed back: four decimals, or four digits of a small one."""
+    """A noise multiplier rounded up to four decimals, or four digits if small: typed back, it costs no more."""
     decimals = max(4, 3 - math.floor(math.log10(noise)))
     return f"{math.ceil(noise * 10**decimals - 1e-9) / 10**decimals:.{decimals}f}".rstrip("0").rstrip(".")
 
 
 def _say(console: PipedConsole, line: str, style: str = "") -> None:
+    from rich.text import Text
+
     console.print(Text(line, style=style), soft_wrap=True)

@@ -1,17 +1,12 @@
-"""What a person sees of a run: a live screen on a terminal, plain lines elsewhere, one line of JSON for programs."""
+"""The events of a run as a person sees them: a live screen on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,11 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cloister.privacy.report import at_most
-from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
+from cloister.privacy.figures import at_most
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
-from cloister.server.journal import DONE
 from cloister.server.progress import (
     AttemptFailed,
     BudgetSpent,
@@ -42,176 +35,27 @@ from cloister.server.progress import (
     Started,
 )
 
-if TYPE_CHECKING:  # it imports torch
-    from cloister.server.run import Outcome
-
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
 _DOING = {"train": "training", "evaluate": "evaluating"}
 
 
 class Display(Protocol):
-    """Shows a run while it goes on."""
+    """Shows a run while it is in progress; a context manager. `event` and `watch` may be called from any thread."""
 
     def __enter__(self) -> Display: ...
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def event(self, event: Event) -> None:
-        """Something happened."""
+        """Show an event of the run."""
 
     def watch(self, site: str, at_work: bool) -> None:
-        """A site started or stopped working."""
-
-
-class PipedConsole(Console):
-    """A console whose reader may leave, as `head` does: what follows is dropped, and the run goes on."""
-
-    def on_broken_pipe(self) -> None:
-        """Print no more, instead of ending the process."""
-        self.quiet = True
-        with suppress(OSError):  # a stream without a file descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self.file.fileno())  # what is buffered would fail again
-            finally:
-                os.close(nowhere)
-
-
-def show_run(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
-    """Run a folder's plan, show it, and print what came of it; a new run that is refused leaves no folder."""
-    console = PipedConsole(stderr=arguments.json)
-    display: Display = (
-        LiveDisplay(console, folder) if console.is_terminal and not arguments.json else LineDisplay(console)
-    )
-    started = time.monotonic()
-    try:
-        from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
-
-        with display:
-            outcome = simulate(
-                folder, display.event, engine=arguments.engine, workers=arguments.workers, watch=display.watch
-            )
-    except KeyboardInterrupt:
-        _print_how_to_go_on(console, folder)
-        raise
-    except CloisterError as error:
-        if not _begun(folder):
-            if new and not isinstance(error, StorageError):  # which is for a person to mend, and to resume
-                folder.discard()
-        elif not isinstance(error, RunFolderError):
-            _print_how_to_go_on(console, folder)
-        raise
-    from cloister.simulations.inspection import aggregation_error, per_site
-
-    declared = folder.plan.simulation.noise_seed is not None
-    epsilon = None if declared else outcome.epsilon  # who has the seed can take the noise off
-    if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "run": str(folder.path),
-                    "rounds": outcome.rounds,
-                    "initial_loss": outcome.initial_loss,
-                    "final_loss": outcome.final_loss,
-                    "perplexity": outcome.perplexity,
-                    "epsilon": epsilon,
-                    "delta": None if epsilon is None else folder.plan.privacy.delta,
-                    "stopped": outcome.stopped,
-                    "seconds": time.monotonic() - started,
-                    "tokens_per_second": outcome.tokens_per_second or None,
-                    "params_sha256": outcome.params_sha256,
-                }
-            )
-        )
-        return 0
-    table = Table(title="Each site's own held-out loss", title_justify="left")
-    for heading in ("site", "sequences", "before", "after"):
-        table.add_column(heading, justify="left" if heading == "site" else "right")
-    for site in per_site(folder):
-        table.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
-    if table.row_count:
-        console.print(table)
-    apart = aggregation_error(folder)
-    if apart is not None:
-        console.print(
-            f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
-        )
-    console.print(_summary(folder.plan, outcome))
-    if folder.plan.privacy.unit == "none":
-        console.print(Text("no privacy guarantee: the plan has no privacy unit", style="bold yellow"))
-    elif declared:
-        seed = "the noise came from the declared seed simulation.noise_seed"
-        console.print(Text(f"no privacy guarantee: {seed}", style="bold yellow"))
-    _print_sample(console, folder)
-    for line in (
-        f"weights {outcome.params_sha256}",
-        f"run     {folder.path}",
-        f"report  cloister report {shlex.quote(str(folder.path))}",
-        f"try     cloister generate {shlex.quote(str(folder.path))} --prompt 'The '",
-    ):
-        console.print(Text(line), soft_wrap=True)
-    return 0
-
-
-def _summary(plan: Plan, outcome: Outcome) -> Table:
-    """What came of a run."""
-    table = Table(title="What came of it", title_justify="left", show_header=False)
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
-    if outcome.initial_loss is not None and outcome.final_loss is not None:
-        loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token"
-        table.add_row("held-out loss", loss)
-        table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
-        table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
-    ends = {"budget": ", ended by the budget", "refused": ", ended by refusals"}
-    table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
-    privacy = plan.privacy
-    if outcome.epsilon is not None:
-        budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
-        limit = "" if budget is None else f", of a budget of {budget:g}"
-        table.add_section()
-        table.add_row("what is protected", protected(plan))
-        table.add_row("epsilon", f"{at_most(outcome.epsilon)}{limit}")
-        table.add_row("delta", f"{privacy.delta:g}")
-    return table
-
-
-def protected(plan: Plan) -> str:
-    """What a plan with a privacy unit protects, in words."""
-    from cloister.lm.data import unit_in_words  # with it come transformers
-
-    return (
-        unit_in_words(plan.data, plan.privacy) if plan.privacy.unit == "record" else "all that one site holds"
-    )
-
-
-def _begun(folder: RunFolder) -> bool:
-    """Whether there is something to lose; a journal that cannot be read may know of something."""
-    from cloister.server.run import reached
-
-    try:
-        return reached(folder, DONE)
-    except RunFolderError:
-        return True
-
-
-def _print_how_to_go_on(console: Console, folder: RunFolder) -> None:
-    command = f"cloister resume {shlex.quote(str(folder.path))}"
-    console.print(Text(f"stopped; go on with: {command}", style="yellow"), soft_wrap=True)
-
-
-def _print_sample(console: Console, folder: RunFolder) -> None:
-    from cloister.lm.generate import generate
-
-    text = generate(folder.final, "The ", max_new_tokens=160, temperature=0.6, seed=0)
-    console.print(
-        Text("the final model writes: ", style="bold") + Text(" ".join(text.split()), style="italic")
-    )
+        """Show that a site started or stopped working."""
 
 
 class LineDisplay:
-    """One plain line for each thing that happened; for logs and pipes."""
+    """Prints one plain line for each event; for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -229,11 +73,11 @@ class LineDisplay:
             self._console.print(Text(line), soft_wrap=True)
 
     def watch(self, site: str, at_work: bool) -> None:
-        """Nothing: a line for each would drown the rest."""
+        """Print nothing: these changes are too frequent for a log."""
 
 
 def describe(event: Event) -> str:
-    """An event as one plain line; empty for those that are too many to print."""
+    """An event as one plain line; empty for events that are too frequent to print."""
     match event:
         case Preparing(what):
             return f"preparing {what}"
@@ -246,17 +90,17 @@ def describe(event: Event) -> str:
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
-            return f"round {number}: attempt {attempt} ended with nothing opened: {reason}"
+            return f"round {number}: attempt {attempt} failed, and revealed nothing: {reason}"
         case RoundAbandoned(number, attempts):
-            return f"round {number}: given up after {attempts} attempts; the model is as it was"
+            return f"round {number}: given up after {attempts} attempts; the model is unchanged"
         case NotEvaluated(number, attempts):
             return f"round {number}: not evaluated, after {attempts} attempts"
         case Refusing(number, sites):
-            return f"round {number}: not begun: {', '.join(sites)} refused, and too few are left; this is the end"
+            return f"round {number}: not started: {', '.join(sites)} refused, and too few sites are left; the run ends"
         case BudgetSpent(number, epsilon, budget):
             return (
-                f"round {number}: not begun: epsilon is {at_most(epsilon)}, and the round would exceed the budget of "
-                f"{budget:g}; this is the end"
+                f"round {number}: not started: epsilon is {at_most(epsilon)}, and the round would exceed the "
+                f"budget of {budget:g}; the run ends"
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
@@ -295,7 +139,7 @@ def _clipped(event: RoundDone) -> str:
 
 
 class LiveDisplay:
-    """The live screen: progress, sites at work, the last rounds, what went wrong."""
+    """A live screen: progress, sites at work, the last rounds, the last failures."""
 
     def __init__(self, console: Console, folder: RunFolder) -> None:
         self._console = console
@@ -322,7 +166,7 @@ class LiveDisplay:
         self._live.stop()
 
     def event(self, event: Event) -> None:
-        """Take the event into the picture."""
+        """Update the screen."""
         with self._lock:
             match event:
                 case Preparing(what):
@@ -355,7 +199,7 @@ class LiveDisplay:
         self._live.refresh()
 
     def watch(self, site: str, at_work: bool) -> None:
-        """Keep the list of sites at work."""
+        """Update the list of sites at work."""
         with self._lock:
             (self._working.add if at_work else self._working.discard)(site)
 
@@ -396,7 +240,7 @@ class LiveDisplay:
         return parts
 
     def _table(self, shown: list[int]) -> Table:
-        """The rounds; a narrow terminal gets fewer columns instead of cut ones."""
+        """The rounds, in as many columns as fit the width of the terminal without being cut."""
         private = self._plan.privacy.unit != "none"
         headings = ["round", "loss", "epsilon" if private else "tokens/s", "sites", "perplexity"]
         headings += ["bits/byte"] if private else ["train loss", "bits/byte"]

@@ -1,4 +1,4 @@
-"""`cloister generate`: see what the model of a run learned."""
+"""`cloister generate`: write text with the final model of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ import argparse
 import shlex
 from pathlib import Path
 
+from cloister.cli.shared_options import add_run
 from cloister.protocol.errors import CloisterError, RunFolderError
-from cloister.server.folder import read_plan
+
+HELP = "write text with the final model of a run"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, prompt, sampling."""
+    parser.description = (
+        "Print a prompt and the text with which the final model of a finished run continues it."
+    )
+    add_run(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to write (default: 200)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 always takes the most probable token (default: 0.8)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and what the final model makes of it."""
+    """Print the prompt and its continuation."""
     if arguments.tokens < 1:
         raise CloisterError("--tokens", arguments.tokens, expected="1 or more")
     if not 0 <= arguments.temperature <= 100:
@@ -22,8 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
+    from cloister.server.folder import read_plan
+
     folder = Path(arguments.run)
-    read_plan(folder)
+    read_plan(folder)  # refuses a folder that holds no run
     if not (folder / "final").is_dir():
         raise RunFolderError(
             str(folder),
@@ -31,10 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
             fix=f"finish it: cloister resume {shlex.quote(str(folder))}",
         )
     from cloister.lm.generate import generate
+    from cloister.server.folder import RunFiles
 
     print(
         generate(
-            folder / "final",
+            RunFiles(folder).final,
             arguments.prompt,
             max_new_tokens=arguments.tokens,
             temperature=arguments.temperature,

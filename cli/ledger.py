@@ -1,4 +1,4 @@
-"""`cloister ledger verify | show`: whether a ledger's chain holds, and what was spent by dataset and run."""
+"""`cloister ledger verify | show`: check the hash chain of a ledger, and print what was spent by dataset and run."""
 
 from __future__ import annotations
 
@@ -8,30 +8,63 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister.privacy.ledger import Entry, History, read_history
+from cloister.cli.shared_options import add_json
 from cloister.protocol.errors import LedgerError
 
 if TYPE_CHECKING:
     from cloister.privacy.accounting import Spent
+    from cloister.privacy.ledger import Entry, History
 
-NAME = "ledger.sqlite"
-"""The ledger in a run folder."""
+HELP = "verify a ledger, and show what was spent"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `verify` and `show`."""
+    parser.description = "Work with ledgers: durable lists of every release that was charged."
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    verify = actions.add_parser(
+        "verify",
+        help="check that a ledger was not altered",
+        description="Check the hash chain of a ledger, and print the number of its entries and its head. Exit code 1, "
+        "and the reason, if the ledger was altered.",
+    )
+    verify.add_argument("--head", metavar="HEX", help="a head noted earlier, for example from a report")
+    show = actions.add_parser(
+        "show",
+        help="print what was spent, by dataset and run",
+        description="Print the epsilon of each run, and of all runs together, by dataset.",
+    )
+    for name, action in {"verify": verify, "show": show}.items():
+        action.set_defaults(action=name)
+        action.add_argument("ledger", metavar="PATH", help="a ledger, or a run folder")
+        add_json(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify a ledger or show what is in it; returns 1 for a ledger that does not hold."""
+    """Verify a ledger or show what is in it; returns 1 for a ledger that does not verify."""
     path = _find(Path(arguments.ledger))
     return _verify(path, arguments) if arguments.action == "verify" else _show(path, arguments)
 
 
+def rounded_up(epsilon: float | None) -> str:
+    """Epsilon in five digits, rounded up; None is no bound."""
+    if epsilon is None:
+        return "no bound"
+    from decimal import ROUND_CEILING, Context
+
+    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"
+
+
 def _find(path: Path) -> Path:
-    found = path / NAME if path.is_dir() else path
+    from cloister.server.folder import RunFiles
+
+    inside = RunFiles(path).ledger
+    found = inside if path.is_dir() else path
     if not found.is_file():
-        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {NAME} in it")
+        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {inside.name} in it")
     return found
 
 
@@ -39,6 +72,8 @@ def _verify(path: Path, arguments: argparse.Namespace) -> int:
     noted = arguments.head
     if noted is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", noted):
         raise LedgerError("--head", noted, expected="64 hexadecimal digits")
+    from cloister.privacy.ledger import read_history
+
     try:
         verified = read_history(path).verified(noted)
     except LedgerError as error:
@@ -56,14 +91,17 @@ def _verify(path: Path, arguments: argparse.Namespace) -> int:
     print(f"entries {verified.entries}\nhead {verified.head}")
     if noted is None:
         print(
-            "ok: the chain holds. Only a head noted elsewhere (--head) shows that no entry was cut off its end."
+            "ok: the hash chain verifies. Only a head noted elsewhere (--head) shows that no entries are missing at "
+            "its end."
         )
     else:
-        print("ok: the chain holds, and so it did at the noted head")
+        print("ok: the hash chain verifies, and contains the noted head")
     return 0
 
 
 def _show(path: Path, arguments: argparse.Namespace) -> int:
+    from cloister.privacy.ledger import read_history
+
     history = read_history(path)
     datasets = [_dataset(history, name) for name in history.datasets()]
     if arguments.json:
@@ -75,7 +113,7 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
 
 
 def _dataset(history: History, name: str) -> dict[str, Any]:
-    """What a dataset has paid, at the smallest delta that an entry of it names."""
+    """What a dataset has spent, at the smallest delta among its entries."""
     entries = [entry for entry in history.entries if entry.charge.dataset == name]
     delta = min(entry.charge.delta for entry in entries)
     runs: dict[str, list[Entry]] = {}
@@ -98,13 +136,14 @@ def _dataset(history: History, name: str) -> dict[str, Any]:
 
 
 def _spent(entries: Iterable[Entry], delta: float) -> Spent:
-    from cloister.privacy.accounting import from_json, spent
+    from cloister.privacy.accounting import spent
+    from cloister.privacy.events import from_json
 
     return spent([event for entry in entries for event in from_json(entry.charge.event)], delta)
 
 
 def _epsilon(spent: Spent) -> dict[str, Any]:
-    """For JSON, which has no infinity: null is no bound."""
+    """For JSON, which has no infinity: null means that there is no bound."""
     epsilon = spent.epsilon if math.isfinite(spent.epsilon) else None
     return {"epsilon": epsilon, "accountant": spent.accountant, "note": spent.note}
 
@@ -113,7 +152,7 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from cloister.cli.display import PipedConsole
+    from cloister.cli.console import PipedConsole
 
     console = PipedConsole()
     if not datasets:
@@ -132,12 +171,12 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
                 run["run"],
                 _span(run["rounds"]),
                 f"{run['entries']:,}",
-                _rounded_up(run["epsilon"]),
+                rounded_up(run["epsilon"]),
                 delta,
             )
             table.add_row(*map(Text, cells))
         count = f"{sum(run['entries'] for run in dataset['runs']):,}"
-        together = (name, "all runs together", "", count, _rounded_up(dataset["epsilon"]), delta)
+        together = (name, "all runs together", "", count, rounded_up(dataset["epsilon"]), delta)
         table.add_row(*(Text(cell, style="bold") for cell in together))
         table.add_section()
     console.print(table)
@@ -149,10 +188,3 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
 
 def _span(rounds: list[int]) -> str:
     return str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-
-
-def _rounded_up(epsilon: float | None) -> str:
-    """Five digits that are never less than epsilon."""
-    if epsilon is None:
-        return "no bound"
-    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"

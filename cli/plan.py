@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from cloister.cli.shared_options import add_json, add_plan, chosen_plan
 
-from cloister.cli.display import PipedConsole, protected
-from cloister.cli.simulate import find_plan
-from cloister.privacy.report import at_most
-from cloister.protocol.plan import Plan
+if TYPE_CHECKING:
+    from rich.console import Console
 
-if TYPE_CHECKING:  # it imports the accountants
     from cloister.privacy.terms import Terms
+    from cloister.protocol.plan import Plan
+    from cloister.server.cost import Cost, SecureCost
+
+HELP = "check a plan before a run"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The action `check`."""
+    parser.description = "Work with plans: what the parties agree on before a run."
+    check = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+        "check",
+        help="print a plan as it will run, and its cost; refuse it if unsound",
+        description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
+        "coordinator. An unsound plan is refused, with the field that is wrong.",
+    )
+    add_plan(check)
+    add_json(check)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the resolved plan and its cost."""
-    sites = [] if arguments.sites is None else [f"cohort.sites={arguments.sites}"]
-    plan = find_plan(arguments.plan, [*arguments.set, *sites])
+    from dataclasses import asdict
+
+    plan = chosen_plan(arguments)
+    from cloister.cli.console import PipedConsole
     from cloister.lm.model import count_parameters
     from cloister.privacy.terms import terms_of
     from cloister.server.cost import cost, secure_cost
@@ -31,51 +44,27 @@ def run(arguments: argparse.Namespace) -> int:
     estimate = cost(plan, *count_parameters(plan))
     secure = secure_cost(plan, estimate.trained_parameters)
     terms = terms_of(plan, estimate.trained_parameters)
-    private = None if terms is None else _private(plan, terms)
     if arguments.json:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
-        print(json.dumps(found | (asdict(secure) if secure else {}) | (private or {})))
+        found |= asdict(secure) if secure else {}
+        print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
     console = PipedConsole()
     _print_plan(console, plan)
-    table = Table(title="What it costs", title_justify="left", show_header=False)
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
-    table.add_row("parameters", f"{estimate.parameters:,}")
-    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
-    table.add_row("sites in a round", f"{estimate.cohort:,}")
-    table.add_row("to a site, each round", size(estimate.bytes_down))
-    table.add_row("from a site, each round", size(estimate.bytes_up))
-    table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
-    table.add_row("tokens learned from in a round, at most", f"{estimate.tokens_per_round:,}")
-    if secure:
-        table.add_section()
-        table.add_row("secure sum: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}")
-        table.add_row("dropouts and colluders it withstands", f"{secure.dropouts} and {secure.colluders}")
-        table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
-        table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
-        table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")
-        table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
-    if private:
-        table.add_section()
-        table.add_row("privacy: what is protected", protected(plan))
-        table.add_row("noise multiplier", f"{private['noise_multiplier']:g}")
-        spent = f"{at_most(private['epsilon'])} at delta {private['delta']:g}"
-        table.add_row(f"epsilon of a {private['unit']} after all {plan.run.rounds} rounds", spent)
-    console.print(table)
-    if not private:
-        console.print(
-            Text("no privacy unit: the model may repeat what it was trained on", style="bold yellow")
-        )
-    if not secure:
-        console.print(
-            Text("the sum is in clear: the coordinator sees every site's update", style="bold yellow")
-        )
-    console.print(Text(f"digest {plan.digest()}", style="dim"))
+    _print_cost(console, plan, estimate, secure, terms)
     return 0
 
 
-def _private(plan: Plan, terms: Terms) -> dict[str, Any]:
+def size(count: float) -> str:
+    """A number of bytes, for people: three digits and a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
     return {
         "unit": terms.unit,
         "noise_multiplier": terms.noise_multiplier,
@@ -86,6 +75,8 @@ def _private(plan: Plan, terms: Terms) -> dict[str, Any]:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
+    from rich.text import Text
+
     for section, fields in json.loads(plan.to_json()).items():
         console.print(Text(f"[{section}]", style="bold"))
         for name, value in fields.items():
@@ -93,10 +84,44 @@ def _print_plan(console: Console, plan: Plan) -> None:
         console.print()
 
 
-def size(count: float) -> str:
-    """A number of bytes, for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def _print_cost(
+    console: Console, plan: Plan, estimate: Cost, secure: SecureCost | None, terms: Terms | None
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.outcome import protected
+    from cloister.privacy.figures import at_most
+
+    table = Table(title="Cost", title_justify="left", show_header=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    table.add_row("parameters", f"{estimate.parameters:,}")
+    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
+    table.add_row("sites in a round", f"{estimate.cohort:,}")
+    table.add_row("to a site, each round", size(estimate.bytes_down))
+    table.add_row("from a site, each round", size(estimate.bytes_up))
+    table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
+    table.add_row("tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}")
+    if secure:
+        table.add_section()
+        table.add_row("secure sum: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}")
+        table.add_row("dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}")
+        table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
+        table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
+        table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")
+        table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
+    if terms:
+        table.add_section()
+        table.add_row("privacy: what is protected", protected(plan))
+        table.add_row("noise multiplier", f"{terms.noise_multiplier:g}")
+        spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
+        table.add_row(f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent)
+    console.print(table)
+    if not terms:
+        warning = "no privacy unit: the model may repeat its training data"
+        console.print(Text(warning, style="bold yellow"))
+    if not secure:
+        warning = "the sum is in clear: the coordinator sees every site's update"
+        console.print(Text(warning, style="bold yellow"))
+    console.print(Text(f"digest {plan.digest()}", style="dim"))

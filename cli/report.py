@@ -6,21 +6,38 @@ import argparse
 import json
 from pathlib import Path
 
+from cloister.cli.shared_options import add_json, add_run
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.storage import write_bytes
+
+HELP = "write what a run may claim about privacy, as a page to sign"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, output folder."""
+    parser.description = (
+        "Write report.html and report.json: the privacy guarantee of a run in one sentence, or that there is none, "
+        "with its assumptions, its charges and what it does not cover. An unfinished run is reported up to its "
+        "last round."
+    )
+    add_run(parser)
+    parser.add_argument("--output", metavar="DIR", help="folder to write to (default: the run folder)")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write `report.html` and `report.json`, and print what the report claims and where it is."""
+    """Write `report.html` and `report.json`, and print the claim and the paths."""
     folder = Path(arguments.run)
     output = folder if arguments.output is None else Path(arguments.output)
     if output.exists() and not output.is_dir():
-        raise CloisterError("--output", str(output), expected="a folder, and this is a file")
-    from cloister.privacy.report import to_html, to_json, verdict
+        raise CloisterError("--output", str(output), expected="a folder, not a file")
+    from cloister.privacy.page import to_html
+    from cloister.privacy.report import to_json, verdict
+    from cloister.protocol.storage import write_bytes
+    from cloister.server.folder import RunFiles
     from cloister.server.report import gather
 
     report = gather(folder)
-    page, data = output / "report.html", output / "report.json"
+    page, data = RunFiles(output).report_page, RunFiles(output).report_data
     write_bytes(data, to_json(report).encode())
     write_bytes(page, to_html(report).encode())
     claim = verdict(report)

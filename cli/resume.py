@@ -1,15 +1,29 @@
-"""`cloister resume`: go on with a run that was stopped, killed or interrupted."""
+"""`cloister resume`: continue a run that was stopped, killed or interrupted."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from cloister.cli.display import show_run
-from cloister.server.folder import RunFolder
+from cloister.cli.shared_options import add_engine, add_json, add_run
+
+HELP = "continue a run that was stopped"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, engine."""
+    parser.description = (
+        "Continue a run that was stopped, killed or interrupted, after the last round that was done."
+    )
+    add_run(parser)
+    add_engine(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Go on from the last round that was done."""
+    """Continue after the last round that was done."""
+    from cloister.cli.execution import execute
+    from cloister.server.folder import RunFolder
+
     with RunFolder.reopen(Path(arguments.run)) as folder:
-        return show_run(folder, arguments, new=False)
+        return execute(folder, arguments, new=False)

@@ -1,49 +1,44 @@
-"""`cloister simulate`: a whole federation on this machine."""
+"""`cloister simulate`: run a whole federation on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cloister.cli.display import show_run
-from cloister.protocol.plan import Plan, load, parse
-from cloister.server.folder import RunFolder
+from cloister.cli.shared_options import add_engine, add_json, add_plan, chosen_plan
+
+if TYPE_CHECKING:
+    from cloister.protocol.plan import Plan
+
+HELP = "run a whole federation on this machine"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Plan, run folder, engine."""
+    parser.description = (
+        "Run a whole federation on this machine: the coordinator and every site, each with its own records, "
+        "exchanging the same messages as in a deployment. The result is kept in the run folder."
+    )
+    add_plan(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
+    parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    add_engine(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the plan in a new folder."""
-    options = {"run.rounds": arguments.rounds, "run.seed": arguments.seed, "cohort.sites": arguments.sites}
-    overrides = [f"{field}={value}" for field, value in options.items() if value is not None]
-    plan = find_plan(arguments.plan, [*arguments.set, *overrides])
+    from cloister.cli.execution import execute
+    from cloister.server.folder import RunFolder
+
+    plan = chosen_plan(arguments, {"run.rounds": arguments.rounds, "run.seed": arguments.seed})
     out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
     with RunFolder.create(out, plan) as folder:
-        return show_run(folder, arguments, new=True)
-
-
-def find_plan(path: str | None, overrides: list[str]) -> Plan:
-    """The plan in a file, a shipped plan by its name, or the shipped default, with overrides on top.
-
-    Raises:
-        PlanError: it is missing or unsound.
-    """
-    shipped = shipped_plans()
-    name = path or "default"
-    if path is not None and (Path(path).exists() or path not in shipped):
-        return load(Path(path), overrides)
-    return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
-
-
-def shipped_plans() -> dict[str, str]:
-    """The plans that come with the program, by name."""
-    folder = files("cloister.simulations.plans")
-    return {
-        entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".toml")
-    }
+        return execute(folder, arguments, new=True)
 
 
 def _names(plan: Plan) -> Iterator[Path]:

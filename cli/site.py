@@ -7,61 +7,65 @@ import json
 import os
 from pathlib import Path
 
+from cloister.cli.shared_options import add_json
 from cloister.protocol.errors import CloisterError, RosterError, StorageError
-from cloister.protocol.roster import Card, new_identity, save_identity
 
-_SKELETON = """\
-# What belongs to this site alone; nothing of it travels. Relative paths start at this file's folder.
+HELP = "set up a site"
 
-# The site's name, as it is on its card.
+_SETTINGS = """\
+# The settings of this site alone; none of them is sent anywhere. Relative paths start at this file's folder.
+
+# The site's name, as on its card.
 name = {name}
 
-# Its records: a file, a folder of files, or a hub name.
+# Its records: a file, a folder of files, or the name of a dataset on the hub.
 data = "data.jsonl"
 
-# Folder for what the site keeps between messages, secrets of the attempt at hand among them.
+# Folder for what the site keeps between messages, such as the secrets of the current attempt.
 state = "state"
 
-# Its identity key. Who has it can speak for this site.
+# Its identity key. Anyone who has it can impersonate this site.
 identity = "identity.pem"
 
-# The roster that the sites agreed on, and its hash: "cloister roster hash roster.toml" prints it.
-# Compare the hash with the other sites, by telephone say, before you write it here. The site refuses any other roster.
+# The roster on which the sites agreed, and its hash: "cloister roster hash roster.toml" prints it. Before you write the
+# hash here, compare it with the other sites over another channel, such as the telephone. The site refuses any other
+# roster.
 roster = "roster.toml"
 roster_hash = ""
 
-# The one plan that this site takes part in, by its digest (cloister plan check PLAN.toml prints it). Read the plan
-# first, then pin it. Left empty, the site takes part in the first plan that it is asked to join, and in no other.
+# The digest of the one plan in which this site takes part; "cloister plan check PLAN.toml" prints it. Read the plan
+# first, then set its digest. If this is empty, the site accepts the first plan that it is asked to join, and no other.
 plan = ""
 
-# Take part only in plans that sum under masks. false lets whoever runs the coordinator see every update of this site.
+# Accept only plans with a secure sum. With false, the coordinator may see every update of this site.
 secure = true
 
-# Fewest sites whose sum this site takes part in.
+# Smallest number of sites in a sum in which this site takes part.
 minimum_cohort = 3
 
 # What this site demands of a plan's privacy, and the most that may be spent on its data over all runs.
 policy = "policy.toml"
 
-# The name under which the ledger keeps what this data has spent. Data that is moved, or grows, keeps its name.
+# The name under which the ledger records what was spent on this data. Keep it when the data is moved or grows.
 dataset = {name}
 
-# The ledger. It must outlive runs and state folders: keep it where it is backed up. One that is lost has forgotten.
+# The ledger. It must outlive runs and state folders: keep it where it is backed up. A lost ledger loses what was spent.
 ledger = "ledger.sqlite"
 """
 
 _POLICY = """\
-# What this site demands before it takes part. The site itself checks it, and refuses, signed, what asks for more.
+# What this site demands before it takes part. The site itself checks it, and sends a signed refusal to any plan that
+# asks for more.
 
-# Units of privacy that are accepted: "record" (a whole record of this site), "window" (a piece of a text: a text of
-# twenty pieces is twenty units, and is not protected as a whole), "site" (all that it holds).
+# Accepted units of privacy: "record" (a whole record of this site), "window" (a piece of a text: a text of twenty
+# pieces is twenty units, and is not protected as a whole), "site" (everything that the site holds).
 units = ["record", "site"]
 
-# Where windows are accepted, the fewest tokens of one.
+# Where windows are accepted, the smallest length of one in tokens.
 least_window = 1
 
-# Largest epsilon of this site's data over all runs in its ledger, and largest delta. When the next round would exceed
-# it, the site takes no further part.
+# Largest epsilon of this site's data over all runs in its ledger, and largest delta. The site takes part in no round
+# that would exceed them.
 greatest_epsilon = 4.0
 greatest_delta = 1e-5
 
@@ -69,22 +73,44 @@ greatest_delta = 1e-5
 # it adds any.
 trusted_coordinator = false
 
-# Smallest noise multiplier, fewest sites in a sum that is opened (the quorum of a cohort), most rounds.
+# Smallest noise multiplier, smallest number of sites in a sum that is opened (the quorum of a cohort), most rounds.
 least_noise = 0.0
 least_cohort = 3
 most_rounds = 1000
 
-# Only sums under masks.
+# Accept only plans with a secure sum.
 secure_required = true
 
-# Models and adapters that are accepted, by name; a pattern such as "meta-llama/*" too. Empty: any.
+# Accepted models and adapters, by name or by a pattern such as "meta-llama/*". Empty: any.
 models = []
 adapters = []
 """
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """The action `init`."""
+    parser.description = (
+        "Set up a site: its identity, its settings, and the card that it sends to the other sites."
+    )
+    init = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+        "init",
+        help="make a site's identity and settings, and print its card",
+        description="Make a site's identity key, and a site.toml and a policy.toml to fill in, and print the card to "
+        "send to the other sites. An existing identity is never replaced.",
+    )
+    init.add_argument(
+        "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
+    )
+    init.add_argument(
+        "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
+    )
+    add_json(init)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Make the identity, the card and the skeleton, and print the card; never over another identity."""
+    """Make the identity, the settings and the card, and print the card; refuse to replace an identity."""
+    from cloister.protocol.roster import Card, new_identity, save_identity
+
     folder = Path(arguments.folder)
     identity = new_identity()
     card = Card.of(arguments.name, identity)
@@ -93,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RosterError(
             "identity",
             str(pem),
-            expected="no file there yet",
-            fix="keep it, or name another folder with --folder",
+            expected="no identity in this folder yet",
+            fix="keep this one, or choose another folder with --folder",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,12 +134,12 @@ def run(arguments: argparse.Namespace) -> int:
     demands_kept = os.path.lexists(policy)
     try:
         if not kept:
-            _write(site, _SKELETON.format(name=json.dumps(arguments.name)))
+            _write(site, _SETTINGS.format(name=json.dumps(arguments.name)))
         if not demands_kept:
             _write(policy, _POLICY)
         _write(shown, card.text() + "\n")
     except CloisterError:
-        pem.unlink(missing_ok=True)  # nobody has seen it
+        pem.unlink(missing_ok=True)  # no card of it was printed or sent
         for path, was_there in ((site, kept), (policy, demands_kept)):
             if not was_there:
                 path.unlink(missing_ok=True)
@@ -128,17 +154,17 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps({**found, "identity": str(pem), "site": str(site)}))
         return 0
-    print(f"identity  {pem}: keep it secret, and keep a copy: it cannot be made twice")
-    print(f"settings  {site}: {'was there and is as it was' if kept else 'new; fill it in'}")
-    print(f"policy    {policy}: what the site demands of a plan; read it, and change it")
-    print(f"card      {shown}: public, may be mailed\n\n{card.text()}\n")
+    print(f"identity  {pem}: keep it secret, and keep a backup: it cannot be made again")
+    print(f"settings  {site}: {'kept as it was' if kept else 'new; fill it in'}")
+    print(
+        f"policy    {policy}: {'kept as it was' if demands_kept else 'new; the demands on a plan, to be edited'}"
+    )
+    print(f"card      {shown}: public; send it to the other sites\n\n{card.text()}\n")
     print("next:")
     print("  1. Send the card to the other sites.")
     print("  2. With the cards of all sites: cloister roster build *.card --out roster.toml")
-    print(
-        "  3. Compare the roster's hash with the other sites by another way than the cards came, by telephone say."
-    )
-    print(f"  4. Put roster.toml into {folder} and its hash into {site.name} as roster_hash; set data.")
+    print("  3. Compare the roster's hash with the other sites over another channel, such as the telephone.")
+    print(f"  4. Put roster.toml into {folder}; set roster_hash and data in {site.name}.")
     return 0
 
 

@@ -2,98 +2,60 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from cloister.clients.site import Site, load_site
-from cloister.protocol.errors import BudgetError, CloisterError, PlanError, PolicyError, SecureSumError
-from cloister.protocol.messages import Agree, Evaluate, Join, Reply, Train
-from cloister.protocol.records import from_records, private_of, to_records
-
-_log = logging.getLogger(__name__)
-
-REFUSED = 100
-"""Code of the error reply by which a site says, in one line, why it does not do what it was asked."""
-
-
-def reticent(error: Exception) -> str:
-    """What a coordinator may hear of an error: a refusal of the protocol, which is about its own messages, in full.
-
-    The text of any other error may quote records, losses or paths of the site; that stays in the site's log.
-    """
-    if isinstance(error, SecureSumError):
-        return str(error)
-    return f"{type(error).__name__}: the reason is in the site's own log"
+from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.resident import Resident
+from cloister.clients.serve import Served, reticent, serve
+from cloister.clients.site import Site
+from cloister.protocol.errors import PlanError
+from cloister.protocol.wire import Buffer, view
 
 
 def client_app(
-    open_site: Callable[[Context], Site], explain: Callable[[Exception], str] = reticent
+    open_site: Callable[[Context, Resident], Served], explain: Callable[[Exception], str] = reticent
 ) -> ClientApp:
     """A `ClientApp` that serves the site which `open_site` finds for a context.
 
     Args:
-        open_site: Finds the site.
+        open_site: Finds the site, given what the process has in memory.
         explain: The line that the coordinator gets for an error.
     """
-    app = ClientApp()
+    app, resident = ClientApp(), Resident()
 
-    def answer(message: Message, context: Context, act: Callable[[Site, RecordDict], Reply]) -> Message:
-        site = None
-        try:
-            site = open_site(context)
-            return Message(to_records(act(site, message.content)), reply_to=message)
-        except (PolicyError, BudgetError) as error:
-            _log.warning("refused: %s", error)
-            if site is None:
-                return Message(Error(REFUSED, explain(error)), reply_to=message)
-            return Message(to_records(_refusal(site, message.content, error)), reply_to=message)
-        except CloisterError as error:
-            _log.warning("refused: %s", error)
-            return Message(Error(REFUSED, explain(error)), reply_to=message)
-        except Exception as error:  # a defect; its text would leave the site if it left this function
-            _log.exception("failed")
-            return Message(Error(REFUSED, explain(error)), reply_to=message)
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
+        def find() -> Served:
+            return open_site(context, resident)
 
-    @app.query("join")
-    def join(message: Message, context: Context) -> Message:
-        return answer(message, context, lambda site, said: site.join(from_records(Join, said)))
-
-    @app.query("agree")
-    def agree(message: Message, context: Context) -> Message:
-        return answer(
-            message, context, lambda site, said: site.agree(from_records(Agree, said), private_of(said))
-        )
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return answer(
-            message, context, lambda site, said: site.train(from_records(Train, said), private_of(said))
-        )
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return answer(
-            message, context, lambda site, said: site.evaluate(from_records(Evaluate, said), private_of(said))
-        )
+        return Message(_records(serve(find, _frames(message.content), explain)), reply_to=message)
 
     return app
 
 
-def _refusal(site: Site, said: RecordDict, error: PolicyError | BudgetError) -> Reply:
-    fields = said["fields"]
-    plan, run = fields["plan"], fields["run"]  # every request has them, and they were read before
-    assert isinstance(plan, str)
-    assert isinstance(run, str)
-    return site.refuse(plan, run, error)
+def _frames(records: RecordDict) -> list[Buffer]:
+    """The frames of a request; none where the records are something else, which `serve` then refuses."""
+    frames = records.get("frames")
+    return [frames[name].data for name in sorted(frames)] if isinstance(frames, ArrayRecord) else []
 
 
-def site_of_node(context: Context) -> Site:
+def _records(frames: Sequence[Buffer]) -> RecordDict:
+    record = ArrayRecord()
+    for number, frame in enumerate(map(view, frames)):
+        array = Array("uint8", (frame.nbytes,), "cloister.frame", b"")
+        # Flower's constructor insists on bytes, which would be a copy.
+        array.data = frame  # type: ignore[assignment]  # what carries it takes any buffer
+        record[f"{number:04d}"] = array
+    return RecordDict({"frames": record})
+
+
+def site_of_node(context: Context, resident: Resident) -> Site:
     """The site whose TOML the node's configuration names under `site`.
 
     Raises:
@@ -107,14 +69,14 @@ def site_of_node(context: Context) -> Site:
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError:
-        changed = 0  # what is wrong with it, reading it will say
-    return _site(path, changed)
+        changed = 0  # reading it will say what is wrong
+    return Site(_config(path, changed), resident)
 
 
 @lru_cache(maxsize=256)
-def _site(path: str, changed: int) -> Site:
+def _config(path: str, changed: int) -> SiteConfig:
     """A site's configuration, read again only when its file has changed."""
-    return load_site(Path(path))
+    return read_config(Path(path))
 
 
 app = client_app(site_of_node)

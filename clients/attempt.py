@@ -19,29 +19,44 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation import keys
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.secure_messages import (
-    Begin,
-    Inbox,
-    Peers,
-    Survivors,
-    Unmask,
-    from_bytes,
-    to_bytes,
-)
-from cloister.aggregation.secure_sum import Answered, Contract, Site
+from cloister.aggregation.secure_site import SecureSite
+from cloister.aggregation.secure_sum import Answered, Contract
 from cloister.clients.attempt_files import AttemptFiles, Kept, State
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StaleError, StepError
+from cloister.protocol.messages import (
+    Advertise,
+    Begin,
+    Confirm,
+    Inbox,
+    Masked,
+    Peers,
+    Reveal,
+    Shares,
+    Step,
+    Survivors,
+    Told,
+    Unmask,
+)
+from cloister.protocol.wire import from_bytes, to_bytes
 
-ADVERTISE, SHARE, MASK, CONFIRM, UNMASK = 1, 2, 3, 4, 5
-_MASKED = 6  # in the log of an attempt: the digest of the vector that was masked
+_MASKED = 0
+"""In the log of an attempt, beside the steps: the digest of the vector that was masked."""
+_TOLD: dict[int, type[Told]] = {
+    Step.ADVERTISE: Begin,
+    Step.SHARE: Peers,
+    Step.CONFIRM: Survivors,
+    Step.UNMASK: Unmask,
+}
+_STEPS: dict[type, Step] = {kind: Step(step) for step, kind in _TOLD.items()}
 
-_AGREED = (ADVERTISE, SHARE, CONFIRM, UNMASK)
+Answer: TypeAlias = Advertise | Shares | Confirm | Reveal
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class _Known:
     """What a process has in memory of a folder."""
 
     state: State
-    site: Site | None
+    site: SecureSite | None
     """The protocol's state, where it was built and its contract and minimum are still those of the messages."""
 
 
@@ -92,19 +107,18 @@ class Attempts:
         self._live = live
         self._random = random
 
-    def agree(self, step: int, body: bytes, round_number: int) -> bytes:
-        """Handle step 1, 2, 4 or 5 of the attempt at a round's sum; the answer's bytes.
+    def agree(self, told: Told, round_number: int) -> Answer:
+        """Handle a step of the attempt at a round's sum that carries no vector.
 
         Raises:
             SecureSumError: the site refuses, and why.
             StorageError: the site cannot keep what it must; nothing was answered.
         """
-        if step not in _AGREED:
-            raise StepError("step", step, expected="1, 2, 4 or 5")
+        step = _STEPS[type(told)]
         with self._turn() as files:
             state = self._state(files)
-            if step == ADVERTISE:
-                return self._begin(files, state, body, round_number)
+            if isinstance(told, Begin):
+                return self._begin(files, state, told, round_number)
             kept = self._current(state, round_number)
             site = self._rebuild(state, kept)
 
@@ -112,17 +126,18 @@ class Attempts:
                 self._remember(files.mark_answered(state, mark), None)
 
             site.answered = reveal
-            answer = _handle(site, step, body)
-            if step == UNMASK:
+            answer = _handle(site, told)
+            logged = (int(step), to_bytes(told))
+            if step is Step.UNMASK:
                 self._remember(files.end(self._state(files)), None)
-            elif (step, body) not in kept.log:
-                self._remember(files.keep(state, (step, body)), site)
+            elif logged not in kept.log:
+                self._remember(files.keep(state, logged), site)
             return answer
 
     def mask(
-        self, inbox: bytes, round_number: int, model: bytes, threads: int, make: Callable[[], RingVector]
-    ) -> tuple[bytes, RingVector]:
-        """Step 3: mask the site's vector.
+        self, inbox: Inbox, round_number: int, model: bytes, threads: int, make: Callable[[], RingVector]
+    ) -> tuple[Masked, RingVector]:
+        """Step 4: mask the site's vector.
 
         Args:
             inbox: The step's message.
@@ -146,18 +161,18 @@ class Attempts:
                     "update", expected="to be asked for once in an attempt", fix="try the round again"
                 )
             site = self._rebuild(state, kept)
-            site.receive(from_bytes(Inbox, inbox))
+            site.receive(inbox)
             self._remember(state, site)
         vector = make()  # which may take long
         with self._turn() as files:
             if self._state(files) != state:
                 raise StepError("attempt", expected="to be as it was before the vector was made")
-            begun = files.keep(files.mark_masking(state), (MASK, inbox))
+            begun = files.keep(files.mark_masking(state), (int(Step.UPDATE), to_bytes(inbox)))
             site.mask(vector, model=model, threads=threads)
             digest = vector_hash(vector)
             statement = site.masked(digest)
             self._remember(files.keep(begun, (_MASKED, digest)), site)
-        return to_bytes(statement), vector
+        return statement, vector
 
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
         return AttemptFiles.turn(self._folder, self._contract.run)
@@ -166,22 +181,22 @@ class Attempts:
         known = self._live.get(self._folder)
         return files.state(known.state if known else None)
 
-    def _remember(self, state: State, site: Site | None) -> None:
+    def _remember(self, state: State, site: SecureSite | None) -> None:
         self._live[self._folder] = _Known(state, site)
 
-    def _begin(self, files: AttemptFiles, state: State, body: bytes, round_number: int) -> bytes:
-        begin = from_bytes(Begin, body)
+    def _begin(self, files: AttemptFiles, state: State, begin: Begin, round_number: int) -> Answer:
         kept = state.kept
         now = (begin.round, begin.attempt)
-        if kept is None or kept.now != now or kept.log != ((ADVERTISE, body),):
+        logged = (int(Step.ADVERTISE), to_bytes(begin))
+        if kept is None or kept.now != now or kept.log != (logged,):
             answered = state.marks.answered
             revealed = (answered.round, answered.attempt) if answered else (0, 0)
             kept = Kept(max(state.marks.joined, revealed), now, self._random(keys.KEY))
         _check_round(kept, round_number)
         site = self._rebuild(state, kept)
-        answer = _handle(site, ADVERTISE, body)
+        answer = _handle(site, begin)
         if not kept.log:
-            joined = Kept(kept.newest, kept.now, kept.seed, ((ADVERTISE, body),))
+            joined = Kept(kept.newest, kept.now, kept.seed, (logged,))
             self._remember(files.begin(state, joined), site)
         return answer
 
@@ -195,7 +210,7 @@ class Attempts:
         _check_round(state.kept, round_number)
         return state.kept
 
-    def _rebuild(self, state: State, kept: Kept) -> Site:
+    def _rebuild(self, state: State, kept: Kept) -> SecureSite:
         known = self._live.get(self._folder)
         if (
             known is not None
@@ -204,7 +219,7 @@ class Attempts:
             and known.site.contract == self._contract
         ):
             return known.site
-        site = Site(
+        site = SecureSite(
             self._contract,
             self._member.name,
             self._member.identity,
@@ -215,27 +230,33 @@ class Attempts:
             newest=kept.newest,
         )
         for step, body in kept.log:
-            _handle(site, step, body)
+            _handle_again(site, step, body)
         return site
 
 
-def _handle(site: Site, step: int, body: bytes) -> bytes:
-    match step:
-        case 1:
-            return to_bytes(site.advertise(from_bytes(Begin, body)))
-        case 2:
-            return to_bytes(site.share(from_bytes(Peers, body)))
-        case 3:
-            site.receive(from_bytes(Inbox, body))
-            return b""
-        case 4:
-            return to_bytes(site.confirm(from_bytes(Survivors, body)))
-        case 5:
-            return to_bytes(site.unmask(from_bytes(Unmask, body)))
-        case 6:
-            site.take_seeds(model=site.attempt.model)  # they were used, and nobody gets them again
-            return to_bytes(site.masked(body))
-    raise StepError("step", step, expected="a step of the secure sum")
+def _handle(site: SecureSite, told: Told) -> Answer:
+    match told:
+        case Begin():
+            return site.advertise(told)
+        case Peers():
+            return site.share(told)
+        case Survivors():
+            return site.confirm(told)
+        case Unmask():
+            return site.unmask(told)
+
+
+def _handle_again(site: SecureSite, step: int, body: bytes) -> None:
+    """Bring a rebuilt site to where it was, by a message from its log."""
+    if step in _TOLD:
+        _handle(site, from_bytes(_TOLD[step], body))
+    elif step == Step.UPDATE:
+        site.receive(from_bytes(Inbox, body))
+    elif step == _MASKED:
+        site.take_seeds(model=site.attempt.model)  # they were used, and are never given out again
+        site.masked(body)
+    else:
+        raise StepError("step", step, expected="one of the log of an attempt")
 
 
 def _unprepared(mark: Answered) -> None:

@@ -1,10 +1,8 @@
 """The only exit of a site: a finished update becomes the vector that is summed.
 
 Without privacy, and where the unit is the record (its noise is in the update already), values are coded in the plan's
-ring with public rounding. Where the unit is the site, the update is divided by the clipping norm C, clipped to norm 1,
-rounded to integers whose norm is bounded (Kairouz et al. 2021, conditional rounding), and, unless the coordinator is
-trusted to add the noise, given the site's part of Skellam noise. Under adaptive clipping (Andrew et al. 2021) one more
-integer says whether the update was clipped, under the same noise.
+ring with public rounding. Where the unit is the site, the site-level mechanism makes the integers
+(`privacy/site_noise.py`).
 
 What leaves here is kept and sent again in a second attempt at the round: noise is drawn once for an update, so that no
 number of sums of it averages the noise away.
@@ -20,9 +18,8 @@ from cloister.aggregation.average import SumLayout
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss
 from cloister.lm.layout import Vector
-from cloister.privacy.clip import clip, integer_round, l2_norm
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import Coding
+from cloister.privacy.site_noise import SiteMechanism
 
 
 @dataclass(frozen=True)
@@ -54,25 +51,15 @@ def in_clear_units(
 
 
 def for_site_unit(
-    update: Finished, layout: SumLayout, coding: Coding, clip_norm: float, noise: NoiseStream
+    update: Finished, layout: SumLayout, mechanism: SiteMechanism, clip_norm: float, noise: NoiseStream
 ) -> RingVector:
     """The contribution of an update that is protected as a whole.
 
     Args:
         update: What local training gave.
         layout: Layout of the sum.
-        coding: How the plan's terms code an update.
+        mechanism: That of the plan's terms.
         clip_norm: C of the round.
         noise: A stream that nothing else has used.
     """
-    # Nothing here may fail because of what the update is: that it failed would be seen, and nobody has paid for that.
-    vector = update.vector if np.isfinite(update.vector).all() else np.zeros_like(update.vector)
-    norm = l2_norm(vector)
-    scaled = np.multiply(vector, 1 / max(norm, clip_norm), dtype=np.float64).astype(np.float32)
-    scaled, _ = clip(scaled, 1.0)  # by what the division was rounded
-    steps = integer_round(scaled, coding.scale, 1.0, noise.child("rounding").generator())
-    if coding.count_step:
-        steps = np.append(steps, np.int64(coding.count_step if norm <= clip_norm else -coding.count_step))
-    if coding.variance:
-        steps += noise.child("skellam").skellam(steps.size, coding.variance)
-    return layout.whole(steps)
+    return layout.whole(mechanism.encode(update.vector, clip_norm, noise))

@@ -1,7 +1,8 @@
-"""Records by name: text that every Python already has, or what the user names; for simulated sites and public training.
+"""Records by name: an embedded corpus or a user's source, for simulated sites and public training.
 
-The two embedded corpora need no download, and each has natural groups that differ as sites do: the language reference
-by topic, the standard library's source by package. Everything else is read as a site would read it.
+The two embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as
+sites do: the language reference by topic, the standard library's source by package. Any other source is read as a site
+reads its own data.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from cloister.protocol.errors import DataError
 _NOT_SOURCE = {
     "site-packages", "dist-packages",  # not the standard library
     "test", "tests", "idlelib", "turtledemo",  # tests and demonstrations
-    "pydoc_data",  # prose, and the other embedded corpus
+    "pydoc_data",  # the other embedded corpus
     "__pycache__",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Records to distribute over sites, and the field by which they fall into groups of their own accord."""
+    """Records to distribute over sites, and the field that names their natural group."""
 
     records: Records
     """The records."""
     field: str = ""
-    """Field that says which group a record belongs to; empty if the source has none of its own."""
+    """Field with the group of a record; empty if the source has no such field."""
 
 
 def corpus_records(source: str, split: str = "train", cache: Path | None = None) -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, or whatever `cloister.lm.records.read_records` reads.
+    """Read `builtin:python-docs`, `builtin:python-stdlib`, or any source that `read_records` reads.
 
-    A single `.txt` file would be one record, which no two sites can share. It is distributed by paragraphs, which end
-    at blank lines; by lines, if there is no blank line between any two of them.
+    A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
+    end at blank lines, or its lines if it is one paragraph.
 
     Raises:
-        DataError: an unknown `builtin:` name, or what `read_records` raises.
+        DataError: the `builtin:` name is unknown, or as `read_records`.
     """
     if not source.startswith("builtin:"):
         records = read_records(source, split=split, cache=cache)
@@ -75,7 +76,7 @@ def _python_docs() -> Corpus:
 
 
 def _python_stdlib() -> Corpus:
-    """The standard library's Python source without its tests: about 700 files, 11 MB, 200 packages and modules."""
+    """The standard library's source without its tests: about 700 files, 11 MB, 200 packages and modules."""
     root = Path(sysconfig.get_path("stdlib"))
     records = []
     for file in sorted(root.rglob("*.py")):

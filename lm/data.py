@@ -1,14 +1,14 @@
-"""Examples -> token sequences: hold some apart, lay the rest out, keep them on disk, and draw batches from them.
+"""Examples -> token sequences: split off held-out ones, lay both parts out, cache them on disk, draw batches.
 
-Sequences are arrays: two int32 matrices of the plan's sequence length (and positions where several examples share a
-sequence) that are written once as `.npy` and mapped by every process of the site. A data loader with workers and
-collators was refused: tokens are made before training starts, so that a step waits for nothing and a batch is one
-fancy index into a mapped matrix.
+Sequences are two int32 matrices of the plan's sequence length (and positions where several examples share a sequence).
+They are written once as `.npy` and memory-mapped by every process of the site. A data loader with workers and collators
+was refused: all tokens are made before training starts, so no step waits for data, and a batch is one fancy index into
+a mapped matrix.
 
-Under record-level privacy the rows also say what they belong to. A unit, which is what the guarantee protects, is one
-record or one window of a text (`UnitRule`); it has rows of its own, and all that happens to it here (cutting, being
-held out, being dropped) depends on its own tokens and the public seed. So one unit more or less changes the rows
-of no other, and what training promises about its units holds for what they were made of.
+Under record-level privacy each row also belongs to a unit. A unit, which the guarantee protects, is one record or one
+window of a text (`UnitRule`). It has its own rows, and everything done to it here (cutting, holding out, dropping)
+depends on its own tokens and the public seed, not on other units. So adding or removing one unit does not change the
+rows of any other, and the guarantee that training gives for units holds for the records or windows behind them.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ NOT_LEARNED = -100
 class Sequences:
     """Token sequences of one length, ready for a causal language model that shifts labels itself.
 
-    With `positions`, several examples share a sequence and must not see each other. Transformers keeps them apart when
-    it is given the positions, no attention mask and `use_cache=False`.
+    With `positions`, several examples share a sequence and must not attend to each other. Transformers separates them
+    when it is given the positions, no attention mask and `use_cache=False`.
     """
 
     tokens: NDArray[np.int32]
     """(N, L): token ids; padding comes last."""
     labels: NDArray[np.int32]
-    """(N, L): the token at the same place where it is learned from what stands before it, else -100."""
+    """(N, L): the token at the same position where it is learned from the tokens before it, else -100."""
     positions: NDArray[np.int32] | None
-    """(N, L): place of a token in its example; None where they are 0..L-1 in every sequence."""
+    """(N, L): position of the token in its example; None where it is 0..L-1 in every sequence."""
     n_bytes: int
-    """UTF-8 bytes of the learned text, end-of-text tokens not counted: a loss summed in bits over this is bits per
-    byte. Where a cut separates a learned token from its record, the record's bytes count evenly by token."""
+    """UTF-8 bytes of the learned text, without end-of-text tokens: the divisor of the summed loss in bits per
+    byte. Where a record is cut, its bytes are divided evenly among its learned tokens."""
     starts: NDArray[np.int64] | None = None
-    """(U + 1,): rows starts[u]:starts[u + 1], one or more, are all that unit u has; None where rows are no units'."""
+    """(U + 1,): unit u has exactly the rows starts[u]:starts[u + 1], at least one; None without units."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @functools.cached_property
     def n_tokens(self) -> int:
-        """Labels that are learned."""
+        """Number of labels that are learned."""
         return int(np.count_nonzero(self.labels != NOT_LEARNED))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One holder's records as token sequences, for training and for evaluation."""
+    """One data holder's records as token sequences, for training and for evaluation."""
 
     train: Sequences
-    """What is trained on."""
+    """Sequences to train on."""
     held_out: Sequences
-    """What is only evaluated on: empty if `data.held_out` is 0."""
+    """Sequences used only for evaluation; empty if `data.held_out` is 0."""
     dropped: int
-    """Records of which nothing can be learned: empty, or with the whole answer past the sequence length."""
+    """Number of records without a learnable token: empty, or the whole answer is past the sequence length."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class UnitRule:
     """How records become the units that record-level privacy protects."""
 
     record: Literal["record", "window"]
-    """`record`: each record is one unit; `window`: each sequence cut from a text is one."""
+    """`record`: each record is one unit; `window`: each sequence cut from a text is one unit."""
     windows: int
-    """Most sequences of one record that are learned from where the record is the unit: its first ones."""
+    """Where the record is the unit: maximum number of its sequences that are learned from, the first ones."""
 
 
 def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
-    """The rule that a plan's sections give; None where the plan does not protect records.
+    """The unit rule of a plan; None unless `privacy.unit` is `record`.
 
     Raises:
-        PlanError: windows are the units of something that is not text.
+        PlanError: `privacy.record` is `window` and `data.format` is not `text`.
     """
     if privacy.unit != "record":
         return None
@@ -100,35 +100,10 @@ def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
         raise PlanError(
             "privacy.record",
             privacy.record,
-            expected=f"record where data.format is {data.format}: only a text can be cut into units",
+            expected=f"'record', because data.format is {data.format!r}: 'window' is only valid with 'text'",
             fix="set privacy.record = 'record'",
         )
     return UnitRule(privacy.record, privacy.windows)
-
-
-def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
-    """What the guarantee of unit `record` protects, for a report: "one line of the JSONL file, its first 512 tokens".
-
-    Args:
-        data: The plan's section.
-        privacy: The plan's section.
-        source: The file that a site reads, where the words should be those of its kind.
-    """
-    if privacy.record == "window":
-        return f"a window of {data.sequence_length} tokens of a text"
-    by_kind = {
-        ".jsonl": "one line of the JSONL file",
-        ".json": "one object of the JSON file",
-        ".parquet": "one row of the Parquet file",
-        ".txt": "the whole text file",
-    }
-    by_format = {
-        "text": "one text",
-        "prompt": "one prompt with its completion",
-        "messages": "one chat",
-    }
-    what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
-    return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
 
 
 def prepare(
@@ -139,23 +114,24 @@ def prepare(
     seed: int,
     units: UnitRule | None = None,
 ) -> Prepared:
-    """Tokenise records, keep some of them apart, and lay the rest out as sequences of `data.sequence_length`.
+    """Tokenise records, split off the held-out ones, lay out both parts in sequences of the plan's length.
 
-    A text goes on in the next sequence where one is full; a prompt or chat is cut there.
+    A text that is longer than a sequence continues in the next one; a prompt or chat is truncated.
 
-    Which records are held out depends on `seed` and on the records only: at least one of two or more is held out, and
-    of one single text the last tokens are. The first token of a sequence, and of each example in a packed one, has
-    nothing before it to be learned from, so its label is -100.
+    Which records are held out depends only on `seed` and the records: if `data.held_out` is not 0, at least one of two
+    or more records is held out, and of a single text the last tokens are. The first token of a sequence, and of each
+    example in a packed one, has no token before it to be learned from, so its label is -100.
 
-    With `units` there is no packing whatever the plan says, prompts and chats go on in further sequences as texts do,
-    and each unit is held out or not by a hash of `seed` and its own tokens. A draw over all records, as above, would
-    not do: one record more would shuffle all the others between training and evaluation, and training sets that differ
-    everywhere are not neighbours. The price is that the number held out is only near `data.held_out`, and that either
-    side may be empty. A window that is a unit may be held out while its neighbours in the text are trained on.
+    With `units`, `data.packing` is ignored, prompts and chats continue in further sequences as texts do, and a hash of
+    `seed` and the unit's own tokens decides whether the unit is held out. A draw over all records, as without `units`,
+    would be wrong: one more record would reshuffle all the others between training and evaluation, and training sets
+    that differ everywhere are not neighbours. The cost is that the number held out is only close to `data.held_out`,
+    and that either part may be empty. A window that is a unit may be held out while its neighbours in the text are
+    trained on.
 
     Raises:
-        DataError: what `to_examples` raises; nothing can be learned; or, without `units`, there is one single prompt or
-            chat and some must be held out.
+        DataError: as `to_examples`; no record has a learnable token; or, without `units`, part of one single prompt or
+            chat would have to be held out.
     """
     if units is not None:
         return _prepare_units(records, tokenizer, data, seed, units)
@@ -166,9 +142,9 @@ def prepare(
     if not examples:
         raise DataError(
             f"data.{data.format}",
-            expected=f"at least one record with something to learn in its first {data.sequence_length} tokens, "
-            f"and none of the {len(records)} has that",
-            fix="raise data.sequence_length or look at the records",
+            expected=f"at least one record with a learnable token in its first {data.sequence_length} tokens, "
+            f"but none of the {len(records)} has one",
+            fix="raise data.sequence_length or check the records",
         )
     train, held_out = _split(examples, data, seed)
     pad = tokenizer.pad_token_id
@@ -177,10 +153,10 @@ def prepare(
 
 
 def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:
-    """Draw batches of indices below `n` without end: each epoch visits every index once, in an order of its own.
+    """Draw endless batches of indices below `n`: each epoch visits every index once, in its own random order.
 
-    An epoch that ends inside a batch is followed by the next in the same batch, so that every batch has exactly
-    `batch_size` indices, also where `n` is smaller. The same `seed` gives the same batches.
+    A batch may span epochs, so every batch has exactly `batch_size` indices, also where `n` is smaller. The same `seed`
+    gives the same batches.
 
     Raises:
         ValueError: `n` or `batch_size` is less than 1.
@@ -191,10 +167,10 @@ def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[
 
 
 def save_prepared(folder: Path, prepared: Prepared) -> None:
-    """Write prepared sequences to `folder`, which appears whole or not at all, in the place of what was there.
+    """Write prepared sequences to `folder`, whole or not at all; an existing folder is replaced.
 
     Raises:
-        StorageError: the disk is full or refuses the write; what was there is untouched.
+        StorageError: the disk is full or refuses the write; an existing folder is unchanged.
     """
 
     def fill(temporary: Path) -> None:
@@ -226,7 +202,7 @@ def load_prepared(folder: Path) -> Prepared:
         parts = {}
         for name in ("train", "held_out"):
             part = about["parts"][name]
-            mode: Any = "r" if part["rows"] else None  # nothing cannot be mapped
+            mode: Any = "r" if part["rows"] else None  # an empty array cannot be memory-mapped
             arrays = {kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode=mode) for kind in part["arrays"]}
             parts[name] = Sequences(
                 arrays["tokens"],
@@ -241,22 +217,22 @@ def load_prepared(folder: Path) -> Prepared:
             "prepared data",
             str(folder),
             expected=f"a folder of tokenised data ({error})",
-            fix="remove the folder",
+            fix="remove the folder, and the next run makes it again",
         ) from error
 
 
 def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
-    """Return the sequences filed under `key` in `folder`, mapped from disk; make them first if they are not there.
+    """Return the sequences cached under `key` in `folder`, mapped from disk; make them on a cache miss.
 
-    Of several processes that ask at once one makes them and the others wait for it.
+    If several processes miss at the same time, one makes the sequences and the others wait.
 
     Args:
-        folder: Where one site keeps its tokenised data.
-        key: What the sequences depend on, from `prepared_key`.
-        make: Makes them; called only if they are not there.
+        folder: The cache folder of one site's tokenised data.
+        key: The cache key, from `prepared_key`.
+        make: Makes the sequences; called only on a cache miss.
 
     Raises:
-        DataError: what is filed there is damaged.
+        DataError: the cached folder is damaged.
         StorageError: the disk is full or refuses the write.
     """
     filed = folder / f"tokens-{key[:32]}"
@@ -282,10 +258,10 @@ def prepared_key(
     split: str = "train",
     units: UnitRule | None = None,
 ) -> str:
-    """SHA-256, in hex, of all that `prepare(read_records(source))` depends on.
+    """The cache key: SHA-256, in hex, of everything that `prepare(read_records(source))` depends on.
 
     Raises:
-        DataError: what `fingerprint` raises.
+        DataError: as `fingerprint`.
     """
     digest = hashlib.sha256(fingerprint(source, split=split))
     rule = [] if units is None else [json.dumps(asdict(units))]
@@ -297,7 +273,7 @@ def prepared_key(
 def _prepare_units(
     records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection, seed: int, rule: UnitRule
 ) -> Prepared:
-    """`prepare` with units: what becomes of one does not depend on the others."""
+    """`prepare` with units: the result for one unit does not depend on the others."""
     length = data.sequence_length
     train: list[Example] = []
     held_out: list[Example] = []
@@ -314,9 +290,9 @@ def _prepare_units(
     if not train and not held_out:
         raise DataError(
             f"data.{data.format}",
-            expected=f"at least one record with something to learn in its first {rule.windows * length} tokens, "
-            f"and none of the {len(records)} has that",
-            fix="raise data.sequence_length or look at the records",
+            expected=f"at least one record with a learnable token in its first {rule.windows * length} tokens, "
+            f"but none of the {len(records)} has one",
+            fix="raise data.sequence_length or check the records",
         )
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
@@ -330,14 +306,14 @@ def _prepare_units(
 
 
 def _learnable_rows(example: Example, length: int) -> NDArray[np.bool_]:
-    """For each sequence of an example that starts one of its own: whether something is learned from it."""
+    """For each sequence of an example that starts a new sequence: whether a token of it is learned."""
     role = np.zeros(-(-len(example) // length) * length, np.uint8)
     role[: len(example)] = example.role
     return np.asarray(role.reshape(-1, length)[:, 1:].any(axis=1), np.bool_)
 
 
 def _chosen(example: Example, share: float, seed: int) -> bool:
-    """Whether a unit is held out: with probability `share` over its hash, and by nothing else."""
+    """Whether a unit is held out: with probability `share` over its hash, which alone decides."""
     digest = hashlib.sha256(f"cloister/held out/{seed}/".encode() + example.tokens.astype("<i4").tobytes())
     return int.from_bytes(digest.digest()[:8], "big") < share * 2**64
 
@@ -359,7 +335,7 @@ def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[
     if data.format != "text" or len(only) < 4:
         raise DataError(
             f"data.{data.format}",
-            expected="two records or more, of which one can be held out",
+            expected="at least two records, so that one can be held out",
             fix="add records, or set data.held_out = 0 and name public records in server.evaluation",
         )
     cut = min(max(2, round(len(only) * (1 - data.held_out))), len(only) - 2)
@@ -367,7 +343,7 @@ def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[
 
 
 def _lay_out(examples: Sequence[Example], data: DataSection, pad: int) -> Sequences:
-    """Place examples in sequences of L tokens; a sequence from which nothing can be learned is left out."""
+    """Place examples in sequences of L tokens; drop sequences without a learned token."""
     length = data.sequence_length
     apart = data.packing and data.format != "text"
     if not examples:
@@ -378,7 +354,7 @@ def _lay_out(examples: Sequence[Example], data: DataSection, pad: int) -> Sequen
     starts = np.cumsum(sizes) - sizes
     tokens = np.concatenate([example.tokens for example in placed]).reshape(-1, length)
     role = np.concatenate([example.role for example in placed]).reshape(-1, length)
-    # What comes first, in a sequence or in an example apart, follows nothing that it could be predicted from.
+    # The first token of a sequence, or of an example kept apart, has no context to be predicted from.
     role[:, 0] = CONTEXT
     positions = None
     if apart:
@@ -398,17 +374,17 @@ def _lay_out(examples: Sequence[Example], data: DataSection, pad: int) -> Sequen
 def _placed(
     examples: Iterable[Example], length: int, pad: int, *, whole: bool, joined: bool
 ) -> Iterator[Example]:
-    """Put padding between and behind examples, so that a cut every `length` tokens falls where it may.
+    """Insert padding between and after examples, so that cuts every `length` tokens fall where they may.
 
-    An example that must stay `whole` goes into a new sequence if it does not fit into the open one; one that may not
-    be `joined` to the one before always does.
+    With `whole`, an example that does not fit into the current sequence starts a new one. Without `joined`, every
+    example starts a new sequence.
     """
 
     def padding(n: int) -> Iterator[Example]:
         if n:
             yield Example(np.full(n, pad, np.int32), np.full(n, CONTEXT, np.uint8), 0.0)
 
-    room = 0  # in the sequence that is open
+    room = 0  # tokens left in the current sequence
     for example in examples:
         if not joined or (whole and len(example) > room):
             yield from padding(room)

@@ -1,10 +1,10 @@
-"""Held-out evaluation: sums over sequences, from which loss, perplexity, accuracy and bits per byte follow.
+"""Held-out evaluation: sums over sequences, which give loss, perplexity, accuracy and bits per byte.
 
-Sums, because they add up over batches, over sites, and under a secure sum, and because no mean of means is wrong then.
+Sums add up over batches, over sites, and under a secure sum, and they avoid averaging averages.
 
-A label is scored when the model has a token before it to predict it from: all that are not -100, but for the first of a
-sequence, which nothing predicts (and which `lm/data.py` therefore never labels). `tokens` counts exactly the scored
-labels, and `bytes` the text that they stand for.
+A label is scored if it is not -100 and a token precedes it in its sequence; the first token of a sequence cannot be
+predicted, and `lm/data.py` never labels it. `tokens` counts exactly the scored labels, and `bytes` the bytes of the
+text that they stand for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sums over scored labels; two of them add up."""
+    """Sums over scored labels; `+` adds two of them."""
 
     loss_nats: float = 0.0
     """Sum of -log p(label), in nats."""
     correct: int = 0
-    """Labels that were the likeliest token."""
+    """Labels to which the model gave the highest probability."""
     tokens: int = 0
     """Labels scored."""
     bytes: int = 0
@@ -50,22 +50,22 @@ class HeldOut:
 
     @property
     def loss(self) -> float:
-        """Nats per token; not a number where nothing was scored."""
+        """Nats per token; NaN where nothing was scored."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that exceeds a float."""
+        """exp(loss); infinite where that overflows a float."""
         return math.exp(self.loss) if not self.loss > 700 else math.inf
 
     @property
     def accuracy(self) -> float:
-        """Fraction of labels that were the likeliest token; not a number where nothing was scored."""
+        """Fraction of labels with the highest probability; NaN where nothing was scored."""
         return self.correct / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """loss_nats / (ln 2 x bytes), comparable between tokenizers; not a number where there are no bytes."""
+        """loss_nats / (ln 2 x bytes), comparable between tokenizers; NaN where there are no bytes."""
         return self.loss_nats / (math.log(2) * self.bytes) if self.bytes else math.nan
 
 
@@ -76,14 +76,14 @@ def evaluate(
     device: torch.device,
     precision: Precision = "auto",
 ) -> HeldOut:
-    """Score every sequence once, in order, without gradients; the module is left in the mode it came in.
+    """Score every sequence once, in order, without gradients; restore the module's training mode afterwards.
 
     Args:
         module: A causal language model, already on `device`.
-        sequences: N sequences of L tokens; none gives a `HeldOut` of zeros.
-        batch_size: Sequences at a time.
-        device: Where the module lies.
-        precision: Arithmetic of the forward pass; losses are taken in float32 and summed in float64.
+        sequences: N sequences of L tokens; without sequences every sum is zero.
+        batch_size: Sequences per forward pass.
+        device: The device of the module.
+        precision: Arithmetic of the forward pass; losses are computed in float32 and summed in float64.
 
     Raises:
         DataError: `batch_size` is below 1.
@@ -113,29 +113,29 @@ def evaluate(
 
 
 def next_tokens(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """What each position is to predict: `labels` (N, L) moved one to the left, -100 at the end; (N, L) int64."""
+    """The target of each position: `labels` (N, L) shifted one to the left, -100 at the end; (N, L) int64."""
     targets = np.full(labels.shape, NOT_LEARNED, dtype=np.int64)
     targets[:, :-1] = labels[:, 1:]
     return targets
 
 
 def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
-    """A copy as int64 on the device: torch indexes with nothing shorter in every operation, nor reads shared arrays."""
+    """An int64 copy on the device: some torch operations need int64 indices, and none reads shared arrays."""
     return torch.from_numpy(array.astype(np.int64)).to(device)
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in float32, summed over the targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
+    """Float32 cross-entropy summed over targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
     return functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
     )
 
 
 class Forward:
-    """The forward pass of a causal language model as training and evaluation both take it.
+    """The forward pass of a causal language model, the same for training and evaluation.
 
-    Sequences are padded on the right or not at all, so the causal mask alone keeps padding out of what is scored.
-    `position_ids` that start again at 0 tell transformers where a packed record begins, and attention stays within it.
+    Sequences are padded on the right or not at all, so the causal mask alone excludes padding from what is scored.
+    `position_ids` that restart at 0 tell transformers where a packed record begins, and attention stays within it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:

@@ -1,7 +1,7 @@
-"""Records -> examples: the tokens of each record, which of them are learned, and the bytes of text they stand for.
+"""Records -> examples: the tokens of each record, which of them are learned, and their bytes of text.
 
-Texts, prompts and chats all become the same thing here, so that what follows (splitting, cutting, packing) knows only
-examples. A record is first rendered as one text with the spans of it that are learned, then tokenised.
+Texts, prompts and chats all become examples here, so later steps (splitting, cutting, packing) handle one type. A
+record is first rendered as one text with the spans that are learned, then tokenised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Coded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """The tokens of a text, and which of them are learned."""
 
 CONTEXT, ANSWER, END = 0, 1, 2
-"""Roles of a token: not learned; learned, and part of the text; learned, and only the end of it."""
+"""Roles of a token: not learned; learned, and part of the text; learned, and the end-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Example:
 
 
 def to_examples(records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> Iterator[Example]:
-    """Turn each record into one example, whatever its length; one that is empty where the record is.
+    """Turn each record into one example of any length; an empty record gives an empty example.
 
-    Of a text every token is learned, of a prompt and completion the completion, of a chat the assistant's turns, and
-    in each case the end-of-text token behind it.
+    The learned tokens are every token of a text, the completion after a prompt, or the assistant's turns of a chat, and
+    in each case the end-of-text token that follows.
 
     Raises:
         DataError: a record lacks the plan's field, has another type in it, or is a chat that the template refuses;
-            or the tokenizer cannot do chats, or cannot say where in a text its tokens stand.
+            or the tokenizer has no chat template, or cannot give the offsets of its tokens in a text.
     """
     render: Callable[[int, Record], tuple[str, Spans]]
     if data.format == "text":
@@ -71,18 +71,18 @@ def to_examples(records: Records, tokenizer: PreTrainedTokenizerBase, data: Data
             raise DataError(
                 "data.format",
                 "messages",
-                expected="prompt or text with a tokenizer that has no chat template",
-                fix="set model.tokenizer to one that has",
+                expected="'prompt' or 'text', because the tokenizer has no chat template",
+                fix="set model.tokenizer to one with a chat template",
             )
         render = functools.partial(_render_chat, data, tokenizer)
-    # A chat template says itself where a chat begins and ends.
+    # A chat template adds the begin and end tokens of a chat itself.
     encode = _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
     for batch in _by_size(render(number, record) for number, record in enumerate(records, start=1)):
         yield from encode(batch)
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All of a tokenizer that decides about tokens, as text."""
+    """Everything in a tokenizer that determines its tokens, as text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     inner = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return json.dumps(
@@ -91,7 +91,7 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _by_size(rendered: Iterable[tuple[str, Spans]]) -> Iterator[list[tuple[str, Spans]]]:
-    """Gather texts until they are worth a call of the tokenizer, whose intermediate results are large."""
+    """Collect texts into batches of limited size: the intermediate results of a tokenizer call are large."""
     batch: list[tuple[str, Spans]] = []
     size = 0
     for item in rendered:
@@ -115,7 +115,7 @@ def _render_prompt(data: DataSection, number: int, record: Record) -> tuple[str,
     return text, [(len(prompt), len(text))]
 
 
-_STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters, which no template and hardly any text contains
+_STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters: no template and hardly any text contains them
 
 
 def _render_chat(
@@ -123,19 +123,19 @@ def _render_chat(
 ) -> tuple[str, Spans]:
     """Render a chat and find the assistant's turns in it.
 
-    Where a turn stands is found by rendering the chat once more with a stand-in for the turn's content: what differs
-    between the two is the turn. This holds also for templates that strip, rearrange or shorten what was said.
-    What the template puts behind a turn (its end token) is learned with it.
+    To locate a turn, the chat is rendered again with a placeholder as the turn's content: the two renderings differ
+    exactly in the turn. This also works for templates that strip, reorder or shorten the content. The text that the
+    template adds after a turn (its end token) is learned with the turn.
     """
     messages = _messages(record, number, data.messages_field)
 
     def rendered(turns: list[dict[str, Any]]) -> str:
         try:
             return str(tokenizer.apply_chat_template(turns, tokenize=False))
-        except Exception as error:  # a template is a program, and raises whatever the chat led it to
+        except Exception as error:  # a template is a program and can raise any exception
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
-                f"record {number}", expected=f"a chat that the template takes ({reason})"
+                f"record {number}", expected=f"a chat that the template accepts ({reason})"
             ) from error
 
     full = rendered(messages)
@@ -146,7 +146,7 @@ def _render_chat(
         stand_in = {**message, "content": _STAND_IN}
         other = rendered([*messages[:index], stand_in, *messages[index + 1 :]])
         if _STAND_IN not in other:
-            raise DataError(f"record {number}", expected="a chat template that keeps what the assistant says")
+            raise DataError(f"record {number}", expected="a chat template that keeps the assistant's content")
         start = _shared(full, other)
         end = len(full) - _shared(full[start:][::-1], other[start:][::-1])
         behind = rendered([*messages[:index], stand_in]).rpartition(_STAND_IN)[2]
@@ -160,7 +160,7 @@ def _messages(record: Record, number: int, name: str) -> list[dict[str, Any]]:
         raise DataError(f"record {number}, field {name}", messages, expected="a list of {role, content}")
     kept = []
     for message in messages:
-        # Arrow gives every message every key that any message has; a template must not take None for a value.
+        # Arrow gives every message the keys of all messages; a template must not see None for an absent key.
         kept.append({key: value for key, value in message.items() if value is not None})
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(
@@ -186,8 +186,8 @@ def _value(record: Record, number: int, name: str) -> Any:
         has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
         raise DataError(
             f"record {number}",
-            expected=f"a field {name!r}, and it has {has}",
-            fix="name the field in [data] of the plan",
+            expected=f"a field {name!r}; the fields of the record: {has}",
+            fix="set the name of the field in [data] of the plan",
         )
     return value
 
@@ -202,23 +202,23 @@ def _shared(left: str, right: str) -> int:
 
 
 class _Encoder:
-    """Texts with learned spans -> examples, with the beginning and end tokens that the tokenizer's models expect."""
+    """Texts with learned spans -> examples, with the begin and end tokens of the tokenizer's models."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, whole: bool, close: bool) -> None:
-        """Set up for texts that are learned as a `whole` or in spans, and that it must `close` or that are closed."""
+        """Learn every token if `whole`, else those in spans; add begin and end tokens if `close`."""
         self.tokenizer = tokenizer
         self.whole = whole
         alone = tokenizer("")["input_ids"]
         self.start = alone[:1] if close and alone[:1] == [tokenizer.bos_token_id] else []
         self.end = [tokenizer.eos_token_id] if close else []
         self.special = [str(token) for token in tokenizer.all_special_tokens]
-        # Bytes are their own tokens: reading them off is far faster than looking each one up, and equal (tested).
+        # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
         self.bytes = identity(tokenizer) == identity(byte_tokenizer())
         if not whole and not tokenizer.is_fast:
             raise DataError(
                 "data.format",
-                expected="text, with a tokenizer that cannot say where in a text its tokens stand",
-                fix="set model.tokenizer to one of the tokenizers library",
+                expected="'text', because the tokenizer cannot give the offsets of its tokens in a text",
+                fix="set model.tokenizer to a fast tokenizer (of the tokenizers library)",
             )
 
     def __call__(self, batch: Sequence[tuple[str, Spans]]) -> Iterator[Example]:
@@ -239,7 +239,7 @@ class _Encoder:
             )
 
     def _as_wholes(self, texts: Sequence[str]) -> Iterator[_Coded]:
-        # The intermediate results of a tokenizer take some 100 bytes a token, so a long text goes in pieces.
+        # A tokenizer's intermediate results take about 100 bytes per token: a long text is encoded in pieces.
         for text in texts:
             parts = [np.array(self._call([piece])["input_ids"][0], np.int32) for piece in _pieces(text)]
             tokens = np.concatenate(parts)
@@ -253,7 +253,7 @@ class _Encoder:
             begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
             learned = np.zeros(len(ids), bool)
             for start, stop in spans:
-                # A token across the border belongs to the answer: without it the answer could not be written.
+                # A token that crosses the start of a span is learned: the answer cannot be generated without it.
                 learned |= (begin < stop) & (end > start)
             yield np.array(ids, np.int32), learned
 
@@ -272,7 +272,7 @@ def _as_bytes(batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text behind line ends."""
+    """Cut a long text after line ends, where it has them."""
     start = 0
     while len(text) - start > _BATCH_CHARACTERS:
         stop = start + _BATCH_CHARACTERS

@@ -1,4 +1,4 @@
-"""Text from a saved model: what a person looks at to see whether a run has learned anything."""
+"""Generate text from a saved model, to see what a run has learned."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def generate(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Continue `prompt` with the model that `lm.model.save_pretrained` wrote to `folder`, or any folder like it.
+    """Continue `prompt` with the model in `folder`, as `lm.model.save_pretrained` writes it.
 
     Args:
-        folder: A full model, or an adapter with its base beside it or named in its configuration.
-        prompt: Text to continue; where it is empty the model begins after its first special token.
-        max_new_tokens: Most tokens to add; fewer when the model ends the text itself.
-        temperature: Divides the logits before sampling from all tokens; 0 takes the likeliest token each time.
-        seed: Seed of the sampling; the process's own random state is left as it was.
-        device: Where to run; the CPU unless named.
+        folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
+        prompt: Text to continue; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
+        max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
+        temperature: Divides the logits before sampling from all tokens; 0 always takes the most likely token.
+        seed: Seed of the sampling; the process's own random state is unchanged.
+        device: Where to run; by default the CPU.
 
     Returns:
         The prompt and its continuation, without special tokens.
 
     Raises:
-        ModelError: the folder holds no model, or prompt and new tokens exceed its positions.
+        ModelError: the folder has no model, or prompt and new tokens together exceed its positions.
     """
     if temperature < 0 or max_new_tokens < 1:
         raise ModelError(
@@ -53,13 +53,13 @@ def generate(
     if isinstance(longest, int) and 0 < longest < len(tokens) + max_new_tokens:
         raise ModelError(
             "prompt",
-            f"{len(tokens)} tokens, and {max_new_tokens} more",
-            expected=f"at most the model's {longest} positions together",
+            f"{len(tokens)} tokens plus {max_new_tokens} new tokens",
+            expected=f"at most the {longest} positions of the model in total",
         )
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    beyond = list(range(len(tokenizer), config.vocab_size))  # rows that only round the vocabulary up
+    beyond = list(range(len(tokenizer), config.vocab_size))  # rows that only pad the vocabulary
     given = torch.tensor([tokens], device=device)  # (1, T)
     with seeded("generate", seed, device=device), torch.no_grad():
         output = module.generate(
@@ -88,7 +88,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
         plain = from_pretrained(locate(base, config.revision or "main"))
         with warnings.catch_warnings():
-            # PEFT asks transformers for a property that transformers is renaming.
+            # PEFT reads a deprecated property of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             module = PeftModel.from_pretrained(plain, str(folder))
     elif folder.is_dir():
@@ -97,6 +97,6 @@ def _load(folder: Path) -> tuple[Any, Any]:
         raise ModelError("model", str(folder), expected="a folder with a saved model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # whatever transformers' readers meet in files that they cannot use
+    except Exception as error:  # transformers raises many types for files that it cannot read
         raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
     return module, tokenizer

@@ -1,9 +1,9 @@
-"""The layout: where each trained parameter lies in the one flat vector that the parties exchange.
+"""The layout: the place of each trained parameter in the one flat vector that the parties exchange.
 
 It is defined by the unsharded model: trained parameters sorted by name, each flattened in row-major order, one after
 the other, float32. Tied weights are one parameter and appear once, under the name that `named_parameters` gives them
-first. A vector without names, shapes or types on the wire is what lets updates be summed as plain integers; a dict of
-arrays would carry the same numbers with a container to agree on.
+first. The wire carries a vector without names, shapes or types, so updates can be summed as plain integers; a dict of
+arrays would carry the same numbers in a container format that the parties would have to agree on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Vector = npt.NDArray[np.float32]
 
 
 def params_sha256(weights: Vector) -> str:
-    """SHA-256, in hex, of a flat float32 vector's little-endian bytes: what names a global model."""
+    """SHA-256, in hex, of a flat float32 vector's little-endian bytes; it identifies a global model."""
     return hashlib.sha256(np.ascontiguousarray(weights, dtype="<f4").data).hexdigest()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the trained parameters, in the order in which they lie in a vector."""
+    """Names and shapes of the trained parameters, in the order of the vector."""
 
     names: tuple[str, ...]
     """Parameter names, sorted."""
@@ -42,22 +42,22 @@ class Layout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:
-        """The layout of those of `module.named_parameters()` that require a gradient."""
+        """The layout of the parameters in `module.named_parameters()` that require a gradient."""
         trained = sorted((name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
         return cls(tuple(name for name, _ in trained), tuple(shape for _, shape in trained))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in a vector, and, as one more element, where the last one ends."""
+        """Offset of each parameter in a vector, and as one more element the end of the last parameter."""
         return tuple(itertools.accumulate((math.prod(shape) for shape in self.shapes), initial=0))
 
     @property
     def size(self) -> int:
-        """Elements in a vector."""
+        """Number of elements in a vector."""
         return self.offsets[-1]
 
     def digest(self) -> str:
-        """SHA-256, in hex, over names and shapes: two parties with equal digests lay out vectors alike."""
+        """SHA-256, in hex, over names and shapes: parties with equal digests have the same layout."""
         return self._digest
 
     @cached_property
@@ -66,7 +66,7 @@ class Layout:
         return hashlib.sha256(listed.encode()).hexdigest()
 
     def flatten(self, module: nn.Module) -> Vector:
-        """A copy of the trained parameters of `module`, on whatever device, as a float32 vector of shape (size,)."""
+        """Copy the trained parameters of `module`, on any device, to a float32 vector of shape (size,)."""
         parameters = dict(module.named_parameters())
         parts = [parameters[name].detach().reshape(-1) for name in self.names]
         flat: Vector = torch.cat(parts).float().cpu().numpy()
@@ -113,14 +113,14 @@ class Layout:
         self.check(vector)
         parameters = dict(module.named_parameters())
         targets = [parameters[name].detach() for name in self.names]
-        # torch has no read-only tensors: a vector that lies in a message or a read-only map is copied once more.
+        # torch has no read-only tensors: a vector in a message or a read-only memory map is copied first.
         own = vector if vector.flags.writeable and vector.flags.c_contiguous else vector.copy()
         flat = torch.from_numpy(own).to(targets[0].device)
         for target, (begin, end) in zip(targets, itertools.pairwise(self.offsets), strict=True):
             target.copy_(flat[begin:end].view(target.shape))
 
     def check(self, vector: npt.NDArray[np.generic]) -> None:
-        """Refuse what is not a vector of this layout.
+        """Refuse a vector that does not have this layout.
 
         Raises:
             UpdateError: the vector is not float32 of shape (size,).
@@ -130,5 +130,5 @@ class Layout:
                 "the model's vector",
                 f"{vector.dtype} of shape {vector.shape}",
                 expected=f"float32 of shape ({self.size},)",
-                fix="the parties do not have the same model",
+                fix="use the same plan and model on every party",
             )

@@ -1,8 +1,8 @@
-"""The language model of a plan: built or loaded, given its adapter, laid out flat, and saved for `transformers` again.
+"""The language model of a plan: build or load it, add its adapter, lay it out, save it for `transformers`.
 
 `load_model` gives every party the same model for the same plan: fresh weights and adapters are drawn from the plan's
-public seed, without touching the process's own random state, and nothing that is missing from a checkpoint is quietly
-made up. What is trained is chosen by the plan's adapter scheme:
+public seed, without changing the process's own random state, and a parameter that is missing from a checkpoint is an
+error, never silently initialised. The plan's adapter scheme selects what is trained:
 
 - `full`: every parameter.
 - `ffa-lora`: LoRA with A frozen at its public initial value, so that the mean of the B's is exact (Sun et al. 2024,
@@ -53,14 +53,14 @@ class LanguageModel:
     layout: Layout
     """Layout of every parameter that some round trains."""
     section: ModelSection
-    """What the plan says of it."""
+    """The plan's section for it."""
     own_base: bool = False
-    """Whether the weights under its adapter are those of no checkpoint that has a name."""
+    """Whether the weights under its adapter are not those of a named checkpoint."""
 
     def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
-        """Set `requires_grad` to what the round (from 1) trains; its names and parameters in layout order.
+        """Set `requires_grad` for the round (from 1); return its names and parameters in layout order.
 
-        The rest of the layout is frozen in this round, so that its update is exactly zero.
+        The rest of the layout is frozen in this round, so its update is exactly zero.
         """
         parameters = dict(self.module.named_parameters())
         scheme = self.section.adapter.scheme
@@ -75,11 +75,11 @@ def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
 
     Args:
         plan: The plan.
-        base: Every parameter of the model without its adapter, as its layout has them, in the place of those that the
-            plan gives.
+        base: Every parameter of the model without its adapter, in layout order; replaces the weights that the plan
+            gives.
 
     Raises:
-        ModelError: there is no such model, its files are not whole, or it does not fit the plan.
+        ModelError: the model does not exist, its files are incomplete, or it does not fit the plan.
         UpdateError: `base` is of another model.
     """
     config, place = _configure(plan)
@@ -99,10 +99,10 @@ def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
 
 
 def count_parameters(plan: Plan) -> tuple[int, int]:
-    """Parameters of the plan's model with its adapter, and how many of them are trained; allocates no weights.
+    """Count the parameters of the plan's model with its adapter, and the trained ones; allocates no weights.
 
     Raises:
-        ModelError: as `load_model`, as far as it can be known without the weights.
+        ModelError: as `load_model`, for everything that can be checked without the weights.
     """
     config, _ = _configure(plan)
     _check_fits(plan, config, load_tokenizer(plan.model))
@@ -115,7 +115,7 @@ def device_for(name: str) -> torch.device:
     """The device that `auto` (the first GPU, else the CPU) or a torch device name such as `cuda:1` means.
 
     Raises:
-        ModelError: it is no device of this machine.
+        ModelError: this machine has no such device.
     """
     count = torch.cuda.device_count()
     if name == "auto":
@@ -127,7 +127,7 @@ def device_for(name: str) -> torch.device:
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """Whether the model's forward pass takes `position_ids`; one that does not lets packed records see each other."""
+    """Whether the forward pass takes `position_ids`; without them packed records attend to each other."""
     get_base: Any = getattr(module, "get_base_model", None)
     forward = (get_base() if get_base is not None else module).forward
     return "position_ids" in inspect.signature(forward).parameters
@@ -135,9 +135,9 @@ def takes_positions(module: nn.Module) -> bool:
 
 @contextmanager
 def seeded(*parts: str | int, device: torch.device | None = None) -> Iterator[None]:
-    """Random draws inside depend on `parts` alone; outside, torch's random state is as if nothing had been drawn.
+    """Seed torch's random draws inside from `parts` alone; afterwards restore the random state from before.
 
-    Covers the CPU's default generator, and that of `device` where it is a CUDA device.
+    Covers the CPU's default generator, and that of `device` if it is a CUDA device.
     """
     digest = hashlib.sha256("/".join(["cloister", *map(str, parts)]).encode()).digest()
     seed = int.from_bytes(digest[:8], "big")
@@ -162,7 +162,7 @@ class Place:
     revision: str = "main"
     """Commit, branch or tag of a hub name."""
     local_files_only: bool = True
-    """Whether the hub may not be asked, because it is a folder or the network is away."""
+    """Whether the hub must not be asked, because the name is a folder or the hub cannot be reached."""
 
     def options(self) -> dict[str, Any]:
         """Arguments of `from_pretrained` for transformers and PEFT."""
@@ -174,7 +174,7 @@ class Place:
 
 
 def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
-    """The configuration of the plan's model and where its weights lie: None for a fresh model."""
+    """The configuration of the plan's model and the place of its weights: None for a fresh model."""
     section = plan.model
     if section.name.startswith(BUILTIN):
         return _builtin_config(section), None
@@ -184,7 +184,7 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
 
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
-    except Exception as error:  # whatever transformers' readers meet in a file that they cannot use
+    except Exception as error:  # transformers raises many types for a file that it cannot read
         raise ModelError(
             "model.name", section.name, expected=f"a causal LM of transformers ({_first_line(error)})"
         ) from error
@@ -192,11 +192,13 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
         raise ModelError(
             "model.name",
             section.name,
-            expected=f"a causal LM of transformers, and this is of type {config.model_type}",
+            expected=f"a causal LM of transformers, but its type is {config.model_type}",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            "model.name", section.name, expected="a model that is not quantized: it is trained in float32"
+            "model.name",
+            section.name,
+            expected="a model that is not quantized, because training is in float32",
         )
     return _for_training(config), place
 
@@ -211,7 +213,7 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
         raise ModelError(
             "model.name",
             section.name,
-            expected="builtin: and a causal LM type of transformers",
+            expected="builtin: followed by a causal LM type of transformers",
             fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
         )
     cls = CONFIG_MAPPING[kind]
@@ -225,9 +227,7 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
                 f"model.config.{key}",
                 value,
                 expected=f"a field that a plan may set in the configuration of {kind}",
-                fix=f"did you mean {nearest[0]}?"
-                if nearest
-                else f"the known ones are {', '.join(sorted(known))}",
+                fix=f"did you mean {nearest[0]}?" if nearest else f"known fields: {', '.join(sorted(known))}",
             )
     tokenizer = load_tokenizer(section)
     chosen: dict[str, Any] = {
@@ -239,7 +239,7 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
     }
     try:
         config = AutoConfig.for_model(kind, **chosen)
-    except Exception as error:  # each of transformers' 200 types checks its own fields in its own way
+    except Exception as error:  # each of transformers' 200 model types raises its own types
         raise _inconsistent(section, error) from error
     return _for_training(config)
 
@@ -247,15 +247,15 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
 def _for_training(config: PreTrainedConfig) -> PreTrainedConfig:
     config.use_cache = False
     if getattr(config, "is_decoder", True) is False and not config.is_encoder_decoder:
-        config.is_decoder = True  # BERT and its kin attend to the future unless told that they are decoders
+        config.is_decoder = True  # BERT-like models attend to later tokens unless this is set
     return config
 
 
 def locate(name: str, revision: str = "main") -> Place:
-    """Find a checkpoint; at most a few seconds also where the network is away, when only the cache can answer.
+    """Find a checkpoint; if the hub cannot be reached within a few seconds, look only in its local cache.
 
     Raises:
-        ModelError: it is a folder without a model, or a hub name that neither the hub nor the cache has.
+        ModelError: the name is a folder without a model, or a hub name that neither the hub nor the cache has.
     """
     folder = Path(name).expanduser()
     if folder.exists() or looks_like_path(name):
@@ -274,8 +274,8 @@ def locate(name: str, revision: str = "main") -> Place:
         raise ModelError(
             "model.name",
             name,
-            expected="an existing folder, or a name in the hub's local cache because the hub cannot be reached",
-            fix="download the model where there is a network and name its folder",
+            expected="an existing folder, or a name in the hub's local cache, because the hub cannot be reached",
+            fix="download the model on a machine with a network, copy it here and give its folder",
         )
     return Place(name, revision)
 
@@ -298,10 +298,10 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Read a whole checkpoint in float32.
+    """Load a complete checkpoint in float32.
 
     Raises:
-        ModelError: its weights cannot be read, or do not have every parameter in its shape.
+        ModelError: the weights cannot be read, or a parameter is missing or has another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -313,7 +313,7 @@ def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> Pre
             )
     except Exception as error:  # see `_configure`
         raise ModelError(
-            "model.name", place.name, expected=f"a whole checkpoint of a causal LM ({_first_line(error)})"
+            "model.name", place.name, expected=f"a complete checkpoint of a causal LM ({_first_line(error)})"
         ) from error
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent or info.get("error_msgs"):
@@ -321,7 +321,7 @@ def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> Pre
         raise ModelError(
             "model.name",
             place.name,
-            expected=f"a checkpoint with every parameter in its shape, and {max(len(absent), 1)} are not ({named})",
+            expected=f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
         )
     return cast("PreTrainedModel", module)
 
@@ -342,7 +342,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
         raise ModelError(
             "model.tokenizer",
             plan.model.tokenizer,
-            expected=f"at most the {text.vocab_size} tokens of {plan.model.name}, and it has {len(tokenizer)}",
+            expected=f"at most the {text.vocab_size} tokens of {plan.model.name}, but it has {len(tokenizer)}",
         )
     heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if builtin and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
@@ -354,7 +354,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
 
 
 def _check_runs(section: ModelSection, module: nn.Module) -> None:
-    """Two tokens through a fresh model: many types find contradictions in their configuration only here."""
+    """Run two tokens through a fresh model: many types detect an inconsistent configuration only here."""
     module.eval()
     try:
         with torch.no_grad():
@@ -364,7 +364,7 @@ def _check_runs(section: ModelSection, module: nn.Module) -> None:
 
 
 def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
-    """Put the adapter on, choose what is trained, and lay it out."""
+    """Add the adapter, select the trained parameters, and lay them out."""
     adapter = plan.model.adapter
     if adapter.scheme == "full":
         module.requires_grad_(True)
@@ -374,14 +374,14 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
 
     config = LoraConfig(
         r=adapter.rank,
-        lora_alpha=cast(int, adapter.alpha),  # PEFT only ever divides by the rank: a float is as good
+        lora_alpha=cast(int, adapter.alpha),  # PEFT only divides it by the rank: a float works
         target_modules=targets,
         task_type="CAUSAL_LM",
         revision=None if plan.model.name.startswith(BUILTIN) else plan.model.revision,
     )
     with warnings.catch_warnings(), seeded("adapter", plan.run.seed):
-        # PEFT turns its own switch for GPT-2's transposed layers and says so; and it asks transformers for a
-        # property that transformers is renaming. Neither is of use to the person who reads it.
+        # PEFT warns that it sets its own switch for GPT-2's transposed layers, and it reads a deprecated property of
+        # transformers. A user can act on neither warning.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         warnings.filterwarnings(
             "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
@@ -394,7 +394,7 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
 
 
 def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
-    """PEFT's `target_modules`, every name of which is a linear layer of the model."""
+    """PEFT's `target_modules`; every name must be a linear layer of the model."""
     from transformers.pytorch_utils import Conv1D
 
     if adapter.targets == ("all-linear",):
@@ -420,17 +420,17 @@ def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
 
 
 def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
-    """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT to load.
+    """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT.
 
     A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
-    `AutoPeftModelForCausalLM.from_pretrained(folder)`. The adapter of a fresh model has that model's weights beside it
-    in `folder/base`, named in its configuration by the absolute path of the final folder; when the folder has moved,
-    `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`. For the adapter of a fresh model, the weights of that model are
+    saved in `folder/base`, and the adapter's configuration names them by the absolute path of the final folder. If the
+    folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
 
-    The folder is replaced whole (`protocol.storage.write_folder`).
+    The folder is replaced as a whole (`protocol.storage.write_folder`).
 
     Raises:
-        StorageError: the disk is full or refuses; an existing folder is untouched.
+        StorageError: the disk is full or refuses the write; an existing folder is unchanged.
         UpdateError: the vector does not have the model's layout.
     """
     model.layout.scatter(vector, model.module)
@@ -441,7 +441,7 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
 
 def _write(model: LanguageModel, staging: Path, final: Path) -> None:
     module: Any = model.module
-    module.config.use_cache = True  # who loads it wants to generate
+    module.config.use_cache = True  # a saved model is loaded for generation
     try:
         if model.section.adapter.scheme == "full":
             module.save_pretrained(staging)
@@ -461,7 +461,7 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
 
 
 def _without_adapter(module: Any) -> PreTrainedModel:
-    """The model under a PEFT model, sharing its weights and undisturbed by its adapters."""
+    """The base model of a PEFT model, without its adapters; it shares the weights."""
     adapted = module.get_base_model()
     weights = {
         name.replace(".base_layer.", "."): tensor
@@ -485,10 +485,10 @@ def _inconsistent(section: ModelSection, error: Exception) -> ModelError:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars out of the terminal, where many sites load at once and a run shows its own progress."""
+    """Disable transformers' progress bars: many sites load at once, and a run shows its own progress."""
     from transformers.utils import logging as module
 
-    logging: Any = module  # half of it is untyped
+    logging: Any = module  # partly untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -499,7 +499,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _first_line(error: object) -> str:
-    """The telling line of a message; transformers' validators put the name of the validator before it."""
+    """The informative line of a message; transformers' validators put the name of the validator before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = (
         lines[1]

@@ -1,9 +1,10 @@
-"""Training on public text before a federation begins, which costs no privacy: what practitioners do, because a language
-model trained privately from nothing learns little (Li et al. 2022, "Large language models can be strong differentially
-private learners").
+"""Training on public text before a federation begins, which costs no privacy.
 
-It is the same training as a site's (`train.py`), of every parameter of the model, with settings of its own. Where the
-federation then trains an adapter, what comes out is the base under it, and goes to every site.
+It is common practice, because a language model that is trained privately from random weights learns little (Li et al.
+2022, "Large language models can be strong differentially private learners").
+
+The training is the same as a site's (`train.py`), of every parameter of the model, with its own settings. Where the
+federation then trains an adapter, the result is the base model under the adapter, which is sent to every site.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from cloister.protocol.plan import AdapterSection, LocalSection, Plan, PrivacySe
 
 
 def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
-    """Train the plan's model on `public.source`; every parameter of it, without its adapter, as its layout has them.
+    """Train the plan's model without its adapter on `public.source`; return every parameter in layout order.
 
     Args:
         plan: The plan, whose `public.source` is not empty.
         progress: Called with the number of steps taken so far.
 
     Raises:
-        CloisterError: the records or the model cannot be had, or training did not stay finite.
+        CloisterError: the records or the model cannot be loaded, or training gave non-finite numbers.
     """
     public = plan.public
     local = LocalSection(
@@ -63,4 +64,4 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
 
 
 _PUBLIC = 0x7075626C
-"""What tells the random choices of public training from those of a site, whose seeds have 128 bits."""
+"""Separates the random choices of public training from those of a site, whose seeds have 128 bits."""

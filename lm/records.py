@@ -1,7 +1,7 @@
-"""Reading what a holder of data has: text, JSONL and Parquet files, folders of them, and hub data sets.
+"""Read the records of a data holder: text, JSONL and Parquet files, folders of them, and hub data sets.
 
-Reading is left to `datasets`, which maps JSONL and Parquet from disk as Arrow; what is added is that its refusals name
-a file and a line, that no private file leaves a copy in its global cache, and that an absent network is seen at once.
+`datasets` does the reading and maps JSONL and Parquet from disk as Arrow. This module adds that errors name a file and
+a line, that no private file leaves a copy in the global cache of `datasets`, and that an absent network fails fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 
 
 class Records(Protocol):
-    """What records are read as: something list-like of dicts, such as a `datasets.Dataset` or a list."""
+    """A list-like collection of dicts, such as a `datasets.Dataset` or a list."""
 
     def __len__(self) -> int:
         """Count the records."""
@@ -38,7 +38,7 @@ class Records(Protocol):
         """Return one record."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the records in order."""
+        """Iterate over the records in order."""
 
 
 def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
@@ -46,7 +46,7 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
 
     Args:
         source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
-            of these kinds in the order of their names, others left alone), or a hub name, `owner/name` or
+            of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
             `owner/name:configuration`.
         split: Split of a hub data set; files have none.
         cache: Folder for the Arrow files from which large data is mapped. Without one, local files are read into
@@ -65,7 +65,7 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
         files, kind = _files(path)
         for file in files:
             if file.stat().st_size == 0:
-                raise DataError("data", str(file), expected="a file with records, and this one is empty")
+                raise DataError("data", str(file), expected="a file with records, but it is empty")
         records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
     if len(records) == 0:
         raise DataError("data", source, expected="at least one record")
@@ -73,13 +73,13 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
 
 
 def fingerprint(source: str, *, split: str = "train") -> bytes:
-    """SHA-256 of what tells one content of a source from another.
+    """SHA-256 that identifies the content of a source, for a cache key.
 
-    A file counts by name, size and time of change, and up to 64 MiB also by its content; a hub data set by its name
-    and split.
+    It covers a file's name, size and modification time, and up to 64 MiB also its content; of a hub data set only its
+    name and split.
 
     Raises:
-        DataError: a file or folder has no data in it or cannot be read.
+        DataError: a file or folder has no data or cannot be read.
     """
     digest = hashlib.sha256(f"{source}\0{split}\0".encode())
     path = Path(source).expanduser()
@@ -94,13 +94,13 @@ def fingerprint(source: str, *, split: str = "train") -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def _content_hash(file: Path, size: int, changed: int) -> bytes:
-    """SHA-256 of a file, read again only when its size or time of change is another."""
+    """SHA-256 of a file, cached as long as its size and modification time are the same."""
     return hashlib.sha256(file.read_bytes()).digest()
 
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Say which file it is that the system does not let be read."""
+    """Turn an `OSError` into a `DataError` that names the unreadable file."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> tuple[list[Path], str]:
-    """The files that `path` stands for, in order, and their one kind."""
+    """The data files at `path`, in order, and their one kind."""
     if path.is_file():
         if path.suffix not in _KINDS:
             raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
@@ -120,7 +120,7 @@ def _files(path: Path) -> tuple[list[Path], str]:
         raise DataError("data", str(path), expected=f"a folder with files that end in {', '.join(_KINDS)}")
     if len(kinds) > 1:
         raise DataError(
-            "data", str(path), expected=f"files of one kind, and this folder mixes {', '.join(kinds)}"
+            "data", str(path), expected=f"files of one kind, but this folder mixes {', '.join(kinds)}"
         )
     return files, kinds[0]
 
@@ -131,7 +131,7 @@ def _read_texts(files: Iterable[Path]) -> Records:
         try:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            expected = f"UTF-8 text, and byte {error.start} is not"
+            expected = f"UTF-8 text, but byte {error.start} is not valid UTF-8"
             raise DataError("data", str(file), expected=expected) from None
         texts.append({"text": text})
     return texts
@@ -142,7 +142,7 @@ def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Record
         folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="cloister-")))
         names = [glob.escape(str(file.resolve())) for file in files]
         stack.enter_context(_quiet())
-        # By default bytes that are no UTF-8 pass here and fail where a record is read; a named encoding is checked.
+        # By default invalid UTF-8 fails only when a record is read; with a named encoding it fails here.
         options = {"encoding": "utf-8-sig"} if kind == "json" else {}
         try:
             records: Records = datasets.load_dataset(
@@ -153,7 +153,7 @@ def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Record
                 keep_in_memory=cache is None,
                 **options,
             )
-        except Exception as error:  # datasets raises whatever the line it could not read led to
+        except Exception as error:  # datasets raises many types for a line that it cannot read
             if kind == "json":
                 for file in files:
                     _check_lines(file)
@@ -169,7 +169,7 @@ def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Record
 
 
 def _check_lines(file: Path) -> None:
-    """Find the first line that is no JSON object, or see that there is none, or that it is one document."""
+    """Refuse a line that is not a JSON object, and a file without records; `.json` may be one document."""
     objects = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -188,7 +188,7 @@ def _check_lines(file: Path) -> None:
                 raise DataError(f"{file}, line {number}", record, expected="one JSON object")
             objects += 1
     if not objects:
-        raise DataError("data", str(file), expected="a file with records, and this one has none")
+        raise DataError("data", str(file), expected="a file with records, but it has none")
     return None
 
 
@@ -212,10 +212,12 @@ def _read_hub(source: str, split: str, cache: Path | None) -> Records:
             records: Records = datasets.load_dataset(
                 name, configuration or None, split=split, cache_dir=None if cache is None else str(cache)
             )
-        except Exception as error:  # datasets raises whatever the file it did not expect led to
+        except Exception as error:  # datasets raises many types for a file that it cannot read
             if not online:
                 expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
-                raise DataError("data", source, expected=expected, fix="download it first") from error
+                raise DataError(
+                    "data", source, expected=expected, fix="download it first, or connect to the network"
+                ) from error
             reason = " ".join(str(error).split())[:200]
             raise DataError(
                 "data", source, expected=f"a data set with a split {split!r} ({reason})"
@@ -227,7 +229,7 @@ def _read_hub(source: str, split: str, cache: Path | None) -> Records:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the progress bars and logs of datasets off the terminal; what matters is in its exceptions."""
+    """Disable the progress bars and logs of datasets; its exceptions say what matters."""
     level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
@@ -241,7 +243,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _offline(switch: bool) -> Iterator[None]:
-    """Make datasets look at its cache only, where it would retry an absent network for half a minute."""
+    """Let datasets use only its cache: without a network it would retry for half a minute."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or switch
     try:

@@ -1,10 +1,10 @@
-"""Text <-> tokens: bytes for models that start from nothing, a model's own tokenizer for those that do not.
+"""Text <-> tokens: bytes for models with fresh weights, a checkpoint's own tokenizer for pretrained models.
 
-Bytes as tokens need no file, no training and no network, lose nothing of any text, and make a loss per token a loss
-per byte. They are built from the same library as every other tokenizer here, so that whatever loads a saved model
-(`AutoTokenizer`, an inference server) loads them too; a class of our own would need this package on the other end.
+Bytes as tokens need no file, no training and no network, are lossless, and make a loss per token a loss per byte. The
+byte tokenizer is built with the same library as every other tokenizer here, so any program that loads a saved model
+(`AutoTokenizer`, an inference server) loads it too; a class of our own would require this package there.
 
-The hub is asked once, with a short timeout, before a library that would retry for a minute is let near it.
+The hub is asked once, with a short timeout, before any library call that would retry for a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer whose tokens 0..255 are the bytes of UTF-8, 256 is `<|end|>` (eos) and 257 `<|pad|>`.
+    """Build the tokenizer with the bytes of UTF-8 as tokens 0..255, `<|end|>` (eos) as 256, `<|pad|>` as 257.
 
     Encoding then decoding gives back any text exactly. `<|end|>` and `<|pad|>` written out in a text become their
     token, as the special tokens of every tokenizer do.
@@ -56,11 +56,11 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the plan names; it has an end-of-text token and a padding token.
 
     A tokenizer without a padding token pads with its end-of-text token: padding comes last in a sequence and is
-    never learned, so which token it is makes no difference.
+    never learned, so the choice of token makes no difference.
 
     Raises:
-        ModelError: a folder without a tokenizer, a name that the hub does not have, no hub and no copy in its
-            cache, or a tokenizer without an end-of-text token.
+        ModelError: the folder has no tokenizer, the hub does not have the name, the hub cannot be reached and its
+            cache has no copy, or the tokenizer has no end-of-text token.
     """
     builtin = model.name.startswith("builtin:")
     if model.tokenizer == "bytes" or (model.tokenizer == "auto" and builtin):
@@ -89,17 +89,17 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether `name` can only be meant as a path: no hub name is absolute, relative, or has two slashes."""
+    """Whether `name` can only be a path: no hub name is absolute, relative, or has two slashes."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
 
 
 def on_hub(
     name: str, *, kind: Literal["model", "dataset"], revision: str, field: str, error: type[CloisterError]
 ) -> bool:
-    """Ask the hub for `name`, once, for at most 5 s: True if it has it, False if the hub cannot be reached.
+    """Ask the hub for `name`, once, with a timeout of 5 s: True if it has it, False if it cannot be reached.
 
     Raises:
-        error: the hub answers that there is no such repository or revision, or that it is not public.
+        error: the hub answers that the repository or revision does not exist, or that it is not public.
     """
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=_HUB_TIMEOUT_S)
@@ -112,8 +112,8 @@ def on_hub(
         raise error(
             field,
             name,
-            expected=f"an existing path, or a {kind} that the hub gives out at revision {revision} (it said {status})",
-            fix="check the name, and HF_TOKEN if it is not public",
+            expected=f"an existing path, or a {kind} that the hub has at revision {revision} (HTTP status {status})",
+            fix="check the name, and set HF_TOKEN if it is not public",
         ) from None
     except (httpx.HTTPError, OSError):
         return False
@@ -125,7 +125,7 @@ def _load(field: str, name: str, revision: str, *, local: bool) -> PreTrainedTok
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, revision=revision, local_files_only=local, trust_remote_code=False
         )
-    except Exception as error:  # the library raises whatever the file it did not expect led to
+    except Exception as error:  # the library raises many types for a file that it cannot read
         if local and not Path(name).expanduser().is_dir():
             expected = "a name in the hub's local cache, because the hub cannot be reached"
             raise ModelError(
@@ -136,7 +136,5 @@ def _load(field: str, name: str, revision: str, *, local: bool) -> PreTrainedTok
             field, name, expected=f"a tokenizer that transformers can load ({reason})"
         ) from error
     if len(tokenizer) == 0:
-        raise ModelError(
-            field, name, expected="a folder that holds a tokenizer, and this one holds no vocabulary"
-        )
+        raise ModelError(field, name, expected="a folder with a tokenizer, but its vocabulary is empty")
     return tokenizer

@@ -1,7 +1,7 @@
-"""Local training: a site's steps of AdamW from the global model, and the change that they make.
+"""Local training: a site's AdamW steps from the global model, and the resulting update.
 
-A `Trainer` lives in its process as long as the process does and serves any site and round: what a site's round gives
-depends on the plan, the round, the site's seed, data and kept optimizer state, and on nothing that ran before.
+A `Trainer` lives as long as its process and serves any site and round: the result of a site's round depends on the
+plan, the round, the site's seed, data and kept optimizer state, and not on rounds that ran before.
 
 One step minimises, over the learned tokens of `accumulation` micro-batches,
 
@@ -38,9 +38,7 @@ from cloister.protocol.errors import DataError, ModelError, StorageError, Update
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
 
-_BLOCK_TOKENS = (
-    2**22
-)  # moved to the device at a time: 32 MB, and no transfer between the steps of a usual round
+_BLOCK_TOKENS = 2**22  # moved to the device at once: 32 MB; a usual round has no transfer between its steps
 Named = list[tuple[str, nn.Parameter]]
 """Parameters with their names, in layout order."""
 _T = TypeVar("_T")
@@ -48,12 +46,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LocalUpdate:
-    """What one site's round gives."""
+    """The result of one site's round."""
 
     vector: Vector
-    """Local minus global parameters, float32, shape (layout.size,); finite; zero where the round trains nothing."""
+    """Local minus global, finite float32, shape (layout.size,); zero where the round trains nothing."""
     tokens: int
-    """Labels learned from, counted each time they were."""
+    """Number of labels learned from; a label counts each time it is used."""
     loss: float
     """Mean training loss over those labels, in nats per token, without the proximal term."""
     steps: int
@@ -61,12 +59,12 @@ class LocalUpdate:
 
 
 class Bench:
-    """The plan's model on one device, put up for each round as a new process would have it.
+    """The plan's model on one device, reset for each round to the state that it has in a new process.
 
     Args:
         plan: The plan.
-        model: The plan's model; it moves to `device` and is the bench's from then on, though its parameters may be
-            overwritten or read between rounds.
+        model: The plan's model; it is moved to `device` and belongs to the bench afterwards, but its parameters may be
+            read or overwritten between rounds.
         device: Where to train.
     """
 
@@ -85,18 +83,18 @@ class Bench:
         round: int,
         state: Path | None,
     ) -> tuple[Vector, _T]:
-        """Set the model to `start`, let `take_steps` train it, and return the change and what `take_steps` returned.
+        """Set the model to `start`, let `take_steps` train it; return the update and its result.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
-            take_steps: Takes the round's steps, given what the round trains and its AdamW.
+            take_steps: Takes the round's steps; called with the parameters that the round trains and their AdamW.
             round: The round, from 1.
-            state: Where AdamW's moments are kept, as in `Trainer.train`.
+            state: The folder of AdamW's moments, as in `Trainer.train`.
 
         Raises:
-            ModelError: the device has too little memory.
+            ModelError: the device runs out of memory.
             StorageError: the optimizer's state cannot be read or written.
-            UpdateError: `start` does not have the model's layout, or the change is not finite.
+            UpdateError: `start` does not have the model's layout, or the update is non-finite.
         """
         local, layout = self.plan.local, self.model.layout
         torch.set_num_threads(local.threads)
@@ -113,21 +111,21 @@ class Bench:
                 "local.batch_size",
                 local.batch_size,
                 expected=f"sequences that fit in the memory of {self.device}",
-                fix="lower local.batch_size and raise local.accumulation as much",
+                fix="lower local.batch_size and raise local.accumulation by the same factor",
             ) from error
         finally:
             self.module.zero_grad(set_to_none=True)
         update = layout.flatten(self.module)
-        with np.errstate(invalid="ignore", over="ignore"):  # refused below, in words
+        with np.errstate(invalid="ignore", over="ignore"):  # a non-finite update is refused below
             update -= start
         if not np.isfinite(update).all():
-            raise _not_finite(round, "not finite")
+            raise _not_finite(round, "non-finite")
         if kept is not None:
             _save_state(optimizer, trained, kept, round, layout.digest())
         return update, taken
 
     def _reset(self, start: Vector) -> None:
-        """Make the module what it would be in a new process that was given `start`."""
+        """Put the module into the state that it would have in a new process that was given `start`."""
         self.model.layout.scatter(start, self.module)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(self._buffers[name])
@@ -140,7 +138,7 @@ class Trainer:
 
     Args:
         plan: The plan.
-        model: The plan's model, which is the trainer's from then on (`Bench`).
+        model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
     """
 
@@ -161,25 +159,25 @@ class Trainer:
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
-        """Train `local.steps` steps from `start` and return the change.
+        """Train `local.steps` steps from `start` and return the update.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
             sequences: The site's training sequences.
-            round: The round, from 1; with `site_seed` and the plan's seed it decides batches and dropout.
-            site_seed: What tells this site's random choices from another's.
+            round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
+            site_seed: Separates this site's random choices from those of other sites.
             state: The site's folder for AdamW's moments, used when `local.optimizer_state` is `keep`. The newest
-                state of an earlier round is read and that of this round written, so a round that is done again, after
-                a crash or in a new attempt, begins from the same moments. Without a state they begin at zero.
-            steps_before: Local steps of the run before this round, for the learning rate; (round - 1) * local.steps
-                unless given.
-            progress: Called with the number of steps launched so far, after each one.
+                state of an earlier round is read and that of this round is written, so a retry of the round, after a
+                crash or in a new attempt, starts from the same moments. Without a state they start at zero.
+            steps_before: Local steps of the run before this round, for the learning rate; by default
+                (round - 1) * local.steps.
+            progress: Called after each step with the number of steps launched so far.
 
         Raises:
             DataError: there are no sequences.
-            ModelError: the device has too little memory.
+            ModelError: the device runs out of memory.
             StorageError: the optimizer's state cannot be read or written.
-            UpdateError: `start` does not have the model's layout, or training gave numbers that are not finite.
+            UpdateError: `start` does not have the model's layout, or training gave non-finite numbers.
         """
         if len(sequences) == 0:
             raise DataError(
@@ -193,7 +191,7 @@ class Trainer:
             with seeded("train", *seeds, device=self._device):
                 tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
             if not math.isfinite(loss):
-                raise _not_finite(round, f"not finite, with a training loss of {loss}")
+                raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
@@ -208,7 +206,7 @@ class Trainer:
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
     ) -> tuple[int, float]:
-        """Take the round's steps; learned tokens and mean loss. Nothing in the loop waits for the device."""
+        """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
         local = self._plan.local
         whole_run = self._plan.run.rounds * local.steps
         parameters = [parameter for _, parameter in trained]
@@ -234,7 +232,7 @@ class Trainer:
     def _micro_batches(
         self, sequences: Sequences, seeds: tuple[int, ...]
     ) -> Iterator[tuple[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]]:
-        """For each step: how many labels it learns, and its (tokens, targets, positions), each (B, L) int64."""
+        """For each step: the number of learned labels and (tokens, targets, positions), each (B, L) int64."""
         local = self._plan.local
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
@@ -273,13 +271,13 @@ def learning_rate(local: LocalSection, step: int, total: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Let the next step of every group be taken with `rate`."""
+    """Set the learning rate of every parameter group to `rate`."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:
-    """Add FedProx's mu (w - w_global) to the gradients; without anchors nothing."""
+    """Add FedProx's mu (w - w_global) to the gradients; do nothing without anchors."""
     with torch.no_grad():
         for parameter, anchor in zip(parameters, anchors, strict=False):
             if parameter.grad is not None:
@@ -291,7 +289,7 @@ def _not_finite(round: int, what: str) -> UpdateError:
         f"the update of round {round}",
         what,
         expected="finite numbers",
-        fix="lower local.learning_rate, or local.clip_norm, or set local.precision = 'float32'",
+        fix="lower local.learning_rate or local.clip_norm, or set local.precision = 'float32'",
     )
 
 
@@ -318,7 +316,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 def _load_state(
     optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
 ) -> None:
-    """Read the newest state of a round before this one, if there is one, and remove those older than it."""
+    """Load the newest state of an earlier round, if there is one, and remove the states before it."""
     found = {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
     earlier = sorted(number for number in found if number < round)
     if not earlier:
@@ -330,7 +328,7 @@ def _load_state(
                 raise StorageError(
                     str(path),
                     expected="the optimizer state of this plan's model",
-                    fix="give each run its own folder",
+                    fix="use a separate folder for each run",
                 )
             names = set(file.keys())
             for name, parameter in trained:
@@ -345,14 +343,14 @@ def _load_state(
         raise StorageError(
             str(path),
             expected=f"a whole optimizer state ({error})",
-            fix="remove the file to go on from an earlier state, or from none",
+            fix="remove the file to continue from an earlier state, or from zero moments",
         ) from error
 
 
 def _save_state(
     optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
 ) -> None:
-    """Write this round's state: whole, or not at all."""
+    """Write this round's state, whole or not at all."""
     tensors = {
         f"{moment}:{name}": optimizer.state[parameter][moment].cpu().contiguous()
         for name, parameter in trained

@@ -1,9 +1,9 @@
-"""Accounting: what was released, as events, and the (epsilon, delta) that they cost together.
+"""Accounting: the (epsilon, delta) that released events cost together, and the noise for a target epsilon.
 
 A mechanism M is (epsilon, delta)-DP when P[M(D) in S] <= e^epsilon P[M(D') in S] + delta for all neighbours D, D' and
-all S (Dwork and Roth 2014). Each event below says which mechanism ran, its sensitivity and its neighbours. `spent`
-composes any list of them, also where each was chosen after seeing the ones before, and gives an epsilon that is an
-upper bound whatever the parameters; `calibrate` searches the other way.
+all S (Dwork and Roth 2014). Each event of `events.py` says which mechanism ran, its sensitivity and its neighbours.
+`spent` composes any list of them, also where each was chosen after seeing the ones before, and gives an epsilon that is
+an upper bound whatever the parameters; `calibrate` searches the other way.
 
 - `pld` composes privacy loss distributions (Koskela et al. 2020; discretised as in Doroshenko et al. 2022, "Connect the
   dots", which rounds to the safe side). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
@@ -19,169 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from operator import index
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
 
-from cloister.privacy.clip import rounded_l1, rounded_l2
-from cloister.privacy.noise import LARGEST_VARIANCE
+from cloister.privacy.events import Event, Gaussian, SampledGaussian, Skellam, Unit, from_json, positive
 from cloister.protocol.errors import AccountingError
 
 Accountant = Literal["pld", "rdp"]
-Unit = Literal["record", "site"]
-
-ADD_OR_REMOVE = "add or remove one record"
-"""Neighbours of the unit `record`."""
-ZERO_OUT = "replace one site's updates by zeros"
-"""Neighbours of the unit `site`."""
 
 LEAST_NOISE, LARGEST_NOISE = 2.0**-6, 2.0**16
 """Noise multipliers between which `calibrate` searches."""
-WRAP_DEVIATIONS = 12
-"""Standard deviations of the noise for which `skellam_for` leaves room in the ring: they are passed with
-probability below 2^-107 for a coordinate."""
-
-
-def relation(unit: Unit) -> str:
-    """What neighbouring means for a unit."""
-    return {"record": ADD_OR_REMOVE, "site": ZERO_OUT}[unit]
-
-
-@dataclass(frozen=True)
-class SampledGaussian:
-    """Steps of DP-SGD (Abadi et al. 2016): f(sample) + N(0, (z C)^2 I), where f sums terms of L2 norm at most C.
-
-    Each record is in the sample with probability q, on its own (Poisson), so a batch may be empty and is still a step.
-    Neighbours: add or remove one record, which changes f by at most C. The worst case is one dimension:
-    N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the
-    Gaussian mechanism.
-    """
-
-    noise_multiplier: float
-    """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
-    sampling_rate: float
-    """q: from 1e-9 to 1."""
-    steps: int
-    """Steps, 1 or more."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
-        rate = _positive("sampling_rate", self.sampling_rate)
-        if not 1e-9 <= rate <= 1:
-            raise AccountingError("sampling_rate", rate, expected="a probability from 1e-9 to 1")
-        object.__setattr__(self, "sampling_rate", rate)
-        object.__setattr__(self, "steps", _count("steps", self.steps))
-
-
-@dataclass(frozen=True)
-class Gaussian:
-    """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
-
-    Neighbours: one site's terms are replaced by zeros, which changes f by at most C. k of them, also of different z,
-    are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
-    """
-
-    noise_multiplier: float
-    """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
-    count: int
-    """Releases, 1 or more."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
-        object.__setattr__(self, "count", _count("count", self.count))
-
-
-@dataclass(frozen=True)
-class Skellam:
-    """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
-
-    Neighbours: one site's vector is replaced by zeros, which changes f by at most `l2` and `l1` in those norms. For
-    integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
-    learning", Theorem 3.5 and its corollary for vectors)
-
-        RDP(alpha) <= alpha l2^2 / (2 mu) + min(((2 alpha - 1) l2^2 + 6 l1) / (4 mu^2), 3 l1 / (2 mu)).
-
-    Reduction modulo 2^b is post-processing. Skellam noise is closed under addition, so `variance` is that of the noise
-    of all honest sites whose vectors are surely in the sum; what others add costs nothing.
-    """
-
-    variance: float
-    """mu: variance of the honest sites' noise together, on each coordinate, in integer steps squared."""
-    l2: float
-    """Largest L2 norm of a site's integer vector."""
-    l1: float
-    """Largest L1 norm of a site's integer vector."""
-    count: int
-    """Releases, 1 or more."""
-    extra: tuple[tuple[float, float, float], ...] = ()
-    """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
-
-    def __post_init__(self) -> None:
-        for field in ("variance", "l2", "l1"):
-            object.__setattr__(self, field, _positive(field, getattr(self, field)))
-        object.__setattr__(self, "count", _count("count", self.count))
-        try:
-            extra = tuple((variance, l2, l1) for variance, l2, l1 in self.extra)
-        except (TypeError, ValueError):
-            raise AccountingError("extra", self.extra, expected="triples of variance, l2 and l1") from None
-        checked = (tuple(_positive("extra", number) for number in triple) for triple in extra)
-        object.__setattr__(self, "extra", tuple(checked))
-
-
-Event: TypeAlias = SampledGaussian | Gaussian | Skellam
-
-_MECHANISMS: dict[str, type[Any]] = {
-    "sampled-gaussian": SampledGaussian,
-    "gaussian": Gaussian,
-    "skellam": Skellam,
-}
-
-
-def to_json(events: Iterable[Event]) -> str:
-    """Canonical JSON of `events`, in their order: sorted keys, no spaces, floats by the shortest digits that are exact.
-
-    Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
-    """
-    names = {kind: name for name, kind in _MECHANISMS.items()}
-    listed = [{"mechanism": names[type(event)], **asdict(event)} for event in events]
-    return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def from_json(text: str) -> tuple[Event, ...]:
-    """Read what `to_json` wrote.
-
-    Raises:
-        AccountingError: it is anything else, an unknown mechanism or a value out of its range included.
-    """
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise AccountingError("events", text, expected=f"JSON ({error})") from None
-    if not isinstance(listed, list):
-        raise AccountingError("events", text, expected="a list of events")
-    events = tuple(_event(item) for item in listed)
-    if to_json(events) != text:
-        raise AccountingError("events", text, expected="the canonical encoding of its events")
-    return events
-
-
-def _event(item: object) -> Event:
-    fields = dict(item) if isinstance(item, dict) else {}
-    kind = _MECHANISMS.get(str(fields.pop("mechanism", None)))
-    if kind is None:
-        raise AccountingError("event", item, expected=f"a mechanism of {', '.join(_MECHANISMS)}")
-    try:
-        event: Event = kind(**fields)
-    except TypeError:
-        raise AccountingError(
-            "event", item, expected=f"the fields {', '.join(kind.__dataclass_fields__)}"
-        ) from None
-    return event
 
 
 @dataclass(frozen=True)
@@ -213,7 +64,7 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
     Raises:
         AccountingError: `delta` or `accountant` is not as said above.
     """
-    delta = _positive("delta", delta)
+    delta = positive("delta", delta)
     if not delta < 1:
         raise AccountingError("delta", delta, expected="a probability above 0 and below 1")
     if accountant not in get_args(Accountant):
@@ -224,6 +75,16 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
         note = "for one record: releases for sites are counted with twice their sensitivity"
         found = replace(found, note="; ".join(filter(None, (note, found.note))))
     return found
+
+
+def epsilon_of(events: Iterable[Event], delta: float, accountant: str) -> float:
+    """The epsilon of `spent`, with `rdp` or, for any other name of a plan's accountant, `pld`."""
+    return spent(events, delta, "rdp" if accountant == "rdp" else "pld").epsilon
+
+
+def composed(events: Iterable[str], delta: float) -> float:
+    """Epsilon of the events of ledger entries, each as JSON: what `ledger.Ledger` composes with."""
+    return spent([event for text in events for event in from_json(text)], delta).epsilon
 
 
 class _Losses(NamedTuple):
@@ -435,7 +296,7 @@ def calibrate(
     Raises:
         AccountingError: no noise multiplier from `LEAST_NOISE` to `LARGEST_NOISE` is the least one.
     """
-    target = _positive("target_epsilon", target_epsilon)
+    target = positive("target_epsilon", target_epsilon)
 
     def epsilon(noise: float) -> float:
         return spent(events_for(noise), delta, accountant).epsilon
@@ -469,130 +330,3 @@ def calibrate(
         else:
             too_little = middle
     return enough
-
-
-def noised_with(noise_multiplier: float, count_noise: float) -> float:
-    """The noise multiplier of an update released together with adaptive clipping's count: z_delta.
-
-    Andrew et al. 2021 ("Differentially private learning with adaptive clipping", Theorem 1): the count of unclipped
-    sites, whose terms are +-1/2, gets noise of standard deviation sigma_b. Update and count together are exactly one
-    Gaussian mechanism of noise multiplier z when z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). The ledger is charged z.
-
-    Args:
-        noise_multiplier: z, what is charged.
-        count_noise: sigma_b, in sites.
-
-    Raises:
-        AccountingError: the count alone would cost as much as z or more.
-    """
-    z, sigma = _positive("noise_multiplier", noise_multiplier), _positive("count_noise", count_noise)
-    left = 1 - (z / (2 * sigma)) ** 2
-    if left <= 0:
-        raise AccountingError(
-            "privacy.adaptive.count_noise",
-            count_noise,
-            expected=f"more than half the noise multiplier, {z / 2:g}: the count alone would spend the budget",
-            fix="raise privacy.adaptive.count_noise",
-        )
-    return z / math.sqrt(left)
-
-
-@dataclass(frozen=True)
-class SkellamScale:
-    """How one round of the unit `site` turns updates into integers, and what it costs."""
-
-    scale: float
-    """s: integer steps in 1 of an update; a power of two, so that scaling is exact."""
-    variance_per_site: float
-    """Variance of the Skellam noise that each site adds to each coordinate, in integer steps squared."""
-    event: Skellam
-    """One round: the noise of the honest survivors against one site's integer vector."""
-
-
-def skellam_for(
-    noise_multiplier: float,
-    clip: float,
-    dimension: int,
-    contributors: int,
-    floor: int,
-    colluders: int,
-    ring_bits: int,
-) -> SkellamScale:
-    """The scale and noise of a sum in which only the honest survivors' noise counts.
-
-    Of the sites in an opened sum, at least `floor` - `colluders` are honest and have added their noise. Each site
-    adds variance v = (z C s)^2 / (floor - colluders), so the noise that counts has at least the standard deviation
-    z C s. s is the largest power of two with v <= `noise.LARGEST_VARIANCE`, beyond which Skellam noise is not sampled
-    exactly, and with the sum inside the ring:
-
-        contributors (s C + 1) + 12 sqrt(contributors v) < 2^(ring_bits - 1).
-
-    A larger s means less rounding: the integer sensitivities of conditional rounding (`cloister.privacy.clip`) are
-    closer to s C.
-
-    Args:
-        noise_multiplier: z, of the noise that counts, in units of the clipping norm.
-        clip: C, L2 norm of a site's update.
-        dimension: Coordinates of an update.
-        contributors: Most sites in a sum.
-        floor: Fewest sites whose sum is opened.
-        colluders: Most of them that may work with the coordinator and add no noise.
-        ring_bits: b, of the integers modulo 2^b that are summed.
-
-    Raises:
-        AccountingError: an argument is out of range, or the ring has no room.
-    """
-    z, bound = _positive("noise_multiplier", noise_multiplier), _positive("clip", clip)
-    for field, value, least in (
-        ("dimension", dimension, 1),
-        ("floor", floor, 1),
-        ("contributors", contributors, floor),
-    ):
-        if value < least:
-            raise AccountingError(field, value, expected=f"{least} or more")
-    if not 0 <= colluders < floor:
-        raise AccountingError(
-            "colluders",
-            colluders,
-            expected=f"fewer than the {floor} sites of the smallest sum: one must add noise",
-        )
-    honest = floor - colluders
-    room = 2.0 ** (ring_bits - 1)
-    per_step = bound * (contributors + WRAP_DEVIATIONS * z * math.sqrt(contributors / honest))
-    if room <= contributors:
-        raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
-    largest = min((room - contributors) / per_step, math.sqrt(LARGEST_VARIANCE * honest) / (z * bound))
-    scale = 2.0 ** math.floor(math.log2(largest))
-    while contributors + scale * per_step >= room or (z * bound * scale) ** 2 > LARGEST_VARIANCE * honest:
-        scale /= 2  # the logarithm was rounded up
-    variance = (z * bound * scale) ** 2 / honest
-    l2 = rounded_l2(scale * bound, dimension)
-    event = Skellam(variance * honest, l2, rounded_l1(l2, dimension), 1)
-    return SkellamScale(scale, variance, event)
-
-
-def _noise(value: object) -> float:
-    number = _positive("noise_multiplier", value)
-    if not 1e-3 <= number <= 1e9:
-        raise AccountingError("noise_multiplier", value, expected="a number from 0.001 to 1e9")
-    return number
-
-
-def _positive(field: str, value: object) -> float:
-    try:
-        number = float(value) if not isinstance(value, bool | str) else math.nan  # type: ignore[arg-type]  # refused below
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 1e-100 <= number <= 1e100:  # their squares are float64 too
-        raise AccountingError(field, value, expected="a number above 0, and finite")
-    return number
-
-
-def _count(field: str, value: object) -> int:
-    try:
-        number = index(value) if not isinstance(value, bool) else 0  # type: ignore[arg-type]  # refused below
-    except TypeError:
-        number = 0
-    if not 1 <= number < 2**53:
-        raise AccountingError(field, value, expected="a whole number, 1 or more")
-    return number

@@ -1,19 +1,20 @@
-"""What an audit shows: lower bounds on epsilon from guesses about what was in the data, to hold against the claim.
+"""Audits: lower bounds on epsilon from guesses about what was in the data, to compare with the claim.
 
-An accountant's epsilon is an upper bound that is only as good as the code it describes. An audit plays the game that
-differential privacy bounds and counts the wins: more wins than (epsilon, delta) allows, at a stated confidence, prove
-the claim false. Wins within the bound prove nothing; an audit never shows that a mechanism is private.
+An accountant's epsilon is an upper bound that is valid only if the code does what the accountant assumes. An audit
+plays the membership game that differential privacy bounds and counts the correct guesses: more of them than
+(epsilon, delta) allows refute the claim, at a stated confidence. A count within the bound proves nothing; an audit
+never shows that a mechanism is private.
 
-Two games. In one run (Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", NeurIPS 2023,
-arXiv:2305.08846): m canaries, each put into the data by its own fair coin; the auditor sees the released models,
-scores every canary, guesses some coins and abstains from the others. In many runs (Jagielski, Ullman and Oprea 2020;
-Nasr et al. 2021): the mechanism is run anew with and without one target, and a test tells the two apart. The second
-needs thousands of runs and is the reference for mechanisms that cost nothing to run.
+There are two games. In one run (Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", NeurIPS
+2023, arXiv:2305.08846): each of m canaries is put into the data by its own fair coin; the auditor sees the released
+models, scores every canary, guesses some coins and abstains from the others. In many runs (Jagielski, Ullman and Oprea
+2020; Nasr et al. 2021): the mechanism is run repeatedly with and without one target, and a test distinguishes the two.
+The second game needs thousands of runs and is the reference for mechanisms that are cheap to run.
 
-A bound is honest only if what decides on the guesses was fixed before the coins were looked at: the score, the number
-of guesses, the threshold. To try several and keep the best, divide 1 - confidence by their number. Refused: bounds
-from a hypothesised trade-off curve (Mahloujifar et al. 2025), tighter, but about a mechanism that is assumed to be the
-one that ran.
+A bound is valid only if everything that determines the guesses (the score, the number of guesses, the threshold) was
+fixed before the coins were seen. To try several and keep the best, divide 1 - confidence by their number. Refused:
+bounds from a hypothesised trade-off curve (Mahloujifar et al. 2025), which are tighter, but hold for a mechanism that
+is assumed to be the one that ran.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _BISECTIONS = 60
 
 
 def guess(scores: npt.ArrayLike, k_plus: int, k_minus: int) -> npt.NDArray[np.int8]:
-    """Guess the canaries of which the score is surest: the highest were in the data, the lowest were not.
+    """Guess the canaries with the most extreme scores: the highest were in the data, the lowest were not.
 
     Args:
         scores: Shape (m,), finite: higher for a canary that looks more like training data.
-        k_plus: Canaries that are guessed to be in.
-        k_minus: Canaries that are guessed to be out.
+        k_plus: Number of canaries to guess as in.
+        k_minus: Number of canaries to guess as out.
 
     Returns:
         Shape (m,): 1 for in, -1 for out, 0 for no guess. Equal scores are taken in their order.
@@ -62,19 +63,21 @@ def guess(scores: npt.ArrayLike, k_plus: int, k_minus: int) -> npt.NDArray[np.in
 
 
 def count(guesses: npt.ArrayLike, included: Sequence[bool] | npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """(correct, guesses): how many of the guesses there were, and how many were right.
+    """Count (correct, guesses): how many guesses were right, and how many there were.
 
     Args:
         guesses: Shape (m,), of 1, -1 and 0, as `guess` gives them.
         included: Shape (m,), bool: the coins.
 
     Raises:
-        CloisterError: there is not one coin for each canary.
+        CloisterError: the number of coins is not the number of canaries.
     """
     guesses_m, included_m = np.asarray(guesses), np.asarray(included, dtype=np.bool_)
     if guesses_m.shape != included_m.shape:
         raise CloisterError(
-            "included", list(included_m.shape), expected=f"a coin for each of {list(guesses_m.shape)}"
+            "included",
+            list(included_m.shape),
+            expected=f"one coin for each guess, an array {list(guesses_m.shape)}",
         )
     right_m = guesses_m == np.where(included_m, 1, -1)
     return int(right_m.sum()), int(np.count_nonzero(guesses_m))
@@ -206,7 +209,7 @@ def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
 
     if not 0 <= errors <= runs or runs < 1:
         raise CloisterError(
-            field, errors, expected=f"from 0 to the number of runs, which is {runs}, and a run"
+            field, errors, expected=f"0 to {runs}, the number of runs, which must be at least 1"
         )
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
 
@@ -216,7 +219,7 @@ def _check_counts(correct: int, guesses: int, m: int) -> None:
         raise CloisterError(
             "correct, guesses and canaries",
             [correct, guesses, m],
-            expected="each at least 0 and no more than the next",
+            expected="correct <= guesses <= canaries, each at least 0",
         )
 
 

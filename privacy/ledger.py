@@ -1,27 +1,28 @@
-"""The ledger: the durable list of every release that was paid for, which refuses what the budget does not allow.
+"""The ledger: a durable list of all charges, which refuses a charge that would exceed the budget.
 
-A release is charged first and made second. `Ledger.charge` composes the new charge with everything that its dataset
-has paid in any run, and returns only when the entry is on disk; so a crash can leave a charge without its release, and
-never a release without its charge. Each party keeps a ledger of its own: one SQLite file.
+A release is charged before it is made. `Ledger.charge` composes the new charge with all charges of its dataset in any
+run, and returns only when the entry is durable on disk. So a crash can leave a charge without its release, but never a
+release without its charge. Each party keeps its own ledger: one SQLite file.
 
 The entries form a hash chain: the hash of each is SHA-256 over the canonical encoding of the hash before it and of all
-its fields (Haber and Stornetta 1991, "How to time-stamp a digital document"). What the chain shows, and what not:
+its fields (Haber and Stornetta 1991, "How to time-stamp a digital document"). What the chain detects and what it does
+not detect:
 
-- An entry that was changed, taken out, put in or moved is found and named, as long as the hashes after it were not made
-  anew.
-- Whoever can write the file can make every hash anew, or cut entries off its end, or put an older copy or no file in
-  its place: a chain alone cannot show that. A head that was noted elsewhere (a report holds one) does: as long as an
-  entry still has that hash, everything up to it is as it was. What came after the noted head stays unprotected.
-- A ledger that is gone starts again at nothing. Nothing here can tell a site that has spent before from a new one.
+- An entry that was changed, removed, inserted or moved is detected and named, unless the hashes after it were
+  recomputed.
+- A party that can write the file can recompute every hash, remove entries from the end, or replace the file by an older
+  copy or by none. The chain alone cannot detect that. A head that was noted elsewhere (a report contains one) can: if
+  an entry still has that hash, every entry up to it is unchanged. Entries after the noted head stay unprotected.
+- A lost ledger starts again with no spending. Nothing here can distinguish a site that has spent before from a new one.
 
-A rollback journal with `synchronous = EXTRA` is used, and no write-ahead log: the journal and its folder are on disk
-before the file is changed, the file before the journal is removed, and the folder once more before a commit returns
-(sqlite.org/pragma.html, `synchronous`), so a charge outlives a power cut right after it, where the disk keeps what
-it said it had synced. And the ledger is at rest one file, which can be copied and read anywhere; of a write-ahead log a
-copy may miss the newest entries. It costs a few syncs for each charge, and there are few charges.
+SQLite uses a rollback journal with `synchronous = EXTRA`, not a write-ahead log: the journal and its folder are synced
+(fsync) before the file is changed, the file before the journal is removed, and the folder again before a commit returns
+(sqlite.org/pragma.html, `synchronous`). So a charge survives a power cut right after it, if the disk keeps the data
+that it reported as synced. At rest the ledger is one file, which can be copied and read anywhere; a copy of a database
+with a write-ahead log may miss the newest entries. The cost is a few fsyncs for each charge, and there are few charges.
 
-Refused: a connection that stays open (SQLite's must not be carried through a fork), and signed entries (they show who
-wrote an entry and not that none is missing; a signed report with the head in it shows both).
+Refused: a connection that stays open (an SQLite connection must not be carried across a fork), and signed entries (they
+show who wrote an entry, but not that none is missing; a signed report that contains the head shows both).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from cloister.protocol.encoding import pack
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError
 
 Compose: TypeAlias = Callable[[Sequence[str], float], float]
-"""Accounting events, each as JSON, and delta -> epsilon of all of them together."""
+"""From accounting events, each as JSON, and delta to the epsilon of their composition."""
 
 FORMAT = "cloister-ledger-1"
-"""What the hash of an entry starts with."""
+"""First field of the hashed encoding of an entry."""
 FIRST = bytes(32)
 """The hash before the first entry: the head of an empty ledger."""
 
@@ -73,7 +74,7 @@ _SCHEMA = (
 _COLUMNS = "number, time, owner, id, dataset, run, round, attempt, what, event, delta, hash"
 _TYPES = [int, float, str, str, str, str, int, int, str, str, float, bytes]
 
-# What the system refuses; of anything else the file is to blame.
+# Errors of the operating system or the disk; any other error means that the file is damaged.
 _STORAGE = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_NOMEM,
@@ -87,16 +88,16 @@ _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """What a release costs, before it is made.
+    """The cost of a release, to be charged before the release is made.
 
     Raises:
         ValueError: a field is out of its range.
     """
 
     id: str
-    """Names the release, once in a ledger: charging it again after a crash adds nothing."""
+    """Identifies the release in a ledger. Charging is idempotent: a retry after a crash adds nothing."""
     dataset: str
-    """The data that pays. What was spent on it is composed over all runs."""
+    """The dataset that is charged. Its charges are composed over all runs."""
     run: str
     """The run that releases."""
     round: int
@@ -104,11 +105,11 @@ class Charge:
     attempt: int
     """The attempt at that round, 0 or more."""
     what: str
-    """What is released, in words, such as `update`."""
+    """The kind of release, such as `update`."""
     event: str
     """The accounting events of the release, as canonical JSON."""
     delta: float
-    """Delta of the plan that is charged, between 0 and 1."""
+    """Delta of the charged plan, between 0 and 1."""
 
     def __post_init__(self) -> None:
         for name in ("id", "dataset", "run", "what", "event"):
@@ -122,14 +123,14 @@ class Charge:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be spent on a dataset.
+    """The limit on the charges of a dataset.
 
     Raises:
-        ValueError: epsilon is negative or no number, or delta is not between 0 and 1.
+        ValueError: epsilon is negative or NaN, or delta is not between 0 and 1.
     """
 
     epsilon: float
-    """Largest epsilon over everything that the dataset has paid, the new charge among it."""
+    """Maximum epsilon of all charges of the dataset together, including the new one."""
     delta: float
     """The delta at which that epsilon is composed."""
 
@@ -144,25 +145,25 @@ class Entry:
     """A charge that is on disk."""
 
     number: int
-    """Place in the ledger, from 1 on."""
+    """Position in the ledger, from 1."""
     time: float
-    """When it was charged: seconds since the epoch, by the clock of the ledger's owner."""
+    """Time of the charge: seconds since the epoch, by the clock of the ledger's owner."""
     owner: str
-    """Whose ledger it is."""
+    """Owner of the ledger."""
     charge: Charge
-    """What was charged."""
+    """The charge."""
     hash: bytes
-    """Its link in the chain, 32 bytes."""
+    """Hash of this entry in the chain, 32 bytes."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a chain that holds comes to: worth noting elsewhere."""
+    """The result of a verified chain; note its head elsewhere."""
 
     entries: int
     """Number of entries."""
     head: str
-    """Hash of the last of them, in hex; 64 zeros where there is none."""
+    """Hash of the last entry, in hex; 64 zeros in an empty ledger."""
 
 
 def link(previous: bytes, number: int, time_s: float, owner: str, charge: Charge) -> bytes:
@@ -170,10 +171,10 @@ def link(previous: bytes, number: int, time_s: float, owner: str, charge: Charge
 
     Args:
         previous: Hash of the entry before, 32 bytes; `FIRST` before the first.
-        number: Its place.
+        number: Its position, from 1.
         time_s: Seconds since the epoch. Like delta it is hashed as `float.hex`, which is exact.
-        owner: Whose ledger it is.
-        charge: What was charged.
+        owner: Owner of the ledger.
+        charge: The charge.
     """
     fields = (charge.id, charge.dataset, charge.run, charge.round, charge.attempt, charge.what, charge.event)
     packed = pack(FORMAT, previous, number, time_s.hex(), owner, *fields, charge.delta.hex())
@@ -187,14 +188,14 @@ class History:
     entries: tuple[Entry, ...]
     """Every entry."""
     origin: str = "ledger"
-    """Where they were read, for messages."""
+    """Where the entries were read from, for error messages."""
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any]], origin: str = "ledger") -> History:
-        """Check the rows of a ledger, each (number, time, owner, id, dataset, ..., delta, hash).
+        """Verify the rows of a ledger, each (number, time, owner, id, dataset, ..., delta, hash).
 
         Raises:
-            LedgerError: the first entry that does not fit to those before it.
+            LedgerError: an entry does not follow from those before it; names the first one.
         """
         entries: list[Entry] = []
         head = FIRST
@@ -204,7 +205,7 @@ class History:
                 raise _altered(place, "fields of the types that a ledger writes")
             number, time_s, owner, id_, dataset, run, round_number, attempt, what, event, delta, found = row
             if number != expected:
-                raise _altered(place, f"it to be there, and the next one is entry {number}")
+                raise _altered(place, f"this entry at its position, but the next one is entry {number}")
             try:
                 charge = Charge(
                     id=id_,
@@ -217,24 +218,24 @@ class History:
                     delta=delta,
                 )
             except ValueError as error:
-                raise _altered(place, f"a charge that could be made ({error})") from error
+                raise _altered(place, f"a valid charge ({error})") from error
             head = link(head, number, time_s, owner, charge)
             if head != found:
-                raise _altered(place, "the hash of its fields and of the entry before it")
+                raise _altered(place, "a hash that matches its fields and the entry before it")
             entries.append(Entry(number, time_s, owner, charge, head))
         return cls(tuple(entries), origin)
 
     @property
     def head(self) -> bytes:
-        """Hash of the last entry, 32 bytes; `FIRST` where there is none."""
+        """Hash of the last entry, 32 bytes; `FIRST` in an empty ledger."""
         return self.entries[-1].hash if self.entries else FIRST
 
     def verified(self, noted: str | None = None) -> Verified:
-        """What the chain comes to, if it still holds a head that was noted earlier.
+        """Number of entries and head of the chain, if the chain contains a head that was noted earlier.
 
         Args:
-            noted: A head in hex. Some entry must have this hash: then that entry and all before it are those of the
-                moment at which it was noted, and none of them was cut off. Later entries may follow.
+            noted: A head in hex. Some entry must have this hash: then that entry and all before it are the same as when
+                the head was noted, and none of them was removed. Later entries may follow.
 
         Raises:
             LedgerError: no entry has the noted hash.
@@ -246,27 +247,27 @@ class History:
                 f"{self.origin}: head",
                 head,
                 expected=f"the noted head {noted.strip()} among its {len(self.entries)} entries",
-                fix="entries were cut off or made anew, or the head is of another ledger: trust no figure of this one",
+                fix="entries were removed or rewritten, or the head is of another ledger: trust no figure of this one",
             )
         return Verified(len(self.entries), head)
 
     def datasets(self) -> tuple[str, ...]:
-        """Names of the datasets that have paid, sorted."""
+        """Names of the datasets with charges, sorted."""
         return tuple(sorted({entry.charge.dataset for entry in self.entries}))
 
     def find(self, charge: Charge) -> Entry | None:
-        """The entry of a charge that was made before, or None.
+        """The entry of a charge that is already in the ledger, or None.
 
         Raises:
-            LedgerError: its id was charged with other content.
+            LedgerError: the id was charged with other content.
         """
         entry = self._by_id.get(charge.id)
         if entry is not None and entry.charge != charge:
             raise LedgerError(
                 f"{self.origin}: charge",
                 charge.id,
-                expected=f"what entry {entry.number} holds under that id, and this is something else",
-                fix="give each release an id of its own",
+                expected=f"the content of entry {entry.number}, which has the same id",
+                fix="use a unique id for each release",
             )
         return entry
 
@@ -275,7 +276,7 @@ class History:
         return {entry.charge.id: entry for entry in self.entries}
 
     def events(self, dataset: str, more: Iterable[Charge] = ()) -> list[str]:
-        """The accounting events of everything that `dataset` has paid, and of the charges `more` once they are made."""
+        """The accounting events of all charges of `dataset`, and of those in `more` not in the ledger."""
         paid = [entry.charge.event for entry in self.entries if entry.charge.dataset == dataset]
         return paid + [charge.event for charge in dict.fromkeys(more) if self.find(charge) is None]
 
@@ -283,21 +284,21 @@ class History:
 class Ledger:
     """The ledger of one party.
 
-    Each call opens the file, checks the whole chain, and closes it again: nothing is computed from entries that do not
-    fit, and between calls there is nothing open that a fork would share. Several processes may charge at once; their
-    charges take turns.
+    Each call opens the file, verifies the whole chain, and closes the file: no figure is computed from a broken chain,
+    and between calls there is no open connection that a fork would share. Several processes may charge at the same
+    time; their charges are serialised.
 
     Args:
-        path: The SQLite file, made when it is not there, in a folder that is. A ledger that was lost is made anew and
-            knows of no spending: keep it where it is backed up.
-        owner: Whose ledger it is: the site's name, or `coordinator`.
-        compose: Events and delta -> epsilon.
+        path: The SQLite file; created if missing, in an existing folder. A lost ledger is created again without its
+            spending: keep it in a place with backups.
+        owner: Owner of the ledger: the site's name, or `coordinator`.
+        compose: From events and delta to epsilon.
         clock: Seconds since the epoch, for the time stamps.
-        patience_s: Seconds to wait for other processes that are charging.
+        patience_s: Timeout in seconds for other processes that are charging.
 
     Raises:
-        LedgerError: the file is no ledger, is damaged or altered, or another's.
-        StorageError: it cannot be opened or written, or other processes keep it too long.
+        LedgerError: the file is not a ledger, is damaged or altered, or has another owner.
+        StorageError: it cannot be opened or written, or other processes lock it beyond the timeout.
     """
 
     def __init__(
@@ -326,7 +327,7 @@ class Ledger:
         budget: Budget | None,
         check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
     ) -> Entry:
-        """Pay for a release; only when this has returned may the release be made. As `charge_all`, for one charge."""
+        """Charge one release; make it only after this has returned. As `charge_all`, for one charge."""
         return self.charge_all([charge], budget, check)[0]
 
     def charge_all(
@@ -335,25 +336,26 @@ class Ledger:
         budget: Budget | None,
         check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
     ) -> tuple[Entry, ...]:
-        """Pay for releases, all of them or none; only when this has returned may they be made.
+        """Charge releases, all of them or none; make the releases only after this has returned.
 
-        In one transaction that excludes every other charge: the ledger is read and checked, the epsilon of each dataset
-        with its new charge is composed, and the entries are added and synced to disk. Events are composed also without
-        a budget, because an entry that cannot be composed could never be taken out again.
+        One transaction, which excludes every other charge, reads and verifies the ledger, composes the epsilon of each
+        dataset with its new charge, adds the entries and syncs them to disk (fsync). Events are composed even without a
+        budget, because an entry that cannot be composed could never be removed again.
 
         Args:
-            charges: What is to be paid. The same charge again gives its first entry, and adds nothing.
-            budget: The most that each dataset may have paid afterwards; None: no limit.
-            check: Given the entries that are there, in the transaction; what it raises ends it, and nothing was added.
+            charges: The charges. Idempotent: a charge that is already in the ledger gives its first entry and adds
+                nothing.
+            budget: The limit for each dataset including the new charges; None: no limit.
+            check: Called with the existing entries, in the transaction; if it raises, nothing is added.
 
         Returns:
-            The entries that are on disk, in the order of the charges.
+            The entries on disk, in the order of the charges.
 
         Raises:
             BudgetError: epsilon would exceed the budget; nothing was added.
             LedgerError: the ledger is damaged or altered, or an id was charged with other content.
-            StorageError: the disk refuses the write, or other processes keep the ledger too long. The charges are then
-                on disk wholly or not at all, and charging them again is safe.
+            StorageError: the disk refuses the write, or other processes lock the ledger beyond the timeout. Then either
+                all charges are on disk or none, and a retry is safe.
         """
         with _open(self.path, "rw", self._patience_s) as db, _commit(db):
             history = self._own(_read(db, self.path))
@@ -384,23 +386,23 @@ class Ledger:
 
     def _check_budget(self, charge: Charge, paid: Sequence[str], budget: Budget | None) -> None:
         epsilon = self._compose(paid, charge.delta if budget is None else budget.delta)
-        if budget is not None and not epsilon <= budget.epsilon:  # so that NaN is refused, too
+        if budget is not None and not epsilon <= budget.epsilon:  # refuses NaN, too
             raise BudgetError(
                 f"epsilon of {charge.dataset} with {charge.what} of round {charge.round} of {charge.run}",
                 epsilon,
                 expected=f"at most the budget of {budget.epsilon!r} at delta {budget.delta!r}",
-                fix="nothing was released or charged: end the run with the model it has; only whoever answers for "
-                "the data can raise the budget",
+                fix="nothing was released or charged: end the run with its current model; only the party responsible "
+                "for the data can raise the budget",
             )
 
     def would_spend(self, charges: Sequence[Charge], delta: float | None = None) -> float:
-        """Epsilon of a dataset if these charges were made too: a run can end cleanly before a round it cannot pay for.
+        """Epsilon of a dataset with these charges added: a run can end before a round that it cannot pay for.
 
-        Nothing is reserved: another process may charge in between, and then `charge` refuses.
+        Nothing is reserved: another process may charge in between, and then `charge` can still refuse.
 
         Args:
-            charges: At least one, all of one dataset. Those that are in the ledger already count once.
-            delta: The delta to compose at; None: the smallest that the charges name.
+            charges: At least one, all of one dataset. Those that are already in the ledger count once.
+            delta: The delta to compose at; None: the smallest delta of the charges.
 
         Raises:
             LedgerError: the ledger is damaged or altered, or an id was charged with other content.
@@ -413,7 +415,7 @@ class Ledger:
         return self._compose(self._history().events(datasets.pop(), charges), at)
 
     def spent(self, dataset: str, delta: float) -> float:
-        """Epsilon at `delta` of everything that `dataset` has paid, over all runs in this ledger; 0 for nothing.
+        """Epsilon at `delta` of all charges of `dataset`, over all runs in this ledger; 0 without charges.
 
         Raises:
             LedgerError: the ledger is damaged or altered.
@@ -423,7 +425,7 @@ class Ledger:
         return self._compose(events, delta) if events else 0.0
 
     def datasets(self) -> tuple[str, ...]:
-        """Names of the datasets that have paid, sorted; errors as `spent`."""
+        """Names of the datasets with charges, sorted; errors as `spent`."""
         return self._history().datasets()
 
     def entries(self, run: str | None = None) -> tuple[Entry, ...]:
@@ -431,12 +433,12 @@ class Ledger:
         return tuple(entry for entry in self._history().entries if run in (None, entry.charge.run))
 
     def verify(self, noted: str | None = None) -> Verified:
-        """Check the chain, and that it holds a head that was noted earlier; see `History.verified`.
+        """Verify the chain, and that it contains a head that was noted earlier; see `History.verified`.
 
-        Without a noted head this cannot see that entries were cut off the end, nor a chain that was made anew.
+        Without a noted head this cannot detect that entries were removed from the end or that the chain was recomputed.
 
         Raises:
-            LedgerError: the first entry that does not fit, or the noted head is not there.
+            LedgerError: an entry does not follow from those before it (names the first), or the noted head is missing.
             StorageError: the file cannot be read.
         """
         return self._history().verified(noted)
@@ -454,14 +456,14 @@ class Ledger:
 
 
 def read_history(path: Path, patience_s: float = 60.0) -> History:
-    """Read a ledger without its owner, and check its chain.
+    """Read the ledger of any owner, and verify its chain.
 
     Args:
         path: The SQLite file.
-        patience_s: Seconds to wait for processes that are charging.
+        patience_s: Timeout in seconds for processes that are charging.
 
     Raises:
-        LedgerError: the file is no ledger, or is damaged or altered: the first entry that does not fit.
+        LedgerError: the file is not a ledger, or is damaged or altered; names the first entry that is wrong.
         StorageError: it cannot be read.
     """
     with _open(path, "rw", patience_s) as db:
@@ -473,7 +475,7 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
     history = History.of(rows, str(path))
     schema = {row[0] for row in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
     if schema != set(_SCHEMA):
-        raise _altered(str(path), "the table and the guards that a ledger is made with")
+        raise _altered(str(path), "the table and the triggers that a ledger is created with")
     return history
 
 
@@ -486,33 +488,33 @@ def _append(db: sqlite3.Connection, entry: Entry) -> None:
 
 @contextmanager
 def _open(path: Path, mode: str, patience_s: float) -> Iterator[sqlite3.Connection]:
-    """A connection for one call; `mode` is SQLite's: `rw` makes no file. Closing it undoes what was not committed."""
+    """A connection for one call; mode `rw` creates no file. Closing it rolls back an open transaction."""
     try:
         uri = f"{path.absolute().as_uri()}?mode={mode}"
         with closing(sqlite3.connect(uri, timeout=patience_s, isolation_level=None, uri=True)) as db:
             db.execute("PRAGMA synchronous = EXTRA")
             yield db
     except sqlite3.Error as error:
-        # Without a code it is Python's own, such as of text that is not UTF-8.
+        # An error without a code comes from Python's sqlite3, for example for text that is not UTF-8.
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code in _BUSY:
             raise StorageError(
                 str(path),
-                expected=f"the ledger to be free within {patience_s:g} s, and other processes hold it ({error})",
-                fix="nothing was added; see what holds it, then try again",
+                expected=f"the ledger to be free within {patience_s:g} s, but other processes lock it ({error})",
+                fix="nothing was added: find the process that locks the ledger, then retry",
             ) from error
         if code in _STORAGE:
             raise StorageError(
                 str(path),
-                expected=f"a disk and a folder that take the ledger ({error})",
-                fix="no entry is lost or half written; free space or mend permissions, then try again",
+                expected=f"a disk and a folder on which the ledger can be read and written ({error})",
+                fix="no entry is lost or half written: free space or fix the permissions, then retry",
             ) from error
-        raise _altered(str(path), f"a whole ledger ({error})") from error
+        raise _altered(str(path), f"an undamaged ledger ({error})") from error
 
 
 @contextmanager
 def _commit(db: sqlite3.Connection) -> Iterator[None]:
-    """A transaction that excludes other writers from its beginning on, and is on disk when it ends without an error."""
+    """A transaction that excludes other writers from its start; durable when it ends without an error."""
     db.execute("PRAGMA journal_mode = DELETE")
     db.execute("BEGIN IMMEDIATE")
     yield
@@ -523,7 +525,7 @@ def _altered(place: str, expected: str) -> LedgerError:
     return LedgerError(
         place,
         expected=expected,
-        fix="it was damaged or altered: trust no figure of this ledger, and restore it from a copy that verifies",
+        fix="it was damaged or altered: trust no figure of this ledger, and restore it from a backup that verifies",
     )
 
 

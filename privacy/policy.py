@@ -1,5 +1,4 @@
-"""A site's policy: what it demands of a plan before it takes part, checked by the site on its own machine; and its
-signed refusal.
+"""A site's policy: what it demands of a plan before it takes part, checked by the site on its own machine.
 
 The policy is a TOML file that only the site's own people write; nothing of it travels but the reason of a refusal. A
 demand that is left out takes the default that its field states: a policy without any line on privacy still demands a
@@ -11,34 +10,20 @@ what is demanded, and to see that a demand is there).
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-import re
-import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
-from cloister.protocol.encoding import pack, unpack
-from cloister.protocol.errors import EncodingError, PolicyError, SignatureError, StaleError
-from cloister.protocol.plan import SMALLEST_COHORT, Plan, Section
-from cloister.protocol.roster import Roster
+from cloister.protocol.errors import PolicyError
+from cloister.protocol.plan import SMALLEST_COHORT, Plan
+from cloister.protocol.settings import InWords, Section, Settings
 
 Unit = Literal["none", "record", "window", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
-
-LONGEST_REASON = 1000
-"""Characters of a reason; a longer one is cut."""
-
-_REFUSAL = "cloister-refusal-1"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,9 @@ class Policy(Section):
     """Fewest sites in a sum that is opened."""
     secure_required: bool = True
     """Accept only sums under masks."""
-    roster_hash: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{64})?$")] = ""
+    roster_hash: Annotated[
+        str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
+    ] = ""
     """Hash of the one roster that is accepted, in hex; empty: any."""
     models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any."""
@@ -198,136 +185,12 @@ def load_policy(path: Path) -> Policy:
     """Read a site's policy.
 
     Raises:
-        PolicyError: the file is missing, empty or no TOML, a key is unknown, or a demand is wrong.
+        PolicyError: the file cannot be read, is no TOML or has no demand, a key is unknown, or a demand is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree: dict[str, Any] = tomllib.loads(text)
-        encoded = json.dumps(tree)
-    except OSError as error:
-        raise PolicyError(
-            "policy", str(path), expected=f"a TOML file that can be read ({error.strerror})"
-        ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PolicyError("policy", str(path), expected=f"valid TOML ({error})") from error
-    except TypeError:
-        raise PolicyError(
-            "policy", str(path), expected="numbers, strings, booleans and lists, and no dates"
-        ) from None
-    if not tree:  # a file that was cut off would demand less than its site thinks
-        raise PolicyError("policy", str(path), expected="at least one demand, and this file has none")
-    try:
-        return Policy.model_validate_json(encoded)
-    except ValidationError as error:
-        raise _explain(path, error.errors(include_url=False)[0]) from error
-    except PolicyError as error:
-        raise PolicyError(
-            f"{path}: {error.field}", error.value, expected=error.expected, fix=error.fix
-        ) from error
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A site's signed word that it does not take part, and why. Make one with `sign` or `from_bytes`.
-
-    It is bound to one run and one plan, and to no moment: a refusal can be shown again in the same run.
-    """
-
-    site: str
-    """Name of the site in the roster."""
-    run: str
-    """The run that it was asked to take part in."""
-    plan_digest: str
-    """Digest of the plan, in hex."""
-    reason: str
-    """Why, in one printable line of at most 1000 characters. It travels: leave out what the coordinator should not
-    know, such as what the site has spent elsewhere."""
-    signature: bytes
-    """Ed25519 signature with the site's identity key, 64 bytes."""
-
-    @classmethod
-    def sign(
-        cls, identity: Ed25519PrivateKey, *, site: str, run: str, plan_digest: str, reason: str
-    ) -> Refusal:
-        """The refusal of `site`; the reason is brought to one printable line and cut to its longest.
-
-        Args:
-            identity: The site's identity key.
-            site: Its name.
-            run: The run.
-            plan_digest: The plan's digest, in hex.
-            reason: Why.
-
-        Raises:
-            EncodingError: the digest or the run is not such a thing.
-        """
-        line = " ".join(reason.split())
-        shown = "".join(letter if letter.isprintable() else "?" for letter in line)[:LONGEST_REASON]
-        refusal = cls(site, run, plan_digest, shown, identity.sign(_signed(site, run, plan_digest, shown)))
-        refusal._check()
-        return refusal
-
-    def verify(self, roster: Roster, *, run: str, plan_digest: str) -> None:
-        """Check that the site of that name has refused this plan in this run.
-
-        Args:
-            roster: The roster, which has the site's public key.
-            run: The run at hand.
-            plan_digest: Digest of its plan, in hex.
-
-        Raises:
-            MemberError: the site is not in the roster.
-            StaleError: it refused another run or plan.
-            SignatureError: the site did not sign this.
-        """
-        key = roster.key(self.site)
-        for name, found, wanted in (
-            ("run", self.run, run),
-            ("plan digest", self.plan_digest, plan_digest),
-        ):
-            if found != wanted:
-                raise StaleError(f"{name} of the refusal of {self.site}", found, expected=wanted)
-        try:
-            key.verify(self.signature, _signed(self.site, self.run, self.plan_digest, self.reason))
-        except InvalidSignature:
-            raise SignatureError(
-                f"refusal of {self.site}", expected="a signature with the key that the roster has for it"
-            ) from None
-
-    def to_bytes(self) -> bytes:
-        """The refusal as canonical bytes."""
-        return pack(_REFUSAL, self.site, self.run, self.plan_digest, self.reason, self.signature)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Refusal:
-        """Read what `to_bytes` wrote; `verify` it before anything in it is believed.
-
-        Raises:
-            EncodingError: it is no refusal, or its text cannot be shown safely in one line.
-        """
-        match unpack(data):
-            case (str(kind), str(site), str(run), str(digest), str(reason), bytes(signature)) if (
-                kind == _REFUSAL
-            ):
-                refusal = cls(site, run, digest, reason, signature)
-                refusal._check()
-                return refusal
-        raise EncodingError("refusal", expected=f"{_REFUSAL}, site, run, plan digest, reason and signature")
-
-    def _check(self) -> None:
-        for name, text, longest in (("run", self.run, 64), ("reason", self.reason, LONGEST_REASON)):
-            if not text or len(text) > longest or not text.isprintable():
-                raise EncodingError(
-                    f"{name} of a refusal", text, expected=f"1 to {longest} printable characters in one line"
-                )
-        if not _DIGEST.fullmatch(self.plan_digest):
-            raise EncodingError(
-                "plan digest of a refusal", self.plan_digest, expected="64 hexadecimal digits in lower case"
-            )
-
-
-def _signed(site: str, run: str, plan_digest: str, reason: str) -> bytes:
-    return pack(_REFUSAL, site, run, plan_digest, reason)
+    policy = Settings(Policy, "policy", PolicyError).load(path)
+    if not policy.model_fields_set:  # a truncated file would demand less than its site expects
+        raise PolicyError("policy", str(path), expected="at least one demand; this file has none")
+    return policy
 
 
 def _refuse(demand: str, what: str, offered: object, accepted: str) -> NoReturn:
@@ -336,20 +199,3 @@ def _refuse(demand: str, what: str, offered: object, accepted: str) -> NoReturn:
 
 def _one_of(accepted: tuple[str, ...]) -> str:
     return accepted[0] if len(accepted) == 1 else f"one of {', '.join(accepted)}"
-
-
-def _explain(path: Path, error: ErrorDetails) -> PolicyError:
-    """Pydantic's first complaint as one line in the policy's own words."""
-    field = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = sorted(Policy.model_fields)
-        nearest = difflib.get_close_matches(field, known, n=1)
-        return PolicyError(
-            f"{path}: {field}",
-            expected=f"one of the demands ({', '.join(known)})",
-            fix=f"did you mean {nearest[0]}?" if nearest else "",
-        )
-    if field == "roster_hash" and error["type"] == "string_pattern_mismatch":
-        return PolicyError(f"{path}: {field}", error["input"], expected="64 hexadecimal digits")
-    message = re.sub(r"^\w+ should (be |have )", "", error["msg"])
-    return PolicyError(f"{path}: {field}", error["input"], expected=message[0].lower() + message[1:])

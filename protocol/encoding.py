@@ -1,4 +1,4 @@
-"""Canonical bytes: what is signed or hashed is encoded here, so that no two values share an encoding.
+"""The canonical encoding of everything that is signed or hashed: no two values have the same encoding.
 
 A value is an integer in [0, 2^64), text, bytes, or a tuple of values. Each is written as one tag byte and a
 fixed-width length or value: `i` and 8 bytes; `s` or `b`, 8 bytes of length and the bytes; `t`, 8 bytes of
@@ -18,7 +18,7 @@ Value: TypeAlias = "int | str | bytes | tuple[Value, ...]"
 _HEAD = struct.Struct(">cQ")  # tag, and value, length or count
 
 DEEPEST = 8
-"""Tuples in tuples that are read; messages need four."""
+"""Maximum nesting of tuples that `unpack` reads; messages need four."""
 
 
 def pack(*values: Value) -> bytes:
@@ -34,7 +34,7 @@ def pack(*values: Value) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[Value, ...]:
-    """Read back what `pack` wrote.
+    """Decode bytes that `pack` wrote.
 
     Raises:
         EncodingError: `data` is not exactly the encoding of a tuple.
@@ -52,7 +52,7 @@ def _write(value: Value, into: list[bytes]) -> None:
         text = value.encode()
         into += (_HEAD.pack(b"s", len(text)), text)
     elif isinstance(value, bool):
-        raise TypeError("a truth value has no canonical encoding; use 0 or 1")
+        raise TypeError("bool has no canonical encoding; use 0 or 1")
     elif isinstance(value, int):
         if not 0 <= value < 2**64:
             raise EncodingError("integer", value, expected="0 to 2^64 - 1")
@@ -67,7 +67,7 @@ def _write(value: Value, into: list[bytes]) -> None:
 
 def _read(data: bytes, at: int, depth: int) -> tuple[Value, int]:
     if len(data) - at < 9 or depth > DEEPEST:
-        raise EncodingError("message", f"{len(data)} bytes", expected="a whole encoding")
+        raise EncodingError("message", f"{len(data)} bytes", expected="a complete encoding")
     tag, number = data[at : at + 1], int.from_bytes(data[at + 1 : at + 9], "big")
     at += 9
     if tag == b"i":

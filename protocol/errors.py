@@ -1,20 +1,20 @@
-"""Everything that can be refused, one class for each fact.
+"""The errors of the project, one class for each fact.
 
-A person at the command line sees `str(error)`: one line that names the field, the value it had, what was expected
-and, where there is one, the fix. Code that fails for a reason not listed here has a defect, and shows its traceback.
+A user at the command line sees `str(error)`: one line that names the field, its value, what was expected and, if there
+is one, the fix. An exception of any other class is a defect and shows its traceback.
 """
 
 from __future__ import annotations
 
 
 class CloisterError(Exception):
-    """Something was wrong that a person can put right; `str()` is one line for that person.
+    """An error that a user can fix; `str()` is one line for that user.
 
     Args:
         field: What was wrong: a plan field such as `local.steps`, an option, a path.
-        value: The value it had, shown with `repr`; leave it out where there was none.
+        value: The value it had, shown with `repr`; omit it if there was none.
         expected: What would have been accepted.
-        fix: What to do about it, where that is more than giving what was expected.
+        fix: What to do, if that is more than giving what was expected.
     """
 
     _ABSENT = object()
@@ -32,7 +32,7 @@ class CloisterError(Exception):
 
 
 class PlanError(CloisterError):
-    """A plan is not sound: a field is unknown, of the wrong type, or contradicts another."""
+    """A plan is invalid: a field is unknown, of the wrong type, or contradicts another."""
 
 
 class ModelError(CloisterError):
@@ -48,11 +48,11 @@ class RunFolderError(CloisterError):
 
 
 class StorageError(CloisterError):
-    """The disk refused a write; what was there before is untouched."""
+    """The disk refused a read or write; existing data is unchanged."""
 
 
 class UpdateError(CloisterError):
-    """A site's update cannot be summed: not finite, of the wrong length, or for another round."""
+    """A site's update cannot be summed: it is non-finite, of the wrong length, or for another round."""
 
 
 class QuorumError(CloisterError):
@@ -64,15 +64,15 @@ class FaultError(CloisterError):
 
 
 class EngineError(CloisterError):
-    """An engine cannot be started or has lost what it needs to go on."""
+    """An engine cannot start, or has lost something that it needs to continue."""
 
 
 class SecureSumError(CloisterError):
-    """A step of the secure sum was refused, and nothing was revealed by the refusal."""
+    """A step of the secure sum was refused; the refusal revealed nothing."""
 
 
 class ParameterError(SecureSumError):
-    """No graph and threshold can give the dropouts and colluders that the plan tolerates."""
+    """No graph and threshold can tolerate the dropouts and colluders that the plan demands."""
 
 
 class EncodingError(SecureSumError):
@@ -80,11 +80,11 @@ class EncodingError(SecureSumError):
 
 
 class StepError(SecureSumError):
-    """A message came out of order, or a step that happens once was asked for again."""
+    """A message came out of order, or a one-time step was requested again."""
 
 
 class StaleError(SecureSumError):
-    """A message or an attempt belongs to another run, plan, model, cohort, round or attempt than this one."""
+    """A stale message or attempt: it belongs to another run, plan, model, cohort, round or attempt."""
 
 
 class MemberError(SecureSumError):
@@ -100,19 +100,19 @@ class ThresholdError(SecureSumError):
 
 
 class SignatureError(SecureSumError):
-    """A signature is not of the site that is named."""
+    """A signature was not made by the named site."""
 
 
 class OneTimeKeyError(SecureSumError):
-    """A one-time key is not a usable X25519 key, or a site's own was changed on its way back."""
+    """A one-time key is not a usable X25519 key, or a site's own key was changed on its way back."""
 
 
 class ShareError(SecureSumError):
-    """An encrypted share is missing, was altered, or was made for another."""
+    """An encrypted share is missing, was altered, or was made for another site."""
 
 
 class AgreementError(SecureSumError):
-    """Too few sites signed the same list of survivors, or a second list was put to a site."""
+    """Too few sites signed the same list of survivors, or a site was given a second list."""
 
 
 class ExclusiveError(SecureSumError):
@@ -132,15 +132,15 @@ class ReconstructionError(SecureSumError):
 
 
 class PinnedError(SecureSumError):
-    """A message is of another plan or run than the site has said yes to."""
+    """A message belongs to a plan or run that is not the one the site has accepted."""
 
 
 class RosterError(CloisterError):
-    """A card or roster is damaged, inconsistent, or not the one that was agreed."""
+    """A card or roster is damaged, inconsistent, or not the one that was agreed on."""
 
 
 class BudgetError(CloisterError):
-    """A release would exceed what may be spent."""
+    """A release would exceed the privacy budget."""
 
 
 class LedgerError(CloisterError):
@@ -148,11 +148,17 @@ class LedgerError(CloisterError):
 
 
 class PolicyError(CloisterError):
-    """A site's policy forbids what it was asked to do."""
+    """A site's policy forbids the request."""
 
 
 class AccountingError(CloisterError):
-    """Privacy losses cannot be composed or calibrated as asked."""
+    """Privacy losses cannot be composed or calibrated as requested."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: a `CloisterError`'s own text, else the class and text of the exception."""
+    text = str(error) if isinstance(error, CloisterError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split()).removesuffix(":")
 
 
 def _short(value: object) -> str:

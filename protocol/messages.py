@@ -1,154 +1,360 @@
-"""Every message of a run, as a frozen dataclass; `records.py` carries them through Flower.
+"""Every message of a run, as a frozen dataclass; `wire.py` turns each into bytes and back, for every carrier.
 
-A request goes from the coordinator to one site, a reply comes back. Vectors are flat and one-dimensional; their layout
-is defined by the plan's model (`lm/layout.py`) and `aggregation/sums.py`.
+A request goes from the coordinator to one site, and one reply comes back. After the join each request names its sum by
+a `SumId`, and the plan only by its digest. Vectors are flat and one-dimensional; the plan's model (`lm/layout.py`) and
+`aggregation/sums.py` define their layout.
+
+The steps of a sum have the numbers of `server/round.py`, and `Step` is the one place where they are written down.
+What a site signs in a step is signed over the step's label, the attempt's context and `body()`.
+
+Each text, byte string and tuple states its limit in its type. `wire.py` refuses a message that exceeds one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from cloister.protocol.encoding import Value
+from cloister.protocol.threshold import LARGEST
+
+
+class Step(IntEnum):
+    """The steps of a round in which sites are asked, with the numbers of `server/round.py`."""
+
+    ADVERTISE = 2
+    SHARE = 3
+    UPDATE = 4
+    CONFIRM = 5
+    UNMASK = 6
+
+    @property
+    def label(self) -> str:
+        """The step's name in signatures, in `[faults]` and in logs."""
+        return self.name.lower()
+
+
+TRAIN: Literal["train"] = "train"
+EVALUATE: Literal["evaluate"] = "evaluate"
+Purpose: TypeAlias = Literal["train", "evaluate"]
+"""What a sum is of: updates, or totals over held-out records."""
+
+
+class Limit(NamedTuple):
+    """In an `Annotated` type: the most characters of a text, bytes of a byte string, or items of a tuple."""
+
+    most: int
+    least: int = 0
+
+
+class Elements(NamedTuple):
+    """In an `Annotated` type: the element types that a vector may have."""
+
+    dtypes: tuple[str, ...]
+
+
+Name: TypeAlias = Annotated[str, Limit(64)]
+Names: TypeAlias = Annotated[tuple[Name, ...], Limit(LARGEST)]
+Digest: TypeAlias = Annotated[bytes, Limit(32, 32)]
+Key: TypeAlias = Annotated[bytes, Limit(32, 32)]
+Signature: TypeAlias = Annotated[bytes, Limit(64)]
+"""Of Ed25519, 64 bytes; empty in a message that is not signed yet."""
+Sealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(128)]], ...], Limit(LARGEST)]
+"""A site's name and a share that is encrypted for it, or by it."""
+Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], ...], Limit(LARGEST)]
+"""A site's name and a share of one of its secrets."""
+Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
+Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint16", "uint32"))]
+
+LONGEST_PLAN = 2**20
+"""Characters of a plan's JSON."""
+LONGEST_REASON = 1000
+"""Characters of the reason in a refusal or a failure."""
+
+
+@dataclass(frozen=True)
+class SumId:
+    """Which sum a message belongs to."""
+
+    run: Name
+    """Identity of the run."""
+    plan: Digest
+    """Digest of the plan that the site has joined."""
+    purpose: Purpose
+    """What is summed."""
+    round: int
+    """Round, from 1; in an evaluation the round whose model it is, from 0."""
+    tries: int
+    """Attempts at this sum that have failed, plus one."""
+
+
+# Join.
 
 
 @dataclass(frozen=True)
 class Join:
     """Asks a site to check the plan and get ready: load the model's layout and its data."""
 
-    plan: str
-    """The plan, as canonical JSON."""
-    run: str
+    run: Name
     """Identity of the run, drawn at random when it began."""
-    base_hash: str = ""
-    """Hash of `base`, in hex; empty where there is none."""
-    base: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    plan: Annotated[str, Limit(LONGEST_PLAN)]
+    """The plan, as canonical JSON. It travels in this message alone."""
+    base_hash: Annotated[bytes, Limit(32)]
+    """Hash of `base`; empty where there is none."""
+    base: Floats
     """The frozen parameters, where public training has made others than the plan gives; otherwise no element."""
-
-
-@dataclass(frozen=True)
-class Agree:
-    """Carries one step of the secure sum to a site: 1 advertise, 2 share, 4 confirm or 5 unmask.
-
-    The step's own message is different for each site and travels beside this one, as `private` bytes.
-    """
-
-    plan: str
-    """The plan, as canonical JSON."""
-    run: str
-    """Identity of the run, drawn at random when it began."""
-    purpose: str
-    """`train` or `evaluate`: what the sum is of."""
-    step: int
-    """Step of the secure sum."""
-    round: int
-    """Round, from 1; in an evaluation the round whose model it is, from 0."""
-    tries: int
-    """Attempts at this sum that have failed, plus one."""
-    base: str = ""
-    """As in `Train`."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """A site's part of one step of the secure sum."""
-
-    site: str
-    """The site's name."""
-    body: bytes
-    """The step's own message."""
 
 
 @dataclass(frozen=True)
 class Joined:
     """A site is ready."""
 
-    site: str
+    site: Name
     """The site's name."""
     parameters: int
     """Number of trained parameters, as the site counts them."""
 
 
-@dataclass(frozen=True)
-class Train:
-    """Asks a site for its update of the round."""
+# Step 2: advertise.
 
-    plan: str
-    """The plan, as canonical JSON."""
+
+@dataclass(frozen=True)
+class Begin:
+    """Coordinator to each site of the cohort, step 2: an attempt is about to start."""
+
     round: int
-    """Round, from 1."""
-    tries: int
-    """Attempts at this round that have failed, plus one."""
-    run: str
-    """Identity of the run."""
-    model_hash: str
-    """Hash of `model`, in hex (`digest.py`)."""
-    model: npt.NDArray[np.float32]
-    """The global model's trained parameters."""
-    base: str = ""
-    """Hash of the frozen parameters that go with it (`Join.base`), in hex; empty: those that the plan gives."""
-    clip: float = 0.0
+    attempt: int
+    model: Digest
+    """Hash of the global model."""
+    cohort: Names
+    """The n sites of the round, sorted by name."""
+    threshold: int
+    """t, as the coordinator computes it."""
+
+
+@dataclass(frozen=True)
+class Advertise:
+    """Site to coordinator to all sites, step 2: one-time keys."""
+
+    STEP: ClassVar = Step.ADVERTISE
+    context: Digest
+    site: Name
+    share_key: Key
+    """X25519 public key c, under which the site is sent shares."""
+    mask_key: Key
+    """X25519 public key s, from which its masks come."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed."""
+        return (self.site, self.share_key, self.mask_key)
+
+
+# Step 3: share.
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Coordinator to each site of U1, step 3: the keys of U1, sorted by name."""
+
+    context: Digest
+    advertised: Annotated[tuple[Advertise, ...], Limit(LARGEST)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Site to coordinator, step 3: a commitment to its self-mask's seed, and an encrypted share for each neighbour."""
+
+    STEP: ClassVar = Step.SHARE
+    context: Digest
+    site: Name
+    commitment: Digest
+    """H(b || context)."""
+    sealed: Sealed
+    """(recipient, ciphertext), sorted by recipient."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed."""
+        return (self.site, self.commitment, self.sealed)
+
+
+# Step 4: update.
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """Coordinator to each site of U2, step 4: who shared, and the ciphertexts for this site."""
+
+    context: Digest
+    sharers: Names
+    """U2, sorted."""
+    sealed: Sealed
+    """(sender, ciphertext), sorted by sender."""
+
+
+@dataclass(frozen=True)
+class Contribute:
+    """Asks a site for its part of a sum: its update of the round, or its held-out totals of the model."""
+
+    sum: SumId
+    """Which sum; its purpose says what is asked for."""
+    model_hash: Digest
+    """Hash of `model` (`digest.py`)."""
+    clip: float
     """Clipping norm of the round, where the unit of privacy is the site; otherwise 0."""
+    inbox: Inbox | None
+    """Under the secure sum, the shares that other sites have for this one."""
+    model: Floats
+    """The global model's trained parameters."""
 
 
 @dataclass(frozen=True)
-class Evaluate:
-    """Asks a site for held-out sums of a model."""
+class Masked:
+    """Site to coordinator, step 4: its masked vector is this one."""
 
-    plan: str
-    """The plan, as canonical JSON."""
-    round: int
-    """Round whose model this is; 0 is the initial model."""
-    tries: int
-    """Attempts at this evaluation that have failed, plus one."""
-    run: str
-    """Identity of the run."""
-    model_hash: str
-    """Hash of `model`, in hex (`digest.py`)."""
-    model: npt.NDArray[np.float32]
-    """The global model's trained parameters."""
-    base: str = ""
-    """As in `Train`."""
+    STEP: ClassVar = Step.UPDATE
+    context: Digest
+    site: Name
+    digest: Digest
+    """Digest of the vector's bytes."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed."""
+        return (self.site, self.digest)
 
 
 @dataclass(frozen=True)
 class Contribution:
     """A site's part of a sum: ring integers (`aggregation/average.py` says of what)."""
 
-    site: str
+    site: Name
     """The site's name."""
-    round: int
-    """Round it belongs to."""
-    model_hash: str
+    sum: SumId
+    """The sum that it belongs to, as in the request."""
+    model_hash: Digest
     """The model it was computed from."""
-    statement: bytes
-    """Under the secure sum the site's signed statement of the masked vector's digest, else empty."""
-    vector: npt.NDArray[np.unsignedinteger[Any]]
+    statement: Masked | None
+    """Under the secure sum the site's signed statement of the masked vector's digest."""
+    vector: Ring
     """Ring integers of the plan's width; under the secure sum they are masked."""
+
+
+# Step 5: consistency.
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """Coordinator to each site of U3, step 5: whose vectors are in the sum."""
+
+    context: Digest
+    survivors: Names
+    """U3, sorted."""
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Site to coordinator to all survivors, step 5: its signature under the one list it was shown."""
+
+    STEP: ClassVar = Step.CONFIRM
+    context: Digest
+    site: Name
+    survivors: Digest
+    """H(context || U3)."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed. It does not name the site: the same bytes are signed by all."""
+        return self.survivors
+
+
+# Step 6: unmask.
+
+
+@dataclass(frozen=True)
+class Unmask:
+    """Coordinator to each survivor, step 6: whose shares are wanted, and who signed that list."""
+
+    context: Digest
+    survivors: Names
+    """U3, sorted: the share of b is wanted."""
+    dropouts: Names
+    """U2 without U3, sorted: the share of s is wanted."""
+    signatures: Annotated[tuple[tuple[Name, Signature], ...], Limit(LARGEST)]
+    """(site, its signature of `Confirm`), sorted by site."""
+
+
+@dataclass(frozen=True)
+class Reveal:
+    """Site to coordinator, step 6: one share of one secret of each peer."""
+
+    STEP: ClassVar = Step.UNMASK
+    context: Digest
+    site: Name
+    self_shares: Revealed
+    """(survivor, share of its b)."""
+    mask_shares: Revealed
+    """(dropout, share of its s)."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed."""
+        return (self.site, self.self_shares, self.mask_shares)
+
+
+Signed: TypeAlias = Advertise | Shares | Masked | Confirm | Reveal
+"""What a site signs with its identity key."""
+Told: TypeAlias = Begin | Peers | Survivors | Unmask
+"""What a site is told in a step of the secure sum that carries no vector."""
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Carries one step of the secure sum to a site: advertise, share, confirm or unmask."""
+
+    sum: SumId
+    """Which sum."""
+    told: Told
+    """The step's own message."""
+
+
+# Any step.
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A site's policy or budget forbids what it was asked."""
+    """A site's policy or budget forbids what it was asked; `refusal.py` signs and verifies it.
 
-    site: str
+    A refusal is bound to one run and one plan, and to no time: it can be shown again in the same run.
+    """
+
+    site: Name
     """The site's name."""
-    statement: bytes
-    """Its signed `privacy.policy.Refusal`; where it has no identity, the reason alone, in UTF-8."""
+    run: Name
+    """The run that it was asked to take part in."""
+    plan: Digest
+    """Digest of the plan."""
+    reason: Annotated[str, Limit(LONGEST_REASON)]
+    """Why, in one printable line. It travels: it says nothing that the coordinator should not know, such as what the
+    site has spent elsewhere."""
+    signature: Signature
+    """Ed25519 signature with the site's identity key; empty where the site has none."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A site did not do what it was asked."""
+class Failed:
+    """A site did not do what it was asked, and says why."""
 
-    site: str
-    """The site's name."""
-    reason: str
-    """One line that says why."""
-    refused: bool = False
-    """Whether it said so itself, by its policy or its budget: asking again is of no use."""
+    site: Name
+    """The site's name; empty where its configuration could not be read."""
+    reason: Annotated[str, Limit(LONGEST_REASON)]
+    """Why, in one line."""
 
 
-Request = Join | Agree | Train | Evaluate
-Reply = Joined | Agreed | Contribution | Refused
+Request: TypeAlias = Join | Agree | Contribute
+Reply: TypeAlias = Joined | Advertise | Shares | Contribution | Confirm | Reveal | Refused | Failed

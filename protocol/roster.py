@@ -1,11 +1,10 @@
-"""Who is who: a site's identity key, the card it shows, and the roster of all cards that every site pins by
-its hash.
+"""Identities: a site's identity key, its card, and the roster of all cards; every site pins its hash.
 
-A site makes an Ed25519 identity once and keeps it. Its card says its name and public key and is signed with
-that key, so that a damaged card is noticed and nobody can show a key that is not theirs. The people who run
-the sites exchange cards by means they trust, build the roster, and compare its hash (by telephone, say): from
-then on the coordinator can invent no site. The roster's hash covers the names and keys, sorted by name, and
-does not depend on how a file is laid out.
+A site creates an Ed25519 identity key once and keeps it. Its card contains its name and public key and is signed with
+that key, so that a damaged card is detected and a party cannot show a key that is not its own. The operators of the
+sites exchange cards over channels that they trust, build the roster, and compare its hash (for example by telephone):
+from then on the coordinator cannot invent a site. The roster's hash covers the names and keys, sorted by name, and does
+not depend on the layout of the file.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def identity_to_pem(identity: Ed25519PrivateKey) -> bytes:
 
 
 def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
-    """Read what `identity_to_pem` wrote.
+    """Read an identity key that `identity_to_pem` wrote.
 
     Raises:
         RosterError: it is not an unencrypted Ed25519 private key in PEM.
@@ -65,11 +64,11 @@ def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
 
 
 def save_identity(identity: Ed25519PrivateKey, path: Path) -> None:
-    """Write a new identity to `path`, readable by its owner only; never over another one.
+    """Write a new identity to `path`, readable by its owner only; never overwrite a file.
 
     Raises:
-        RosterError: there is a file already.
-        StorageError: it cannot be written.
+        RosterError: the file exists already.
+        StorageError: the file cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -81,8 +80,8 @@ def save_identity(identity: Ed25519PrivateKey, path: Path) -> None:
         raise RosterError(
             "identity",
             str(path),
-            expected="no file there yet",
-            fix="keep it: an identity cannot be made twice",
+            expected="a path without a file",
+            fix="keep the existing identity: it cannot be created again",
         ) from None
     except OSError as error:
         raise StorageError("identity", str(path), expected=f"a file that can be written ({error})") from error
@@ -92,14 +91,14 @@ def load_identity(path: Path) -> Ed25519PrivateKey:
     """Read the identity at `path`.
 
     Raises:
-        RosterError: it is missing, unreadable or no identity.
+        RosterError: the file is missing, unreadable or not an identity.
     """
     return identity_from_pem(_read(path, "identity"))
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a site shows of itself, signed. Make one with `Card.of` or `Card.from_text`."""
+    """A site's name and public key, signed. Create it with `Card.of` or `Card.from_text`."""
 
     name: str
     """Name of the site: letters, digits, dots, dashes, underscores, at most 64."""
@@ -122,10 +121,10 @@ class Card:
 
     @classmethod
     def from_text(cls, text: str) -> Card:
-        """Read the line that `text` printed.
+        """Read a line that `Card.text` wrote.
 
         Raises:
-            RosterError: it is not such a line, or a character of it was changed.
+            RosterError: the text is not such a line, or a character of it was changed.
         """
         words = text.split()
         if len(words) != 4 or words[0] != _CARD:
@@ -162,9 +161,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Roster:
-    """The cards of a federation, sorted by name. Make one with `Roster.of` or `Roster.from_toml`, which check
-    it.
-    """
+    """The cards of a federation, sorted by name. `Roster.of` and `Roster.from_toml` create and check it."""
 
     cards: tuple[Card, ...]
 
@@ -173,7 +170,7 @@ class Roster:
         """The roster of `cards`, in any order.
 
         Raises:
-            RosterError: there is none, one does not verify, or two have the same name or the same key.
+            RosterError: there is no card, one does not verify, or two have the same name or the same key.
         """
         sorted_cards = tuple(sorted(cards, key=lambda card: card.name))
         if not sorted_cards:
@@ -192,7 +189,7 @@ class Roster:
 
     @functools.cached_property
     def hash(self) -> bytes:
-        """SHA-256 over the canonical bytes of names and keys: what every site pins."""
+        """SHA-256 over the canonical bytes of names and keys; every site pins it."""
         return hashlib.sha256(pack(_ROSTER, tuple((card.name, card.public) for card in self.cards))).digest()
 
     @functools.cached_property
@@ -211,7 +208,7 @@ class Roster:
         """The public key of the site `name`.
 
         Raises:
-            MemberError: it is not in the roster.
+            MemberError: the site is not in the roster.
         """
         if name not in self._keys:
             raise MemberError("site", name, expected="a site of the roster")
@@ -221,7 +218,7 @@ class Roster:
         """This roster, if its hash is `expected` (hex).
 
         Raises:
-            RosterError: it is another roster.
+            RosterError: the hash is another.
         """
         if self.hash.hex() != expected.strip().lower():
             raise RosterError(
@@ -244,10 +241,10 @@ class Roster:
 
     @classmethod
     def from_toml(cls, text: str, origin: str = "roster") -> Roster:
-        """Read what `to_toml` wrote and check all of it.
+        """Read a roster that `to_toml` wrote, and check all of it.
 
         Raises:
-            RosterError: it is no such file, a card does not verify, or the hash is of other cards.
+            RosterError: the text is not a roster, a card does not verify, or the hash is of other cards.
         """
         try:
             tree = tomllib.loads(text)
@@ -276,7 +273,7 @@ class Roster:
         roster = cls.of(cards)
         if tree["hash"] != roster.hash.hex():
             raise RosterError(
-                "roster hash", tree["hash"], expected=f"{roster.hash.hex()}, which its cards give"
+                "roster hash", tree["hash"], expected=f"{roster.hash.hex()}, the hash of its cards"
             )
         return roster
 
@@ -285,7 +282,7 @@ def save_roster(roster: Roster, path: Path) -> None:
     """Write `roster` to `path`, whole or not at all.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     beside = path.with_name(path.name + ".new")
     try:
@@ -302,7 +299,7 @@ def load_roster(path: Path) -> Roster:
     """Read the roster at `path`.
 
     Raises:
-        RosterError: it is missing or no sound roster.
+        RosterError: the file is missing or is not a valid roster.
     """
     try:
         text = _read(path, "roster").decode()

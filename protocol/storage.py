@@ -1,6 +1,6 @@
-"""Files that are either whole or not there: written beside their place, synced, then renamed over it.
+"""Atomic, durable files: written to a temporary file beside their path, synced (fsync), then renamed over it.
 
-Every durable file of a run goes through here, so that a full disk or a `kill -9` leaves the earlier one untouched.
+Every durable file of a run is written here, so that a full disk or a `kill -9` leaves the earlier version unchanged.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cloister.protocol.errors import StorageError
 
 
 def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-    """Let `write` fill a temporary file beside `path`, then put it in the place of `path` in one step.
+    """Let `write` fill a temporary file beside `path`, then replace `path` by it atomically.
 
     Args:
-        path: Where the file will stand; its folder is made if needed.
-        write: Writes the whole content to the path it is given.
-        durable: Sync file and folder before returning, so that the file survives a power cut.
+        path: The final path; its folder is created if missing.
+        write: Writes the whole content to the path that it is given.
+        durable: Sync (fsync) file and folder before returning, so that the file survives a power cut.
 
     Raises:
-        StorageError: the disk is full or refuses the write; `path` is as it was.
+        StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _refusals_of_the_disk(path):
@@ -42,22 +42,23 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """`write_file` for bytes at hand."""
+    """Write `content` with `write_file`."""
     write_file(path, lambda temporary: _fill(temporary, content), durable=durable)
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary folder beside `path`, then put it in the place of `path`.
+    """Let `fill` write a temporary folder beside `path`, then replace `path` by it.
 
-    An existing folder is moved aside first and removed last: there is a moment without `path`, never one without both.
+    An existing folder is moved aside first and removed last: a crash in between can leave `path` missing, but never
+    both the old folder and the new one.
 
     Raises:
-        StorageError: the disk is full or refuses the write; `path` is as it was.
+        StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside = path.with_name(f".{path.name}.{os.getpid()}.old")
     with _refusals_of_the_disk(path):
-        # What a killed process with the same number has left behind is nobody's.
+        # A killed process with the same process id may have left this folder; no process uses it.
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
@@ -80,12 +81,12 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def disk_refusal(path: Path, error: Exception) -> StorageError:
-    """What a person is told when the disk refuses to write at `path`."""
+    """The error for a disk that refuses to write at `path`."""
     reason = getattr(error, "strerror", None) or str(error)
     return StorageError(
         str(path),
-        expected=f"a disk that takes the write ({reason})",
-        fix="nothing that was there is lost; free space or mend permissions, then go on with: cloister resume",
+        expected=f"a disk that accepts the write ({reason})",
+        fix="no earlier file is lost: free space or fix the permissions, then continue with: cloister resume",
     )
 
 
@@ -93,7 +94,7 @@ def disk_refusal(path: Path, error: Exception) -> StorageError:
 def _refusals_of_the_disk(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:  # safetensors does not pass the system's error on as it is
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
         raise disk_refusal(path, error) from error
 
 

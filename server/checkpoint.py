@@ -1,7 +1,7 @@
-"""Models on disk, each in one safetensors file that is whole or not there.
+"""Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
 
 A checkpoint holds the trained parameters by name, the server optimizer's state, and the SHA-256 of the flat vector,
-which is checked when it is read. Old ones are removed only after a newer one is in its place.
+which is checked on reading. Old checkpoints are removed only after a newer one is in place.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from safetensors.numpy import save_file
 from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.storage import write_file
+from cloister.server.folder import checkpoint_file, stored_checkpoints
 
 Vector = npt.NDArray[np.float32]
 
-_FIX = "bring the file back from a copy; an older round cannot be done again, for sites answer a round once"
+_FIX = "restore the file from a backup; a round cannot be repeated, because sites answer each round only once"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
@@ -41,9 +42,9 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: Where they stand.
+        folder: The folder of the checkpoints.
         layout: Names and shapes of the trained parameters.
-        keep: How many of the newest are kept; the initial model is kept besides.
+        keep: Number of newest checkpoints to keep, in addition to the initial model.
     """
 
     def __init__(self, folder: Path, layout: Layout, keep: int) -> None:
@@ -53,23 +54,23 @@ class Checkpoints:
 
     def path(self, round_number: int) -> Path:
         """The file of a round's model."""
-        return self._folder / f"round-{round_number:05d}.safetensors"
+        return checkpoint_file(self._folder, round_number)
 
     def save(self, round_number: int, weights: Vector, optimizer: Mapping[str, torch.Tensor]) -> str:
-        """Write the model after a round, then remove what is older than the `keep` newest.
+        """Write the model after a round, then remove checkpoints older than the `keep` newest.
 
         Returns:
             The SHA-256 of `weights`.
 
         Raises:
-            StorageError: the disk is full; earlier checkpoints are untouched.
+            StorageError: the disk is full; earlier checkpoints are unchanged.
         """
         digest = params_sha256(weights)
         tensors = {_MODEL + name: part for name, part in self._layout.split(weights).items()}
         tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
         facts = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
         write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=facts))
-        stored = sorted(self._folder.glob("round-*.safetensors"))
+        stored = list(stored_checkpoints(self._folder).values())
         for old in stored[1 : -self._keep]:
             old.unlink(missing_ok=True)
         return digest
@@ -78,7 +79,7 @@ class Checkpoints:
         """Read the model after a round.
 
         Raises:
-            RunFolderError: it is missing, damaged, or of another model.
+            RunFolderError: the checkpoint is missing, damaged, or of another model.
         """
         path = self.path(round_number)
         try:
@@ -95,7 +96,7 @@ class Checkpoints:
         weights = self._layout.join(model)
         if params_sha256(weights) != facts.get("params_sha256"):
             raise RunFolderError(
-                str(path), expected="weights with the SHA-256 that was recorded with them", fix=_FIX
+                str(path), expected="weights that match the SHA-256 recorded with them", fix=_FIX
             )
         state = {
             name.removeprefix(_OPTIMIZER): t for name, t in tensors.items() if name.startswith(_OPTIMIZER)

@@ -1,4 +1,4 @@
-"""What a plan will cost, before anything runs: parameters, bytes on the wire, memory at the coordinator."""
+"""The cost of a plan, before it runs: parameters, bytes on the wire, memory and seconds."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.graph import Parameters, assumed, parameters, tolerated
-from cloister.aggregation.secure_messages import traffic
+from cloister.aggregation.secure_sum import traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
+from cloister.protocol.threshold import Parameters
 
 _FLOAT = 4
 _NAME = len("site-000")
-_AGREE_MESSAGES = 4  # of a round, each with the plan in it
-_SAMPLE = 1 << 20  # elements that are masked to know the speed of this machine
+_SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
 _OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
 _WORK_VECTORS = 6
-"""Float32 vectors beside the weights at the peak of a round: the copy that is sent and its encoding while sites work;
-the total decoded in float64, the mean, its negation and the weights before the step when the sum is opened."""
+"""Float32 vectors besides the weights at the peak of a round: the copy that is sent and its encoding while sites work;
+when the sum is opened, the total in float64, the mean, its negation and the weights before the step."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs."""
+    """The cost of a plan."""
 
     parameters: int
     """Parameters of the model, adapters included."""
     trained_parameters: int
-    """Those that are trained and summed."""
+    """Parameters that are trained and summed."""
     cohort: int
     """Sites in a round."""
     bytes_down: int
@@ -39,9 +38,9 @@ class Cost:
     bytes_up: int
     """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
-    """Memory for vectors and model at the coordinator, at its peak; it does not grow with the sites."""
+    """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites."""
     tokens_per_round: int
-    """Largest number of tokens that the cohort learns from in a round."""
+    """The most tokens on which the cohort trains in a round."""
 
 
 def cost(plan: Plan, parameters: int, trained: int) -> Cost:
@@ -61,12 +60,12 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
 
 @dataclass(frozen=True)
 class SecureCost:
-    """What the secure sum of a plan tolerates, and adds to a round."""
+    """The tolerances of a plan's secure sum, and its cost for a round."""
 
     n: int
     """Sites in the cohort."""
     k: int
-    """Neighbours that a site shares masks with."""
+    """Neighbours with which a site shares masks."""
     t: int
     """Shares that open a secret."""
     dropouts: int
@@ -74,11 +73,11 @@ class SecureCost:
     colluders: int
     """Sites that may collude with the coordinator."""
     overhead_bytes_up: int
-    """Bytes from one site in a round, besides its vector."""
+    """Bytes from one site in a round, without its vector."""
     overhead_bytes_down: int
-    """Bytes to one site in a round, besides the model."""
+    """Bytes to one site in a round, without the model."""
     site_s: float
-    """Seconds of work that it adds at a site, as fast as this machine is now."""
+    """Seconds of work that it adds at a site, at the present speed of this machine."""
     coordinator_s: float
     """Seconds of work that it adds at the coordinator, without dropouts."""
 
@@ -86,16 +85,16 @@ class SecureCost:
 def secure_cost(
     plan: Plan, trained: int, *, clock: Callable[[], float] = time.perf_counter
 ) -> SecureCost | None:
-    """What the secure sum adds; None for a plan that sums in clear.
+    """The cost of the secure sum; None for a plan that sums in clear.
 
     The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
-    and multiplied by how often a round needs them. A site has k + 1 masks and two agreements for each neighbour; the
-    coordinator takes off n masks and reconstructs n secrets.
+    and multiplied by the number of times that a round needs them. A site applies k + 1 masks and makes two key
+    agreements for each neighbour; the coordinator removes n masks and reconstructs n secrets.
     """
     if not plan.aggregation.secure:
         return None
     n = plan.cohort.size()
-    found = parameters(n, tolerated(n, plan.aggregation.dropouts), assumed(n, plan.aggregation.colluders))
+    found = plan.threshold()
     length = training_layout(plan, trained).length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
     sent, received = traffic(found, _NAME)
@@ -106,7 +105,7 @@ def secure_cost(
         dropouts=found.dropouts,
         colluders=found.colluders,
         overhead_bytes_up=sent,
-        overhead_bytes_down=received + _AGREE_MESSAGES * len(plan.to_json()),
+        overhead_bytes_down=received,
         site_s=(found.k + 1) * length * element_s + 2 * found.k * agreement_s + 2 * sharing_s,
         coordinator_s=n * length * element_s + n * sharing_s,
     )

@@ -1,7 +1,7 @@
-"""Held-out evaluation of the global model: at the coordinator where it has records for it, else at the sites.
+"""Held-out evaluation of the global model: at the coordinator if it has records for that, else at the sites.
 
-At the sites, totals of loss, correct tokens, tokens and bytes travel through the same ring as updates do; the
-coordinator learns the totals over all sites that answered.
+The sites' totals of loss, correct tokens, tokens and bytes are summed in the same ring as updates; the coordinator
+learns the totals over all sites that answered.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.sums import BYTES, CORRECT, EVALUATE, LOSS, LOSS_SCALE, TOKENS
+from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, device_for
-from cloister.protocol.digest import vector_hash
-from cloister.protocol.messages import Evaluate
+from cloister.protocol.messages import EVALUATE
 from cloister.protocol.plan import Plan
 from cloister.server.progress import NotEvaluated
-from cloister.server.sum import Failed, Party, sum_over
+from cloister.server.sum import Failed, Party, Wanted, sum_over
 
 Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
-"""Given a round and its model: the sums on held-out records; None where none came about."""
+"""From a round and its model to the sums on held-out records; None without an evaluation."""
 
 
 def at_sites(party: Party) -> Evaluation:
@@ -31,16 +30,8 @@ def at_sites(party: Party) -> Evaluation:
     plan = party.plan
 
     def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
-        model_hash = vector_hash(weights).hex()
-        total = sum_over(
-            party,
-            EVALUATE,
-            party.channel.sites,
-            plan.cohort.needed_to_evaluate(),
-            lambda tries: Evaluate(
-                plan.to_json(), round_number, tries, party.run, model_hash, weights, party.base_hash
-            ),
-        )
+        wanted = Wanted(EVALUATE, round_number, weights)
+        total = sum_over(party, wanted, party.members.sites, plan.cohort.needed_to_evaluate())
         if isinstance(total, Failed):
             party.observe(NotEvaluated(round_number, total.attempts))
             return None

@@ -1,4 +1,4 @@
-"""The run folder: everything that a run leaves behind, in one place that is named in one place.
+"""The run folder: every file and folder of a run, each named here and nowhere else.
 
 plan.json          the plan, canonical
 journal.sqlite     what was begun and what was done
@@ -8,6 +8,14 @@ metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
 checkpoints/       the global model, one safetensors file a round
 final/             the last model, for `from_pretrained`
+report.html, report.json  the privacy report, where `cloister report` wrote it
+audit.json         what an audit of the run found
+
+Of a simulation also:
+
+sites/             the sites' own folders, their roster, and the records that no site got
+sites.json         each site's held-out loss before and after the run
+workers.log        what the worker processes wrote to their standard error
 """
 
 from __future__ import annotations
@@ -18,22 +26,162 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 
 
-class RunFolder:
-    """A run folder that this process alone works in, until it is closed; a context manager.
+@dataclass(frozen=True)
+class SitesFolder:
+    """The names in the folder that holds a simulation's sites; whether they exist is not checked."""
+
+    path: Path
+
+    @property
+    def roster(self) -> Path:
+        """The roster of all sites."""
+        return self.path / "roster.toml"
+
+    @property
+    def public_records(self) -> Path:
+        """The records that no site got."""
+        return self.path / "public.jsonl"
+
+    def site(self, name: str) -> Path:
+        """The folder of a site."""
+        return self.path / name
+
+    def config(self, name: str) -> Path:
+        """The configuration of a site."""
+        return self.site(name) / "site.toml"
+
+    def state(self, name: str) -> Path:
+        """The state folder of a site."""
+        return self.site(name) / "state"
+
+    def ledger(self, name: str) -> Path:
+        """The privacy ledger of a site."""
+        return self.state(name) / "ledger.sqlite"
+
+    def names(self) -> list[str]:
+        """The names of the sites that have a configuration, sorted."""
+        return sorted(file.parent.name for file in self.path.glob("*/site.toml"))
+
+    def ledgers(self) -> dict[str, Path]:
+        """The sites' ledgers that exist, by the site's name, sorted."""
+        files = {file.parents[1].name: file for file in self.path.glob("*/state/ledger.sqlite")}
+        return dict(sorted(files.items()))
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The names in a run folder; whether they exist is not checked, and nothing is locked."""
+
+    path: Path
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan, as canonical JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        """The journal."""
+        return self.path / "journal.sqlite"
+
+    @property
+    def ledger(self) -> Path:
+        """The coordinator's privacy ledger."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def public(self) -> Path:
+        """The model that public training gave."""
+        return self.path / "public.safetensors"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The metrics, one line of JSON for each round."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The folder of the final model."""
+        return self.path / "final"
+
+    @property
+    def report_page(self) -> Path:
+        """The privacy report as a page."""
+        return self.path / "report.html"
+
+    @property
+    def report_data(self) -> Path:
+        """The privacy report as JSON."""
+        return self.path / "report.json"
+
+    @property
+    def audit(self) -> Path:
+        """The result of an audit."""
+        return self.path / "audit.json"
+
+    @property
+    def sites(self) -> SitesFolder:
+        """The folder of a simulation's sites."""
+        return SitesFolder(self.path / "sites")
+
+    @property
+    def site_outcomes(self) -> Path:
+        """Each simulated site's held-out loss before and after the run."""
+        return self.path / "sites.json"
+
+    @property
+    def workers_log(self) -> Path:
+        """The standard error of a simulation's worker processes."""
+        return self.path / "workers.log"
+
+    @property
+    def lock(self) -> Path:
+        """The file that is locked by the process that works in the folder."""
+        return self.path / ".lock"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rounds' metrics, up to the first invalid line, such as one that a crash cut short."""
+        lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
+        rows: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # not JSON, or not UTF-8
+                break
+            if not isinstance(row, dict) or not isinstance(row.get("round"), int):
+                break
+            rows.append(row)
+        return rows
+
+
+class RunFolder(RunFiles):
+    """A run folder in which this process alone works until it closes the folder; a context manager.
 
     Build it with `create` or `reopen`.
     """
 
     def __init__(self, path: Path, plan: Plan, lock: IO[bytes], *, made: bool = False) -> None:
-        self.path = path
+        super().__init__(path)
         self.plan = plan
         self._lock = lock
         self._made = made
@@ -43,10 +191,11 @@ class RunFolder:
         """Make a folder for a new run.
 
         Raises:
-            RunFolderError: there is something in it already, or it cannot be made.
+            RunFolderError: the folder is not empty or cannot be made.
         """
+        files = RunFiles(path)
         try:
-            if (path / "plan.json").exists():
+            if files.plan_file.exists():
                 raise RunFolderError(
                     str(path),
                     expected="a new folder, and this one holds another run",
@@ -66,10 +215,10 @@ class RunFolder:
                 expected=f"a folder that can be made ({error.strerror})",
                 fix="choose another --out",
             ) from error
-        folder = cls(path, plan, _take(path), made=made)
+        folder = cls(path, plan, _locked(files), made=made)
         try:
-            write_bytes(path / "plan.json", plan.to_json().encode())
-        except StorageError as error:  # there is nothing to resume
+            write_bytes(files.plan_file, plan.to_json().encode())
+        except StorageError as error:  # nothing can be resumed without a plan
             folder.discard()
             raise RunFolderError(
                 str(path), expected=error.expected, fix="free space, or choose another --out"
@@ -81,10 +230,10 @@ class RunFolder:
         """Open the folder of an earlier run, to resume it.
 
         Raises:
-            RunFolderError: it is no run folder, or another process works in it.
+            RunFolderError: it is not a run folder, or another process works in it.
         """
         plan = read_plan(path)
-        return cls(path, plan, _take(path))
+        return cls(path, plan, _locked(RunFiles(path)))
 
     def __enter__(self) -> RunFolder:
         return self
@@ -93,7 +242,7 @@ class RunFolder:
         self.close()
 
     def discard(self) -> None:
-        """Remove what a new run made, in a folder that was new or empty; one that was empty is so again.
+        """Remove what a new run made, and the folder itself if the run made it.
 
         For a run that was refused before it had anything to lose.
         """
@@ -109,58 +258,13 @@ class RunFolder:
                 self.path.rmdir()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the lock."""
         self._lock.close()
 
-    @property
-    def journal(self) -> Path:
-        """The journal's file."""
-        return self.path / "journal.sqlite"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def ledger(self) -> Path:
-        """The coordinator's privacy ledger."""
-        return self.path / "ledger.sqlite"
-
-    @property
-    def public(self) -> Path:
-        """What public training gave."""
-        return self.path / "public.safetensors"
-
-    @property
-    def final(self) -> Path:
-        """The folder of the final model."""
-        return self.path / "final"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard events."""
-        return self.path / "tensorboard"
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The rounds' metrics, up to the first line that is none, such as one cut off by a crash."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        rows: list[dict[str, Any]] = []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # no JSON, or no UTF-8
-                break
-            if not isinstance(row, dict) or not isinstance(row.get("round"), int):
-                break
-            rows.append(row)
-        return rows
-
     def truncate_metrics(self, last_round: int) -> None:
-        """Drop the metrics of rounds after `last_round`, which will be done again."""
+        """Drop the metrics of rounds after `last_round`, which will run again."""
         kept = [json.dumps(row) + "\n" for row in self.metrics() if row["round"] <= last_round]
-        write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
+        write_bytes(self.metrics_file, "".join(kept).encode())
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one round's metrics.
@@ -168,16 +272,26 @@ class RunFolder:
         Raises:
             StorageError: the disk is full.
         """
-        path = self.path / "metrics.jsonl"
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(dict(row)) + "\n")
         except OSError as error:
             raise StorageError(
-                str(path),
+                str(self.metrics_file),
                 expected=f"a disk that takes the write ({error.strerror})",
                 fix="free space, then resume",
             ) from error
+
+
+def checkpoint_file(folder: Path, round_number: int) -> Path:
+    """The file of a round's model in a folder of checkpoints; round 0 is the initial model."""
+    return folder / f"round-{round_number:05d}.safetensors"
+
+
+def stored_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder of checkpoints, by round, in order."""
+    files = {path.stem.removeprefix("round-"): path for path in folder.glob("round-*.safetensors")}
+    return dict(sorted((int(number), path) for number, path in files.items() if number.isdecimal()))
 
 
 def read_plan(path: Path) -> Plan:
@@ -186,43 +300,45 @@ def read_plan(path: Path) -> Plan:
     Raises:
         RunFolderError: there is no run in it, or its plan cannot be read.
     """
-    file = path / "plan.json"
+    file = RunFiles(path).plan_file
     try:
-        return Plan.from_json(file.read_bytes())
+        return soundness.from_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
-            str(path), expected="the folder of a run, with a plan.json in it", fix="runs are kept under runs/"
+            str(path),
+            expected=f"the folder of a run, with a {file.name} in it",
+            fix="runs are kept under runs/",
         ) from None
     except OSError as error:
         raise RunFolderError(
             str(path),
-            expected=f"the folder of a run, with a plan.json that can be read ({error.strerror})",
+            expected=f"the folder of a run, with a {file.name} that can be read ({error.strerror})",
         ) from error
     except PlanError as error:
         raise RunFolderError(
             str(file),
             expected=f"a whole plan ({error})",
-            fix="restore it from a copy, or start a new run",
+            fix="restore it from a backup, or start a new run",
         ) from error
 
 
-def _take(path: Path) -> IO[bytes]:
+def _locked(files: RunFiles) -> IO[bytes]:
     try:
-        lock = (path / ".lock").open("wb")
+        lock = files.lock.open("wb")
     except OSError as error:
         raise RunFolderError(
-            str(path),
+            str(files.path),
             expected=f"a folder that can be written to ({error.strerror})",
-            fix="mend its permissions",
+            fix="correct its permissions",
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise RunFolderError(str(path), expected="a run that no other process is working on") from None
+        raise RunFolderError(str(files.path), expected="a run that no other process is working on") from None
     except OSError as error:
         lock.close()
         raise RunFolderError(
-            str(path), expected=f"a file system that can lock a file ({error.strerror})"
+            str(files.path), expected=f"a file system that can lock a file ({error.strerror})"
         ) from error
     return lock

@@ -1,7 +1,7 @@
-"""What survives a crash of the coordinator: a list of what was begun and what was done, in SQLite.
+"""The coordinator's journal: a durable SQLite list of the steps begun and done, which survives a crash.
 
-Each step of each attempt is recorded before its effect. The list is only ever added to; what it says is the truth
-about a run, and checkpoints, metrics and reports are brought in line with it when a run is resumed.
+Each step of each attempt is recorded before its effect. The journal is append-only and authoritative: when a run is
+resumed, checkpoints, metrics and reports are brought into line with it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cloister.protocol.errors import RunFolderError, StorageError
 CREATED = "created"
 """The run has its identity."""
 BEGUN = "begun"
-"""After a purpose: an attempt at a sum is about to ask its sites."""
+"""Suffix of a purpose: an attempt at a sum is about to ask its sites."""
 UNMASKING = "unmasking"
-"""After a purpose: these survivors are about to be asked for shares."""
+"""Suffix of a purpose: these survivors are about to be asked for shares."""
 FAILED = "failed"
-"""After a purpose: an attempt at a sum ended with too few sites."""
+"""Suffix of a purpose: an attempt at a sum ended with too few sites."""
 REFUSED = "refused"
-"""A site does not do what it was asked, by its own policy or budget."""
+"""A site refused a request, because of its own policy or budget."""
 DONE = "done"
-"""A round is done, and its checkpoint on disk; round 0 is the initial model."""
+"""A round is done, and its checkpoint is on disk; round 0 is the initial model."""
 FINISHED = "finished"
-"""The last round is done, and the final model on disk."""
+"""The last round is done, and the final model is on disk."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Entry:
 class Journal:
     """An open journal; use it as a context manager.
 
-    Whoever builds it or calls its methods gets a `RunFolderError` where the file is no journal, or is damaged.
+    The constructor and every method raise `RunFolderError` if the file is not a journal or is damaged.
 
     Args:
-        path: The SQLite file, made when it is not there.
+        path: The SQLite file; created if missing.
         clock: Seconds since the epoch, for the time stamps.
     """
 
@@ -74,10 +74,10 @@ class Journal:
     def record(
         self, round_number: int, attempt: int, step: str, detail: Mapping[str, Any] | None = None
     ) -> None:
-        """Add an entry; it is on disk when this returns.
+        """Add an entry; it is durable on disk when this returns.
 
         Raises:
-            StorageError: the disk is full; the journal is as it was.
+            StorageError: the disk is full; the journal is unchanged.
         """
         text = json.dumps(dict(detail or {}), sort_keys=True)
         with self._readable():
@@ -89,8 +89,8 @@ class Journal:
             except sqlite3.OperationalError as error:
                 raise StorageError(
                     str(self._path),
-                    expected=f"a disk that takes the write ({error})",
-                    fix="free space, then go on with: cloister resume",
+                    expected=f"a disk that accepts the write ({error})",
+                    fix="free space, then continue with: cloister resume",
                 ) from error
 
     def entries(self) -> list[Entry]:
@@ -109,7 +109,7 @@ class Journal:
             return Entry(row[0], row[1], row[2], json.loads(row[3])) if row else None
 
     def count(self, step: str, round_number: int) -> int:
-        """How often a step was recorded for a round, in this process or an earlier one."""
+        """Number of times a step was recorded for a round, in this process or an earlier one."""
         query = "SELECT COUNT(*) FROM entries WHERE round = ? AND step = ?"
         with self._readable():
             return int(self._db.execute(query, (round_number, step)).fetchone()[0])
@@ -119,10 +119,10 @@ class Journal:
         try:
             yield
         except (sqlite3.DatabaseError, json.JSONDecodeError) as error:
-            # Of these, an OperationalError is the system's, such as a full disk: the file may be whole.
+            # An OperationalError comes from the system, such as a full disk: the file may be undamaged.
             damaged = not isinstance(error, sqlite3.OperationalError)
             raise RunFolderError(
                 str(self._path),
                 expected=f"a journal that SQLite can open and read ({error})",
-                fix="restore it from a copy, or start a new run" if damaged else "",
+                fix="restore it from a backup, or start a new run" if damaged else "",
             ) from error

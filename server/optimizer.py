@@ -19,12 +19,12 @@ Vector = npt.NDArray[np.float32]
 
 
 class ServerOptimizer:
-    """Holds the global model as one flat vector, and the optimizer's state beside it.
+    """The global model as one flat vector, with the optimizer's state.
 
     Args:
-        section: Which optimizer, and its constants.
+        section: The optimizer and its constants.
         start: (d,) float32, the global model; copied.
-        state: What `state()` returned, to go on from there.
+        state: A result of `state()`, from which to continue.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ServerOptimizer:
         """Move the global model by the mean of the sites' updates, (d,) float32.
 
         Raises:
-            UpdateError: the step leads to a value that is not finite; the model is as it was.
+            UpdateError: the step gives a non-finite value; the model is unchanged.
         """
         before = self._weights.detach().clone()
         self._weights.grad = torch.from_numpy(-mean_update)
@@ -65,7 +65,7 @@ class ServerOptimizer:
         if not bool(torch.isfinite(self._weights).all()):
             self._weights.data.copy_(before)
             raise UpdateError(
-                "global model", "not finite", expected="finite weights", fix="lower server.learning_rate"
+                "global model", "non-finite", expected="finite weights", fix="lower server.learning_rate"
             )
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What happens in a run, as events that a display, a log or a test can watch."""
+"""The events of a run, which a display, a log or a test can observe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cloister.protocol.plan import Plan
 
 @dataclass(frozen=True)
 class Preparing:
-    """Something slow goes on before the first round."""
+    """A slow preparation runs before the first round."""
 
     what: str
 
@@ -24,7 +24,7 @@ class Started:
     parameters: int
     """Trained parameters."""
     done: int
-    """Rounds that were done before, in an earlier process."""
+    """Number of rounds that an earlier process finished."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RoundStarted:
 
 @dataclass(frozen=True)
 class SiteAnswered:
-    """A site's contribution has been folded in."""
+    """A site's contribution has been added to the sum."""
 
     round: int
     site: str
@@ -57,7 +57,7 @@ class SiteFailed:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """An attempt ended with too few sites, and nothing opened."""
+    """An attempt ended with too few sites, and no sum was opened."""
 
     round: int
     attempt: int
@@ -78,7 +78,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class NotEvaluated:
-    """No evaluation of the model after a round came about; training goes on."""
+    """Every attempt to evaluate the model after a round failed; training continues."""
 
     round: int
     attempts: int
@@ -86,7 +86,7 @@ class NotEvaluated:
 
 @dataclass(frozen=True)
 class RoundAbandoned:
-    """A round was given up with the model as it was: sites had answered, and too few were left to finish."""
+    """A round was abandoned, the model is unchanged: sites had answered, but too few were left to finish."""
 
     round: int
     attempts: int
@@ -99,7 +99,7 @@ class RoundAbandoned:
 
 @dataclass(frozen=True)
 class Refusing:
-    """Too many sites refuse a round, by policy or budget, for it to come about: the run ends with the model it has."""
+    """Too many sites refuse a round, by policy or budget, so the run ends with its current model."""
 
     round: int
     sites: tuple[str, ...]
@@ -110,9 +110,9 @@ class BudgetSpent:
     """The next round would exceed the plan's budget: the run ends with its last model."""
 
     round: int
-    """The round that is not begun."""
+    """The round that was not started."""
     epsilon: float
-    """What has been spent."""
+    """Epsilon spent so far."""
     budget: float
 
 
@@ -134,7 +134,7 @@ class RoundDone:
     """Sites whose updates are in the mean."""
     dropouts: int
     tokens: int | None
-    """Tokens the cohort learned from; None, as other figures that depend on the data, under privacy."""
+    """Tokens the cohort learned from; under privacy None, like other figures that depend on the data."""
     seconds: float
     """From the first request of the attempt that counted to the decoded mean."""
     train_loss: float | None
@@ -146,7 +146,7 @@ class RoundDone:
     params_sha256: str
     """SHA-256 of the global model after the round."""
     epsilon: float | None = None
-    """The largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
+    """Largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
     clip: float = 0.0
     """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
 

@@ -1,46 +1,36 @@
-"""The privacy report of a run, from what its folder holds: the plan, the journal, the ledger, the metrics.
+"""The privacy report of a run, computed from its folder: the plan, the journal, the ledger and the metrics.
 
-Nothing is taken from memory or believed once. Every epsilon is composed anew from the ledger's charges at the plan's
-delta, and the ledger is held against the other two witnesses: each charge must be what the plan's terms cost, each
-site in a sum must have paid for it, and the journal's own figures must be those of the charges. What does not agree
-makes the ledger one that does not verify, with the reason, and then `privacy/report.py` claims nothing.
+Every epsilon is composed again from the ledger's charges at the plan's delta, and the ledger is checked against the
+plan and the journal: each charge must be the plan's cost of a round, each site in a sum must have been charged for it,
+and the epsilons in the journal must be those of the charges. If they disagree, the report says that the ledger does not
+verify and why, and `privacy/report.py` claims no guarantee.
 
-Of a simulation the sites' ledgers lie in the run folder too. Where a site has counted more than the coordinator, such
-as for a round that it trained twice because its process was killed between, the site's figure is the one reported.
+In a simulation the sites' own ledgers are in the run folder as well. If a site's ledger counts more than the
+coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon.
 
-What the plan's mechanism means in words is `server/claims.py`. Refused: reports that the run writes as it goes, which
-would be its memory of itself, and could not be made anew by somebody who doubts them.
+`privacy/claims.py` puts the plan's guarantee into words. Refused: a report that the run writes as it goes, because a
+reader who doubts it could not compute it again.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import platform
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from cloister.aggregation.graph import assumed, parameters, tolerated
-from cloister.privacy.accounting import (
-    Accountant,
-    Event,
-    Gaussian,
-    SampledGaussian,
-    Spent,
-    from_json,
-    spent,
-    to_json,
-)
+from cloister.privacy import claims
+from cloister.privacy.accounting import Accountant, Spent, spent
+from cloister.privacy.events import Event, Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
     AuditRow,
@@ -55,44 +45,38 @@ from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.errors import AccountingError, LedgerError, RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
-from cloister.server import claims
-from cloister.server import journal as steps
-from cloister.server.folder import RunFolder, read_plan
-from cloister.server.journal import Journal
+from cloister.server.folder import RunFiles, read_plan, stored_checkpoints
+from cloister.server.history import RunHistory, run_history
 
-_SITES = "sites"
-"""Where a simulation keeps its sites' folders (`simulations/federation.py`)."""
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
 _SAME = 1e-6
-"""By how much of itself an epsilon may differ between machines, whose transforms round differently."""
+"""Relative difference that two machines may find between the same epsilons: their transforms round differently."""
 
 
 def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
-    """The report of the run in a folder: finished, stopped, or still under way, and then of the rounds that are done.
+    """The report of the run in a folder; if the run is under way, of the rounds that are done.
 
-    It only reads, and takes no lock. Composing costs some 0.4 s for each round under privacy loss distributions.
+    It only reads and takes no lock. Composing privacy loss distributions takes some 0.4 s for each round.
 
     Args:
-        path: The run folder.
-        clock: Seconds since the epoch, for when the report is made.
+        path: The run files.
+        clock: Seconds since the epoch: the report's date.
 
     Raises:
-        RunFolderError: there is no run in it, it has not begun, or what the report needs is missing or damaged.
+        RunFolderError: there is no run in the folder, the run has not begun, or a file is missing or damaged.
     """
-    # It reads only, so it needs no lock, and a run under way can be reported.
-    folder = RunFolder(path, read_plan(path), io.BytesIO())
-    plan = folder.plan
-    course = _course(folder)
-    simulated = (path / _SITES).is_dir()
-    terms = terms_of(plan, _dimension(folder) if plan.privacy.unit == "site" else 1)
-    account = _account(folder, course, terms, simulated=simulated)
+    files, plan = RunFiles(path), read_plan(path)
+    history = run_history(files)
+    simulated = files.sites.path.is_dir()
+    terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
+    account = _account(files, history, terms, simulated=simulated)
     return RunReport(
         run=plan.run.name,
-        run_id=course.run,
+        run_id=history.run,
         created=_moment(clock()),
         plan_digest=plan.digest(),
         plan=json.dumps(json.loads(plan.to_json()), indent=2, ensure_ascii=False),
-        roster_hash=_roster_hash(folder, course),
+        roster_hash=_roster_hash(files, plan, history),
         versions=_versions(),
         unit=plan.privacy.unit,
         unit_in_words=claims.unit(plan),
@@ -106,83 +90,16 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         delta=None if terms is None else terms.delta,
         epsilon=account.epsilon,
         budget=None if terms is None else terms.budget,
-        stopped_by_budget=course.stopped == "budget",
+        stopped_by_budget=history.stopped == "budget",
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
-        rounds=_rounds(folder, course, account),
-        sites=_site_rows(folder, course, account),
+        rounds=_rounds(files, history, account),
+        sites=_site_rows(files, plan, history, account),
         assumptions=claims.assumptions(plan, terms, simulated=simulated),
         trusted=claims.trusted(plan, simulated=simulated),
-        not_covered=(*_missing_rounds(plan, course), *claims.not_covered(plan)),
+        not_covered=(*_missing_rounds(plan, history), *claims.not_covered(plan)),
         secure=_secure(plan),
         ledger=account.ledger,
-        audit=_audit(path / "audit.json"),
-    )
-
-
-# What the run did, by its journal
-
-
-@dataclass(frozen=True)
-class _Course:
-    """What the journal says about a run."""
-
-    run: str
-    """Its identity."""
-    created: Mapping[str, Any]
-    """What was recorded when it was made."""
-    done: Mapping[int, Mapping[str, Any]]
-    """The rounds that are done, without the initial model, and their facts; a round given up has no `sites`."""
-    asked: Mapping[str, frozenset[int]]
-    """For each site the rounds of which an attempt began with it."""
-    survivors: Mapping[int, frozenset[str]]
-    """Under masks: for each round the sites that were last asked for shares."""
-    refusals: Mapping[str, tuple[str, ...]]
-    """For each site its refusals, in words."""
-    finished: bool
-    stopped: str
-    """Why it ended before its last round; empty where it did not."""
-
-    @property
-    def summed(self) -> list[int]:
-        """The rounds whose sum was opened, in order."""
-        return sorted(number for number, facts in self.done.items() if facts.get("sites"))
-
-
-def _course(folder: RunFolder) -> _Course:
-    begun = RunFolderError(
-        str(folder.path),
-        expected="a run that has begun, with its journal",
-        fix="a report is of rounds that were done, and this folder knows of none",
-    )
-    if not folder.journal.exists():
-        raise begun
-    with Journal(folder.journal) as journal:
-        entries = journal.entries()
-    created = next((entry.detail for entry in entries if entry.step == steps.CREATED), None)
-    if created is None:
-        raise begun
-    asked: defaultdict[str, set[int]] = defaultdict(set)
-    refusals: defaultdict[str, list[str]] = defaultdict(list)
-    survivors: dict[int, frozenset[str]] = {}
-    for entry in entries:
-        if entry.step == f"train {steps.BEGUN}":
-            for site in entry.detail["cohort"]:
-                asked[site].add(entry.round)
-        elif entry.step == f"train {steps.UNMASKING}":
-            survivors[entry.round] = frozenset(entry.detail["survivors"])
-        elif entry.step == steps.REFUSED:
-            when = f"after round {entry.round}" if entry.round else "before the first round"
-            refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
-    end = next((entry.detail for entry in reversed(entries) if entry.step == steps.FINISHED), None)
-    return _Course(
-        run=str(created["run"]),
-        created=created,
-        done={entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round},
-        asked={site: frozenset(rounds) for site, rounds in asked.items()},
-        survivors=survivors,
-        refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
-        finished=end is not None,
-        stopped="" if end is None else end.get("stopped", ""),
+        audit=_audit(files.audit),
     )
 
 
@@ -190,7 +107,7 @@ def _course(folder: RunFolder) -> _Course:
 
 
 class _Composer:
-    """Charges -> what they cost together at the plan's delta; the same charges are composed once."""
+    """Charges -> their cost together at the plan's delta; equal sets of charges are composed once."""
 
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
@@ -212,30 +129,30 @@ class _Account:
 
     ledger: Ledger
     epsilon: float | None
-    """The largest of the sites'; None where nothing finite can be said, or there is no privacy unit."""
+    """The largest of the sites; None if it is not finite or there is no privacy unit."""
     most: Spent | None
-    """That of the site that has spent most."""
+    """The cost of the site that has spent most."""
     after: Mapping[int, float | None]
-    """For each done round the largest epsilon of a site, by the coordinator's ledger."""
+    """For each round that is done the largest epsilon of a site by the coordinator's ledger."""
     sites: Mapping[str, float | None]
-    """Epsilon of each site that has paid."""
+    """Epsilon of each site that was charged."""
     charged: Mapping[str, frozenset[int]] | None
-    """For each site the rounds that it has paid for; None where no ledger says so."""
+    """For each site the rounds for which it was charged; None without a ledger."""
     notes: Mapping[str, str]
-    """Where a site's own ledger counts more, by site."""
+    """For each site whose own ledger counts more, a sentence that says so."""
 
 
-def _account(folder: RunFolder, course: _Course, terms: Terms | None, *, simulated: bool) -> _Account:
+def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
     if terms is None:
         return _Account(Ledger((), FIRST.hex(), verified=True), None, None, {}, {}, None, {})
     try:
-        history = _history(folder.ledger)
+        charges = _history(files.ledger)
     except (LedgerError, RunFolderError) as error:
         return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, {}, {}, None, {})
-    entries = [entry for entry in history.entries if entry.charge.run == course.run]
+    entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
     if problem:
-        return _Account(_ledger(history, entries, None, problem), None, None, {}, {}, None, {})
+        return _Account(_ledger(charges, entries, None, problem), None, None, {}, {}, None, {})
     compose = _Composer(terms)
     mine: dict[str, list[Entry]] = {}
     after_row: list[float | None] = []
@@ -244,16 +161,16 @@ def _account(folder: RunFolder, course: _Course, terms: Terms | None, *, simulat
         paid = mine.setdefault(entry.charge.dataset, [])
         paid.append(entry)
         after_row.append(_finite(compose(paid).epsilon))
-    for number in course.done:
+    for number in history.done:
         until = [[e for e in paid if e.charge.round <= number] for paid in mine.values()]
         after_round[number] = _finite(max((compose(paid).epsilon for paid in until), default=0.0))
     charged = {site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()}
-    problem = _unpaid(course, charged) or _contradiction(course, after_round)
+    problem = _unpaid(history, charged) or _contradiction(history, after_round)
     costs = {site: compose(paid) for site, paid in mine.items()}
     notes: dict[str, str] = {}
-    for site, own in (_site_ledgers(folder.path) if simulated else {}).items():
+    for site, own in files.sites.ledgers().items():
         try:
-            paid = [entry for entry in _history(own).entries if entry.charge.run == course.run]
+            paid = [entry for entry in _history(own).entries if entry.charge.run == history.run]
             cost = compose(paid)
         except (LedgerError, AccountingError) as error:
             problem = problem or f"the ledger of {site} itself does not verify: {error}"
@@ -262,12 +179,12 @@ def _account(folder: RunFolder, course: _Course, terms: Terms | None, *, simulat
         if paid and (known is None or cost.epsilon > known.epsilon):
             costs[site] = cost
             notes[site] = (
-                f"Epsilon is by its own ledger, which has {len(paid)} charges for this run; the "
+                f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
                 f"coordinator's has {len(mine.get(site, ()))}."
             )
     most = max(costs.values(), key=lambda cost: cost.epsilon, default=compose(()))
     return _Account(
-        ledger=_ledger(history, entries, after_row, problem),
+        ledger=_ledger(charges, entries, after_row, problem),
         epsilon=_finite(most.epsilon),
         most=most,
         after=after_round,
@@ -283,13 +200,8 @@ def _history(path: Path) -> History:
     return read_history(path)
 
 
-def _site_ledgers(path: Path) -> dict[str, Path]:
-    """A simulated site's own ledger, by the site's name, where it has one."""
-    return {file.parents[1].name: file for file in sorted((path / _SITES).glob("*/state/ledger.sqlite"))}
-
-
 def _ledger(
-    history: History, entries: Sequence[Entry], epsilons: Sequence[float | None] | None, problem: str
+    charges: History, entries: Sequence[Entry], epsilons: Sequence[float | None] | None, problem: str
 ) -> Ledger:
     rows = tuple(
         LedgerRow(
@@ -302,7 +214,7 @@ def _ledger(
         )
         for at, entry in enumerate(entries)
     )
-    return Ledger(rows, history.head.hex(), verified=not problem, problem=problem)
+    return Ledger(rows, charges.head.hex(), verified=not problem, problem=problem)
 
 
 def _charge_in_words(entry: Entry) -> str:
@@ -330,40 +242,40 @@ def _times(count: int) -> str:
 
 
 def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
-    """The first charge that is not what the plan's terms cost, in words; nothing where there is none."""
+    """The first charge that is not the plan's cost of a round, in words; empty if there is none."""
     expected = to_json(terms.round_events)
     for entry in entries:
         if entry.charge.event != expected:
-            return f"row {entry.number} charges {_charge_in_words(entry)}, which is not what the plan's rounds cost"
+            return f"row {entry.number} charges {_charge_in_words(entry)}, which is not the cost of the plan's rounds"
         if entry.charge.delta != terms.delta:
             return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
     return ""
 
 
-def _unpaid(course: _Course, charged: Mapping[str, frozenset[int]]) -> str:
-    """The first round that was released without the charges for it, in words; nothing where there is none."""
-    for number in course.summed:
+def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]]) -> str:
+    """The first round that was released without its charges, in words; empty if there is none."""
+    for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
-        missing = sorted(course.survivors.get(number, frozenset()) - paid)
+        missing = sorted(history.survivors.get(number, frozenset()) - paid)
         if missing:
             return f"it holds no charge for {missing[0]}, whose update is in the sum of round {number}"
-        if len(paid) < course.done[number]["sites"]:
+        if len(paid) < history.done[number]["sites"]:
             return (
-                f"{course.done[number]['sites']} updates are in the sum of round {number}, and it holds "
+                f"{history.done[number]['sites']} updates are in the sum of round {number}, and it holds "
                 f"charges for {len(paid)}"
             )
     return ""
 
 
-def _contradiction(course: _Course, after: Mapping[int, float | None]) -> str:
-    """The first round after which the journal has another epsilon, in words; nothing where there is none."""
-    for number in sorted(course.done):
-        recorded, composed = course.done[number].get("epsilon"), after[number]
+def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> str:
+    """The first round after which the journal has another epsilon, in words; empty if there is none."""
+    for number in sorted(history.done):
+        recorded, composed = history.done[number].get("epsilon"), after[number]
         if recorded is None:
             continue
         if not math.isclose(recorded, math.inf if composed is None else composed, rel_tol=_SAME):
             found = "nothing finite" if composed is None else f"{composed:.6g}"
-            return f"it comes to epsilon {found} after round {number}, and the journal has {recorded:.6g}"
+            return f"its epsilon after round {number} is {found}, and the journal has {recorded:.6g}"
     return ""
 
 
@@ -374,16 +286,16 @@ def _finite(epsilon: float) -> float | None:
 # Tables and facts
 
 
-def _rounds(folder: RunFolder, course: _Course, account: _Account) -> tuple[RoundRow, ...]:
-    losses = {row["round"]: row.get("loss") for row in folder.metrics()}
+def _rounds(files: RunFiles, history: RunHistory, account: _Account) -> tuple[RoundRow, ...]:
+    losses = {row["round"]: row.get("loss") for row in files.metrics()}
     return tuple(
         RoundRow(
             round=number,
             epsilon=account.after.get(number),
             loss=_loss(losses.get(number)),
-            sites=course.done[number].get("sites") or 0,
+            sites=history.done[number].get("sites") or 0,
         )
-        for number in sorted(course.done)
+        for number in sorted(history.done)
     )
 
 
@@ -391,35 +303,37 @@ def _loss(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _site_rows(folder: RunFolder, course: _Course, account: _Account) -> tuple[SiteRow, ...]:
-    """What each site did, as far as the coordinator knows: that a site was asked, paid, or is in a sum."""
-    names = {*course.asked, *course.refusals, *account.sites}
-    names |= {file.parent.name for file in (folder.path / _SITES).glob("*/site.toml")}
-    unit = folder.plan.privacy.unit
+def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Account) -> tuple[SiteRow, ...]:
+    """What each site did, as far as the coordinator knows: that it was asked, was charged, or is in a sum."""
+    names = {*history.asked, *history.refusals, *account.sites}
+    names.update(files.sites.names())
+    unit = plan.privacy.unit
     rows = []
     for name in sorted(names):
-        asked = course.asked.get(name, frozenset()).intersection(course.done)
-        summed: frozenset[int] | None = (
-            None  # where the coordinator's files do not say whose updates are in a sum
-        )
-        if folder.plan.aggregation.secure:
-            summed = frozenset(number for number in course.summed if name in course.survivors.get(number, ()))
+        asked = history.asked.get(name, frozenset()).intersection(history.done)
+        summed: frozenset[int] | None = None  # the coordinator's files do not say whose updates are in a sum
+        if plan.aggregation.secure:
+            summed = frozenset(
+                number for number in history.summed if name in history.survivors.get(number, ())
+            )
         elif unit == "site" and account.charged is not None:
-            summed = account.charged.get(name, frozenset()).intersection(course.summed)
+            summed = account.charged.get(name, frozenset()).intersection(history.summed)
         if account.charged is not None and unit == "record":
             rounds = account.charged.get(name, frozenset())
         else:
             rounds = asked if summed is None else summed
-        notes = [f"Refused {refusal}." for refusal in course.refusals.get(name, ())]
+        notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
         if summed is not None and len(summed) < len(asked):
-            notes.append(f"Asked in {len(asked)} of the rounds done, and in the sum of {len(summed)}.")
+            notes.append(
+                f"Asked in {len(asked)} of the rounds that are done, and in the sum of {len(summed)}."
+            )
         if name in account.notes:
             notes.append(account.notes[name])
         rows.append(
             SiteRow(
                 name=name,
                 rounds=len(rounds),
-                steps=len(rounds) * folder.plan.local.steps,
+                steps=len(rounds) * plan.local.steps,
                 epsilon=account.sites.get(name, 0.0 if account.charged is not None else None),
                 notes=" ".join(notes),
             )
@@ -430,28 +344,26 @@ def _site_rows(folder: RunFolder, course: _Course, account: _Account) -> tuple[S
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    n, section = plan.cohort.size(), plan.aggregation
-    found = parameters(n, tolerated(n, section.dropouts), assumed(n, section.colluders))
-    return SecureSum(n, found.k, found.threshold, found.dropouts, found.colluders, section.ring_bits)
+    found = plan.threshold()
+    ring_bits = plan.aggregation.ring_bits
+    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits)
 
 
-def _roster_hash(folder: RunFolder, course: _Course) -> str | None:
-    recorded = course.created.get("roster")
-    if recorded:
-        return str(recorded)
-    file = folder.path / _SITES / "roster.toml"
-    if folder.plan.aggregation.secure and file.exists():
-        return load_roster(file).hash.hex()
+def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:
+    if history.roster_hash:
+        return history.roster_hash
+    if plan.aggregation.secure and files.sites.roster.exists():
+        return load_roster(files.sites.roster).hash.hex()
     return None
 
 
-def _dimension(folder: RunFolder) -> int:
+def _dimension(files: RunFiles) -> int:
     """Number of trained parameters, from the newest checkpoint."""
-    stored = sorted(folder.checkpoints.glob("round-*.safetensors"))
+    stored = list(stored_checkpoints(files.checkpoints).values())
     if not stored:
         raise RunFolderError(
-            str(folder.checkpoints),
-            expected="a checkpoint of the run, which says how many parameters are trained",
+            str(files.checkpoints),
+            expected="a checkpoint of the run, which shows how many parameters are trained",
             fix="bring one back from a copy",
         )
     try:
@@ -478,13 +390,13 @@ def _audit(path: Path) -> AuditRow | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of the software that makes the report."""
+    """The versions of the software that makes the report."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            continue  # not every extra is installed
+            continue  # an extra that is not installed
     return found
 
 
@@ -492,19 +404,19 @@ def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _missing_rounds(plan: Plan, course: _Course) -> tuple[str, ...]:
-    last, of = max(course.done, default=0), plan.run.rounds
-    if not course.finished:
+def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
+    last, of = max(history.done, default=0), plan.run.rounds
+    if not history.finished:
         return (
             (
-                f"The rest of the run: it is not finished. {last} of {of} rounds are done, and each further "
-                "one adds to what is spent."
+                f"The rest of the run, which is not finished. {last} of {of} rounds are done, and each further "
+                "round spends more."
             ),
         )
     if last < of:
         why = {
             "budget": "the next round would have exceeded the budget",
-            "refused": "too many sites refused to go on",
-        }.get(course.stopped, "it was ended")
-        return (f"Rounds {last + 1} to {of} of the plan, which were not done: {why}.",)
+            "refused": "too many sites refused to continue",
+        }.get(history.stopped, "the run was ended")
+        return (f"Rounds {last + 1} to {of} of the plan, which did not take place: {why}.",)
     return ()

@@ -23,21 +23,19 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cloister.aggregation.average import CLIPPED
-from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, TRAIN
+from cloister.aggregation.average import CLIPPED, WEIGHT
+from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.layout import Vector
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import Coding
+from cloister.privacy.site_noise import SiteMechanism
 from cloister.protocol.cohort import draw
-from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
-from cloister.protocol.messages import Train
+from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.mechanism import released
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.sum import Failed, Party, sum_over
+from cloister.server.sum import Failed, Party, Wanted, sum_over
 
 
 @dataclass
@@ -47,8 +45,8 @@ class RoundContext:
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
-    coding: Coding | None = None
-    """How updates are coded where the unit of privacy is the site."""
+    mechanism: SiteMechanism | None = None
+    """How updates are summed where the unit of privacy is the site."""
     clip: float = 0.0
     """Clipping norm of the next round, where the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh()
@@ -57,8 +55,8 @@ class RoundContext:
 
 def cohort_of(party: Party, number: int) -> list[str]:
     """The sites of a round: drawn from all of the roster, so that each of them can repeat it; without the absent."""
-    joined = set(party.channel.sites)
-    known = party.roster.names if party.roster else party.channel.sites
+    joined = set(party.members.sites)
+    known = party.roster.names if party.roster else party.members.sites
     return [site for site in draw(party.plan, known, number) if site in joined]
 
 
@@ -76,18 +74,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     # 1. Draw the cohort.
     cohort = cohort_of(party, number)
     # 2 to 7.
-    model = context.optimizer.weights.copy()
-    model_hash = vector_hash(model).hex()
     clip = context.clip
-    total = sum_over(
-        party,
-        TRAIN,
-        cohort,
-        plan.cohort.needed(),
-        lambda tries: Train(
-            plan.to_json(), number, tries, party.run, model_hash, model, party.base_hash, clip
-        ),
-    )
+    wanted = Wanted(TRAIN, number, context.optimizer.weights.copy(), clip)
+    total = sum_over(party, wanted, cohort, plan.cohort.needed())
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
         if len(cohort) - len(refusing) < plan.cohort.needed():
@@ -101,9 +90,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     mean: Vector | None = None
     if not isinstance(total, Failed):
         mean = total.opened.mean
-        if context.coding is not None:
-            found = released(total.opened, context.coding, clip, plan.privacy.adaptive, context.noise(number))
-            mean, context.clip = found.mean, found.clip
+        if context.mechanism is not None:
+            sites = total.opened.counters[WEIGHT]
+            mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         # 8. Server step.
         context.optimizer.step(mean)
     # 9. Checkpoint, then journal.

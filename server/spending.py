@@ -1,9 +1,9 @@
-"""What a run has spent, in the coordinator's ledger: for the report, and to stop before the budget would be exceeded.
+"""The spending of a run in the coordinator's ledger: for the report, and to stop before exceeding the budget.
 
 Each site is a dataset of its own, because sites that take part in different rounds spend differently. A round is
-charged before what it costs can be released. Records are used when their site trains, so under unit `record` every site
-that is asked pays, also in an attempt that fails; under unit `site` what is released is the sum, so its survivors pay
-before it is opened. The sites' own ledgers do not depend on this one.
+charged before its result can be released. Under unit `record` every site that is asked to train is charged, also in an
+attempt that fails, because training uses its records. Under unit `site` the sum is the release, so its survivors are
+charged before it is opened. The sites' own ledgers do not depend on this one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from cloister.privacy.accounting import Event, from_json, to_json
+from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Charge, Ledger
-from cloister.privacy.terms import Terms, composed, epsilon_of
+from cloister.privacy.terms import Terms
 
 OWNER = "coordinator"
 
@@ -35,12 +36,12 @@ class Spending:
         self._ledger = Ledger(path, OWNER, composed, clock=clock)
 
     def before_training(self, round_number: int, sites: Iterable[str]) -> None:
-        """Charge the sites that are about to be asked, where their records are what is protected."""
+        """Under unit `record`, charge the sites that are about to be asked."""
         if self.terms.unit == "record":
             self._charge(round_number, sites)
 
     def before_opening(self, round_number: int, sites: Iterable[str]) -> None:
-        """Charge the sites whose sum is about to be opened, where it is the sites that are protected."""
+        """Under unit `site`, charge the sites whose sum is about to be opened."""
         if self.terms.unit == "site":
             self._charge(round_number, sites)
 
@@ -70,7 +71,7 @@ class Spending:
                 dataset=site,
                 run=self._run,
                 round=round_number,
-                attempt=0,  # a later attempt releases the same again
+                attempt=0,  # a retry of the round releases the same again
                 what="update",
                 event=to_json(self.terms.round_events),
                 delta=self.terms.delta,
@@ -80,7 +81,7 @@ class Spending:
         self._ledger.charge_all(charges, None)
 
     def _read(self) -> tuple[dict[str, list[Event]], set[tuple[int, str]]]:
-        """The events of each site, and the rounds that it has paid for."""
+        """The events of each site, and the (round, site) pairs that are charged."""
         events: dict[str, list[Event]] = {}
         paid = set()
         for entry in self._ledger.entries(self._run):

@@ -20,59 +20,42 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cloister.aggregation.average import Opened, PlainSum, SumLayout
-from cloister.aggregation.secure_messages import (
-    Advertise,
-    Confirm,
-    Masked,
-    Message,
-    Reveal,
-    Shares,
-    from_bytes,
-    to_bytes,
-)
-from cloister.aggregation.secure_sum import Coordinator
-from cloister.aggregation.sums import TRAIN, contract_for, layout_for
-from cloister.lm.layout import Layout
+from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.sums import contract_for, layout_for
+from cloister.lm.layout import Layout, Vector
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError, SecureSumError, TooFewSitesError, UpdateError
-from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Failure, Reply, Request, Train
+from cloister.protocol.messages import (
+    TRAIN,
+    Advertise,
+    Agree,
+    Confirm,
+    Contribute,
+    Contribution,
+    Inbox,
+    Purpose,
+    Reply,
+    Request,
+    Reveal,
+    Shares,
+    SumId,
+    Told,
+)
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
+from cloister.server.channel import Failure
 from cloister.server.journal import Journal
+from cloister.server.members import Members
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.spending import Spending
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
-
-
-class Channel(Protocol):
-    """What the coordinator needs of whatever carries its messages."""
-
-    @property
-    def sites(self) -> Sequence[str]:
-        """Names of the sites that have joined, sorted."""
-
-    @property
-    def refusals(self) -> Sequence[Failure]:
-        """Sites that refused to join, by their own policy or budget."""
-
-    def ask(
-        self,
-        sites: Iterable[str],
-        request: Request,
-        deadline_s: float,
-        private: Mapping[str, bytes] | None = None,
-    ) -> Iterator[Reply | Failure]:
-        """Send one request to each site, with bytes for it alone where there are any.
-
-        Yields what comes back until the deadline, one answer for each site, as it comes.
-        """
 
 
 @dataclass(frozen=True)
@@ -86,12 +69,12 @@ class Party:
     """The sites' identities; None where the plan sums in clear."""
     layout: Layout
     """Layout of the trained parameters."""
-    channel: Channel
+    members: Members
     journal: Journal
     observe: Observer
     clock: Callable[[], float] = time.monotonic
-    base_hash: str = ""
-    """Hash of the frozen parameters that the sites use, in hex; empty: those that the plan gives."""
+    base_hash: bytes = b""
+    """Hash of the frozen parameters that the sites use; empty: those that the plan gives."""
     spending: Spending | None = None
     """The coordinator's privacy ledger; None without a privacy unit."""
     refused: set[str] = field(default_factory=set)
@@ -121,19 +104,30 @@ class Failed:
     """Shares were asked for in one of them: the sites that answered will answer for no other survivors."""
 
 
-def sum_over(
-    party: Party, purpose: str, cohort: Sequence[str], needed: int, ask: Callable[[int], Train | Evaluate]
-) -> Total | Failed:
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be summed."""
+
+    purpose: Purpose
+    round: int
+    """The round; in an evaluation the one whose model it is."""
+    model: Vector
+    """The global model's trained parameters; nobody changes them while the sum goes on."""
+    clip: float = 0.0
+    """Clipping norm, where the unit of privacy is the site."""
+
+
+def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -> Total | Failed:
     """Sum over a cohort, in as many attempts as the plan allows.
 
     Args:
         party: The run.
-        purpose: `train` or `evaluate`.
+        wanted: What is to be summed.
         cohort: The sites.
         needed: Fewest sites in the sum for it to count.
-        ask: The request of step 4, given the number of the try.
     """
-    plan, journal, number = party.plan, party.journal, ask(1).round
+    plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
+    model_hash = vector_hash(wanted.model)
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
     while True:
@@ -146,9 +140,9 @@ def sum_over(
         journal.record(number, attempt, f"{purpose} {steps.BEGUN}", {"cohort": sites})
         party.observe(RoundStarted(number, attempt, purpose, tuple(sites)))
         started = party.clock()
-        request = ask(failures + 1)
+        sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
         kind = _Masked if plan.aggregation.secure else _Plain
-        under_way = kind(party, purpose, sites, attempt, request, started + plan.cohort.deadline_s)
+        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, started + plan.cohort.deadline_s)
         try:
             opened = under_way.run(needed)
         except SecureSumError as error:
@@ -165,20 +159,22 @@ class _Plain:
     def __init__(
         self,
         party: Party,
-        purpose: str,
+        wanted: Wanted,
+        sum_id: SumId,
+        model_hash: bytes,
         sites: Sequence[str],
         attempt: int,
-        request: Train | Evaluate,
         until: float,
     ) -> None:
         self.party = party
-        self.purpose = purpose
+        self.wanted = wanted
+        self.sum_id = sum_id
+        self.model_hash = model_hash
         self.sites = sites
         self.attempt = attempt
-        self.request = request
         self.until = until
         self.folded: set[str] = set()
-        self.sum_layout: SumLayout = layout_for(purpose, party.plan, party.layout.size)
+        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
     def run(self, needed: int) -> Opened:
         """Carry the attempt through.
@@ -187,15 +183,15 @@ class _Plain:
             SecureSumError: too few sites are left.
         """
         total = PlainSum(self.sum_layout)
-        self.collect(self.sites, None, lambda contribution: total.add(contribution.vector))
+        self.collect(dict.fromkeys(self.sites), lambda contribution: total.add(contribution.vector))
         self.check_needed(needed)
         self.pay()
         return total.open()
 
     def pay(self) -> None:
         """7. Charge the ledger before the sum is opened."""
-        if self.party.spending is not None and self.purpose == TRAIN:
-            self.party.spending.before_opening(self.request.round, sorted(self.folded))
+        if self.party.spending is not None and self.wanted.purpose == TRAIN:
+            self.party.spending.before_opening(self.wanted.round, sorted(self.folded))
 
     def check_needed(self, needed: int) -> None:
         """End the attempt when too few vectors have arrived.
@@ -206,14 +202,17 @@ class _Plain:
         if len(self.folded) < needed:
             raise TooFewSitesError("updates", len(self.folded), expected=f"those of {needed} sites at least")
 
-    def collect(
-        self, sites: Sequence[str], private: Mapping[str, bytes] | None, fold: Callable[[Contribution], None]
-    ) -> None:
+    def collect(self, inboxes: Mapping[str, Inbox | None], fold: Callable[[Contribution], None]) -> None:
         """4. Update: fold in each vector as it arrives."""
-        if self.party.spending is not None and self.purpose == TRAIN:
-            self.party.spending.before_training(self.request.round, sites)
-        for reply in self.ask(sites, self.request, private):
-            refusal = _not_of(reply, self.request)
+        wanted = self.wanted
+        if self.party.spending is not None and wanted.purpose == TRAIN:
+            self.party.spending.before_training(wanted.round, list(inboxes))
+        requests = {
+            site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model)
+            for site, inbox in inboxes.items()
+        }
+        for reply in self.ask(requests):
+            refusal = self._not_of(reply)
             if refusal is None:
                 assert isinstance(reply, Contribution)
                 try:
@@ -222,24 +221,37 @@ class _Plain:
                     refusal = str(error)
             if refusal is None:
                 self.folded.add(reply.site)
-                self.party.observe(SiteAnswered(self.request.round, reply.site))
+                self.party.observe(SiteAnswered(wanted.round, reply.site))
             else:
                 self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
 
-    def ask(
-        self, sites: Iterable[str], request: Request, private: Mapping[str, bytes] | None
-    ) -> Iterator[Reply | Failure]:
-        """Ask what is left of the attempt's time long."""
+    def ask(self, requests: Mapping[str, Request]) -> Iterator[Reply | Failure]:
+        """Ask sites, with the attempt's remaining time as the timeout."""
         left = max(0.0, self.until - self.party.clock())
-        return self.party.channel.ask(sites, request, left, private)
+        return self.party.members.ask(requests, left, group=str(self.wanted.round))
+
+    def _not_of(self, reply: Reply | Failure) -> str | None:
+        """Why a reply is no contribution to this sum, in one line; None when it is one."""
+        match reply:
+            case Failure():
+                return reply.reason
+            case Contribution() if (reply.sum, reply.model_hash) == (self.sum_id, self.model_hash):
+                return None
+            case Contribution():
+                return (
+                    f"stale update: it is of round {reply.sum.round} or another model, and was asked for of round "
+                    f"{self.wanted.round}"
+                )
+            case _:
+                return f"it answered with {type(reply).__name__}, not with a contribution"
 
     def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
         """A site is out of this attempt."""
         if refused:
             self.party.refused.add(site)
             detail = {"site": site, "reason": reason}
-            self.party.journal.record(self.request.round, self.attempt, steps.REFUSED, detail)
-        self.party.observe(SiteFailed(self.request.round, site, reason))
+            self.party.journal.record(self.wanted.round, self.attempt, steps.REFUSED, detail)
+        self.party.observe(SiteFailed(self.wanted.round, site, reason))
 
 
 class _Masked(_Plain):
@@ -251,91 +263,65 @@ class _Masked(_Plain):
         Raises:
             SecureSumError: too few sites are left, or what they sent does not fit together; nothing was opened.
         """
-        party, request = self.party, self.request
+        party, wanted = self.party, self.wanted
         assert party.roster is not None, "a plan that sums securely was started without a roster"
         layout = party.layout
         contract = contract_for(
-            self.purpose,
+            wanted.purpose,
             party.plan,
             party.roster,
             party.run,
             layout.size,
-            layout.digest() + party.base_hash,
+            layout.digest() + party.base_hash.hex(),
         )
-        model = bytes.fromhex(request.model_hash)
-        coordinator = Coordinator(contract, request.round, self.attempt, model, self.sites)
+        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, self.model_hash, self.sites)
         # 2. Advertise.
-        begin = to_bytes(coordinator.begin)
-        left = self.step(1, dict.fromkeys(self.sites, begin), Advertise, coordinator.advertised)
+        left = self.step(dict.fromkeys(self.sites, coordinator.begin), Advertise, coordinator.advertised)
         # 3. Share.
-        peers = to_bytes(coordinator.peers())
-        left = self.step(2, dict.fromkeys(left, peers), Shares, coordinator.shared)
+        left = self.step(dict.fromkeys(left, coordinator.peers()), Shares, coordinator.shared)
         # 4. Update.
-        inboxes = {site: to_bytes(inbox) for site, inbox in coordinator.inboxes().items()}
-        self.collect(sorted(inboxes), inboxes, lambda contribution: _fold(coordinator, contribution))
+        self.collect(coordinator.inboxes(), lambda contribution: _fold(coordinator, contribution))
         self.check_needed(needed)
         # 5. Consistency.
         survivors = coordinator.survivors()
-        asked = dict.fromkeys(survivors.survivors, to_bytes(survivors))
-        self.step(4, asked, Confirm, coordinator.confirmed)
+        self.step(dict.fromkeys(survivors.survivors, survivors), Confirm, coordinator.confirmed)
         # 6. Unmask.
         unmask = coordinator.request()
         detail = {"survivors": list(unmask.survivors)}
-        party.journal.record(request.round, self.attempt, f"{self.purpose} {steps.UNMASKING}", detail)
-        self.step(5, dict.fromkeys(unmask.survivors, to_bytes(unmask)), Reveal, coordinator.revealed)
+        party.journal.record(wanted.round, self.attempt, f"{wanted.purpose} {steps.UNMASKING}", detail)
+        self.step(dict.fromkeys(unmask.survivors, unmask), Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
 
-    def step(
-        self, number: int, private: Mapping[str, bytes], kind: type[M], take: Callable[[M], None]
-    ) -> list[str]:
+    def step(self, told: Mapping[str, Told], kind: type[M], take: Callable[[M], None]) -> list[str]:
         """Ask sites for one step of the protocol; the sites whose answer stands."""
-        plan, request = self.party.plan, self.request
-        agree = Agree(
-            plan.to_json(), self.party.run, self.purpose, number, request.round, request.tries, request.base
-        )
+        agreed: dict[int, Agree] = {}  # one request where the sites are told the same
+        requests = {
+            site: agreed.setdefault(id(message), Agree(self.sum_id, message))
+            for site, message in told.items()
+        }
         left = []
-        for reply in self.ask(sorted(private), agree, private):
-            match reply:
-                case Agreed():
-                    try:
-                        message = from_bytes(kind, reply.body)
-                        _check_sender(message, reply.site)
-                        take(message)
-                    except CloisterError as error:
-                        self.drop(reply.site, str(error))
-                    else:
-                        left.append(reply.site)
-                case Failure():
-                    self.drop(reply.site, reply.reason, refused=reply.refused)
-                case _:
-                    self.drop(reply.site, f"it answered with {type(reply).__name__}")
+        for reply in self.ask(requests):
+            if isinstance(reply, Failure):
+                self.drop(reply.site, reply.reason, refused=reply.refused)
+                continue
+            if not isinstance(reply, kind):
+                self.drop(reply.site, f"it answered with {type(reply).__name__}, not with {kind.__name__}")
+                continue
+            try:
+                take(reply)
+            except CloisterError as error:
+                self.drop(reply.site, str(error))
+            else:
+                left.append(reply.site)
         return left
 
 
-def _fold(coordinator: Coordinator, contribution: Contribution) -> None:
-    statement = from_bytes(Masked, contribution.statement)
-    _check_sender(statement, contribution.site)
-    digest = vector_hash(contribution.vector)
-    if digest != statement.digest:
+def _fold(coordinator: SecureCoordinator, contribution: Contribution) -> None:
+    statement = contribution.statement
+    if statement is None or statement.site != contribution.site:
+        raise UpdateError(f"statement of {contribution.site}", expected="its own, signed")
+    if vector_hash(contribution.vector) != statement.digest:
         raise UpdateError(f"masked vector of {contribution.site}", expected="the bytes that the site signed")
     coordinator.fold(statement, contribution.vector)
-
-
-def _check_sender(message: Message, site: str) -> None:
-    if getattr(message, "site", site) != site:
-        raise UpdateError(f"message of {site}", getattr(message, "site", None), expected="its own name in it")
-
-
-def _not_of(reply: Reply | Failure, request: Train | Evaluate) -> str | None:
-    """Why a reply is no contribution to what was asked, in one line; None when it is one."""
-    match reply:
-        case Failure():
-            return reply.reason
-        case Contribution() if (reply.round, reply.model_hash) == (request.round, request.model_hash):
-            return None
-        case Contribution():
-            return f"its update is for round {reply.round} or another model, not for round {request.round}"
-        case _:
-            return f"it answered with {type(reply).__name__}, not with a contribution"

@@ -6,13 +6,9 @@ the same `ClientApp` as a deployed one. What is simulated is only where it runs,
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -21,32 +17,35 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from cloister.aggregation.sums import EVALUATE, TRAIN
 from cloister.clients.app import client_app
-from cloister.clients.site import Site, SiteConfig, load_site, save_vector
+from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.kept import base_path, save_vector
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import EngineError, FaultError
-from cloister.protocol.messages import Agree, Agreed, Contribution, Evaluate, Train
+from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
-from cloister.server.folder import RunFolder
+from cloister.server.coordinate import coordinate
+from cloister.server.folder import RunFolder, SitesFolder
+from cloister.server.history import reached
 from cloister.server.journal import FINISHED
-from cloister.server.progress import Observer, Preparing, SiteFailed
-from cloister.server.run import Outcome, base_of, finish, identity, outcome, public_model, reached, run
+from cloister.server.outcome import Outcome, finish, outcome
+from cloister.server.progress import Observer, Preparing
+from cloister.server.public import base_of, public_model
+from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
-from cloister.simulations.grid import LocalGrid, one_line
+from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
 
 _RUN_ID = 1
-_PUBLIC = "public.jsonl"
-"""Records that no site got, in the sites' folder."""
 
 
 def simulate(
@@ -77,32 +76,23 @@ def simulate(
             finish(folder)
         return outcome(folder)
     terms_of(plan, count_parameters(plan)[1])  # refused now, and not at every site
-    sites = folder.path / "sites"
+    sites = folder.sites.path
     if not sites.exists():
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(lay_out, plan))
-    roster = load_roster(sites / "roster.toml") if plan.aggregation.secure else None
+    roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
     public = public_model(folder, observe)
     base = base_of(plan, public)
     if base is not None:
         _share_base(sites, base)
     outcomes: list[Outcome] = []
 
-    def coordinate(grid: Grid, _context: Context) -> None:
-        observe(Preparing("sites"))
-        channel = GridChannel(
-            grid,
-            plan,
-            identity(folder, roster),
-            lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
-            base=base,
-            roster=roster,
-        )
-        records = str(sites / _PUBLIC) if plan.server.evaluation == SIMULATED_PUBLIC else ""
+    def main(grid: Grid, _context: Context) -> None:
+        records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
-            run(
+            coordinate(
                 folder,
-                channel,
+                GridChannel(grid),
                 observe,
                 roster=roster,
                 public=public,
@@ -111,13 +101,13 @@ def simulate(
             )
         )
 
-    app = server_app(coordinate)
+    app = server_app(main)
     if engine == "flower":
         places = len(_places(plan, workers))
         cpus, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
         run_on_flower(
             app,
-            make_client_app(sites, plan),
+            partial(make_client_app, sites, plan),
             plan.cohort.sites,
             cpus_per_site=max(1, cpus // places),
             gpus_per_site=gpus / places,
@@ -129,7 +119,7 @@ def simulate(
             workers=_places(plan, workers),
             slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
             preload=["cloister.clients.app"],
-            log=folder.path / "workers.log",
+            log=folder.workers_log,
             watch=lambda node, at_work: watch(site_name(node - 1), at_work),
         ) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
@@ -151,52 +141,6 @@ def profile_of(plan: Plan, index: int) -> ProfileSection:
     return ProfileSection(share=1.0)
 
 
-@dataclass(frozen=True)
-class SimulatedSite(Site):
-    """A site whose hardware may be slower than this machine, and that drops out where the plan's faults say so."""
-
-    plan: Plan
-    index: int
-
-    def agree(self, request: Agree, private: bytes) -> Agreed:
-        """Take the step, or drop out before it."""
-        step = {1: "advertise", 2: "share", 4: "confirm", 5: "unmask"}.get(request.step, "advertise")
-        self._maybe_drop_out(step, request.purpose, request.round, request.tries)
-        return super().agree(request, private)
-
-    def train(self, request: Train, private: bytes = b"") -> Contribution:
-        """Train, and answer only when hardware of the site's speed would have."""
-        self._maybe_drop_out("update", TRAIN, request.round, request.tries)
-        started = time.monotonic()
-        contribution = super().train(request, private)
-        spent = time.monotonic() - started
-        threading.Event().wait(spent * (1 / profile_of(self.plan, self.index).speed - 1))
-        return contribution
-
-    def evaluate(self, request: Evaluate, private: bytes = b"") -> Contribution:
-        """Evaluate, or drop out before it."""
-        self._maybe_drop_out("update", EVALUATE, request.round, request.tries)
-        return super().evaluate(request, private)
-
-    def _base_path(self, base_hash: str) -> Path:
-        """One file for all the sites of this machine."""
-        return super()._base_path(base_hash).parents[2] / f"base-{base_hash}.npy"
-
-    def _noise(self, plan: Plan, run: str, round_number: int) -> NoiseStream:
-        """Secret noise, or that of the declared seed, which a simulation that is to be repeated names."""
-        return _noise(self.plan, self.config.name, round_number)
-
-    def _maybe_drop_out(self, step: str, purpose: str, round_number: int, tries: int) -> None:
-        chance = getattr(self.plan.faults, step)
-        if (
-            chance
-            and _draw(self.plan.run.seed, self.config.name, step, purpose, round_number, tries) < chance
-        ):
-            raise FaultError(
-                "site", self.config.name, expected=f"it to answer, but [faults] {step} took it out"
-            )
-
-
 def _noise(plan: Plan, who: str, round_number: int) -> NoiseStream:
     seed = plan.simulation.noise_seed
     if seed is None:
@@ -206,46 +150,49 @@ def _noise(plan: Plan, who: str, round_number: int) -> NoiseStream:
 
 def _share_base(sites: Path, base: Vector) -> None:
     """Put the base model where every simulated site looks for it, so that it is on disk once."""
-    path = sites / f"base-{vector_hash(base).hex()}.npy"
+    path = base_path(sites, vector_hash(base))
     if not path.exists():
         write_file(path, lambda temporary: save_vector(temporary, base))
 
 
-def _draw(*parts: str | int) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
-    digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
+    index = int(context.node_config["partition-id"])
+    return Faulty(open_site(sites, plan, index, resident), plan, profile_of(plan, index).speed)
 
 
-def _site_of(sites: Path, plan: Plan, context: Context) -> Site:
-    return open_site(sites, plan, int(context.node_config["partition-id"]))
+def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
+    """The simulated site with a number: an ordinary site, whose noise is secret or that of the declared seed.
 
-
-def open_site(sites: Path, plan: Plan, index: int) -> Site:
-    """The simulated site with a number."""
-    return SimulatedSite(_config(sites / site_name(index) / "site.toml"), plan, index)
+    Args:
+        sites: The sites' folder, which holds one base model for all of them.
+        plan: The run's plan.
+        index: The number.
+        resident: What the process has in memory for its sites.
+    """
+    config = _config(SitesFolder(sites).config(site_name(index)))
+    return Site(config, resident, noise=partial(_noise, plan, config.name), bases=sites)
 
 
 @lru_cache(maxsize=4096)
 def _config(path: Path) -> SiteConfig:
     """A simulated site's configuration, read once in a worker."""
-    return load_site(path).config
+    return read_config(path)
 
 
 def lay_out(plan: Plan, folder: Path) -> None:
     """Write every site's folder: its records and its TOML."""
-    simulation = plan.simulation
+    simulation, names = plan.simulation, SitesFolder(folder)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, kept, parts)
     if apart:
-        write_records(folder / _PUBLIC, apart)
+        write_records(names.public_records, apart)
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
-    save_roster(roster, folder / "roster.toml")
+    save_roster(roster, names.roster)
     for name, key in identities.items():
-        save_identity(key, folder / name / "identity.pem")
+        save_identity(key, names.site(name) / "identity.pem")
         keys = {
             "name": name,
             "data": "data.jsonl",
@@ -257,7 +204,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        (folder / name / "site.toml").write_text(toml, encoding="utf-8")
+        names.config(name).write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
 """The `flower` engine: the same two apps on Flower's own simulation runtime, which Ray spreads over a cluster.
 
-The idea: nothing of a run knows its engine, so this file only hands the apps over and makes the runtime behave as
-`grid.py` does towards them: a site's exception is the same `Error` reply, the coordinator's reaches the caller as
-itself, and vectors may be memoryviews. Refused: a Ray grid of our own; where there is no cluster, `grid.py` is faster.
+No part of a run depends on its engine. This file passes the two apps to the runtime and makes the runtime behave as
+`LocalGrid` does: a site's exception becomes the same `Error` reply, the coordinator's exception reaches the caller as
+the same object, and vectors may be memoryviews. Alternative refused: a grid of our own on Ray, because on one machine
+`LocalGrid` is faster.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import copyreg
 import importlib.util
 import logging
 import pickle
+import secrets
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flwr.app import Context, Error, Message
@@ -23,13 +25,13 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import telemetry
 
-from cloister.protocol.errors import EngineError
-from cloister.simulations.grid import environment, identify, one_line
+from cloister.protocol.errors import EngineError, one_line
+from cloister.simulations.process import environment, identify
 
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray warns will be its default
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; without it Ray warns
 }
 
 _REGISTRATION_S = 60
@@ -37,27 +39,27 @@ _REGISTRATION_S = 60
 
 def run_on_flower(
     server_app: ServerApp,
-    client_app: ClientApp,
+    make_client_app: Callable[[], ClientApp],
     sites: int,
     *,
     cpus_per_site: float,
     gpus_per_site: float = 0.0,
 ) -> None:
-    """Run the two apps on Flower's simulation runtime until the `ServerApp` is done.
+    """Run the two apps on Flower's simulation runtime until the `ServerApp` returns.
 
-    Node ids are Flower's own; a site finds its number, from 0, in its `Context.node_config["partition-id"]`. Ray joins
-    the cluster that its environment names, or starts one on this machine.
+    Node ids are Flower's own; a site reads its number, from 0, from `Context.node_config["partition-id"]`. Ray joins
+    the cluster that its environment variables name, or starts one on this machine.
 
     Args:
         server_app: The coordinator; it runs in a thread of this process.
-        client_app: A site; it is pickled (by `cloudpickle`) to Ray's actors.
+        make_client_app: Makes the app of the sites, once in each of Ray's actors; picklable.
         sites: Number of sites.
-        cpus_per_site: CPUs that Ray sets aside for a site while it works.
-        gpus_per_site: GPUs that Ray sets aside for a site while it works.
+        cpus_per_site: CPUs that Ray reserves for a site while it handles a message.
+        gpus_per_site: GPUs that Ray reserves for a site while it handles a message.
 
     Raises:
         EngineError: Ray is not installed, or the runtime failed.
-        Exception: what the `ServerApp` raised, the same object.
+        Exception: the exception that the `ServerApp` raised, the same object.
     """
     if importlib.util.find_spec("ray") is None:
         raise EngineError(
@@ -66,7 +68,7 @@ def run_on_flower(
     raised: list[BaseException] = []
     guarded = ServerApp()
 
-    # Flower prints the traceback of what leaves a ServerApp and, in some of its paths, loses it.
+    # Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
     @guarded.main()
     def main(grid: Grid, context: Context) -> None:
         try:
@@ -81,7 +83,7 @@ def run_on_flower(
         try:
             run_simulation(
                 guarded,
-                _Site(client_app),
+                _Site(make_client_app, secrets.token_hex(8)),
                 sites,
                 backend_config={
                     "init_args": {"logging_level": logging.ERROR, "log_to_driver": False},
@@ -92,14 +94,17 @@ def run_on_flower(
             if not raised:
                 cause = _root(error)
                 raise EngineError(
-                    "engine", "flower", expected=f"Flower's runtime to go on ({one_line(cause)})"
+                    "engine", "flower", expected=f"Flower's runtime to keep running ({one_line(cause)})"
                 ) from error
     if raised:
         raise raised[0]
 
 
 def _await_nodes(grid: Grid, sites: int) -> None:
-    """Return when all sites are registered: the runtime starts the `ServerApp` first, and has no event to wait for."""
+    """Wait until all sites are registered.
+
+    The runtime starts the `ServerApp` before it registers them and offers no event, so this polls.
+    """
     pause = threading.Event()
     last = time.monotonic() + _REGISTRATION_S
     while len(list(grid.get_node_ids())) < sites:
@@ -110,18 +115,31 @@ def _await_nodes(grid: Grid, sites: int) -> None:
         pause.wait(0.02)
 
 
-class _Site(ClientApp):
-    """A client app in a Ray actor: its exception becomes the reply that `LocalGrid` makes of it."""
+_apps: dict[str, ClientApp] = {}
+"""In an actor: the app of its run. Ray unpickles a `_Site` for each message, and an app's memory outlives messages."""
 
-    def __init__(self, app: ClientApp) -> None:
+
+class _Site(ClientApp):
+    """A client app in a Ray actor; an exception of it becomes the same `Error` reply as on `LocalGrid`.
+
+    Args:
+        make_app: Makes the app.
+        run: Name of the call of `run_on_flower` that it is for.
+    """
+
+    def __init__(self, make_app: Callable[[], ClientApp], run: str) -> None:
         super().__init__()
-        self._app = app
+        self._make_app = make_app
+        self._run = run
 
     def __call__(self, message: Message, context: Context) -> Message:
         identify(message.metadata.run_id, message.metadata.dst_node_id)
         try:
-            return self._app(message, context)
-        except Exception as error:  # whatever a handler raises is its site's error reply, as on LocalGrid
+            if self._run not in _apps:
+                _apps.clear()
+                _apps[self._run] = self._make_app()
+            return _apps[self._run](message, context)
+        except Exception as error:  # any exception of a handler becomes an error reply, as on LocalGrid
             traceback.print_exc()
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, one_line(error)), reply_to=message)
 
@@ -130,8 +148,8 @@ def _reduce_view(view: memoryview) -> tuple[type[memoryview], tuple[pickle.Pickl
     return memoryview, (pickle.PickleBuffer(view),)
 
 
-# Ray pickles messages, and an Array's data may be a memoryview, which pickle refuses by default. Actors import this
-# module with `_Site`, so both ends know how.
+# Ray pickles messages, and an Array's data may be a memoryview, which pickle rejects by default. Actors import this
+# module because they unpickle `_Site`, so the reducer is registered at both ends.
 copyreg.pickle(memoryview, _reduce_view)
 
 
@@ -143,10 +161,10 @@ def _root(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No telemetry, and no log of Flower's: its errors are raised, and would be shown twice."""
+    """Turn off Flower's telemetry, and its log: its errors are raised, so that the log would show them twice."""
     logger = logging.getLogger("flwr")
     level, enabled = logger.level, telemetry.FLWR_TELEMETRY_ENABLED
-    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # it read the environment when it was imported
+    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # flwr read the variable when it was imported
     logger.setLevel(logging.CRITICAL)
     try:
         with environment(_ENVIRONMENT):

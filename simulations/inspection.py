@@ -1,4 +1,4 @@
-"""What only a simulation can see, because one process may read every site's folder: never part of a deployment."""
+"""What only a simulation can show, because one process reads every site's folder; never part of a deployment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from cloister.clients.site import update_path
+from cloister.clients.kept import update_path
+from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
 from cloister.protocol.digest import vector_hash
@@ -18,7 +19,8 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
-from cloister.server.run import base_of, outcome, public_model
+from cloister.server.outcome import outcome
+from cloister.server.public import base_of, public_model
 from cloister.simulations.federation import open_site
 from cloister.simulations.partition import site_name
 
@@ -27,32 +29,36 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What the run did for one simulated site: its own held-out loss, nats per token, before and after."""
+    """What the run did for one simulated site."""
 
     site: str
+    """The site's name."""
     sequences: int
+    """Its training sequences."""
     before: float
+    """Loss of the initial model on its own held-out records, nats per token."""
     after: float
+    """Loss of the final model on the same records."""
 
 
 def per_site(folder: RunFolder) -> list[SiteOutcome]:
-    """Evaluate the initial and the final model on each site's own held-out records, and keep it in `sites.json`.
+    """Evaluate the initial and the final model on each site's own held-out records, and write `sites.json`.
 
-    Empty where the sites hold nothing out, or where their folders are no longer there.
+    Empty if the sites hold nothing out, or if their folders were removed.
     """
     plan = folder.plan
-    if not plan.data.held_out or not (folder.path / "sites").is_dir():
+    if not plan.data.held_out or not folder.sites.path.is_dir():
         return []
     base = base_of(plan, public_model(folder, lambda _event: None))
-    base_hash = "" if base is None else vector_hash(base).hex()
+    base_hash = b"" if base is None else vector_hash(base)
     checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
     first, last = checkpoints.load(0), checkpoints.load(outcome(folder).rounds)
-    found = []
+    found, resident = [], Resident()
     for index in range(plan.cohort.sites):
-        site = open_site(folder.path / "sites", plan, index)
+        site = open_site(folder.sites.path, plan, index, resident)
         before, after = (site.held_out(plan, model.weights, base_hash) for model in (first, last))
         found.append(SiteOutcome(site.config.name, site.sequences(plan, base_hash), before.loss, after.loss))
-    write_bytes(folder.path / "sites.json", json.dumps([asdict(site) for site in found], indent=1).encode())
+    write_bytes(folder.site_outcomes, json.dumps([asdict(site) for site in found], indent=1).encode())
     return found
 
 
@@ -63,7 +69,7 @@ def aggregation_error(folder: RunFolder) -> float | None:
     layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
 
     Returns:
-        The relative error; None for another scheme, or where the sites' updates are no longer there.
+        The relative error; None for another scheme, or if the sites' updates were removed.
     """
     plan = folder.plan
     if plan.model.adapter.scheme != "lora":
@@ -98,10 +104,10 @@ def adapter_error(layout: Layout, start: Vector, updates: list[tuple[float, Vect
 
 
 def _updates(folder: RunFolder, plan: Plan) -> list[tuple[float, Vector]]:
-    """Weight and update of each site that has kept the one of the last round."""
+    """Weight and update of each site that still has its update of the last round."""
     found = []
     for index in range(plan.cohort.sites):
-        state = folder.path / "sites" / site_name(index) / "state"
+        state = folder.sites.state(site_name(index))
         try:
             with safe_open(update_path(state, plan.run.rounds), framework="np") as file:
                 tokens = float((file.metadata() or {})["tokens"])

@@ -1,8 +1,8 @@
-"""A corpus -> sites: who holds which records, by nature, at random, or unevenly in a controlled way.
+"""Distribute a corpus over sites: by natural groups, at random, or with a controlled imbalance.
 
-Flower's partitioners were tried and left out: importing them loads matplotlib, seaborn and scipy (4 s), they do not
-balance whole groups over fewer sites, and their Dirichlet split stops with an error that names no site; NumPy does
-all four ways in a few lines each.
+Flower's partitioners were tried and refused: importing them loads matplotlib, seaborn and scipy (4 s), they do not
+balance whole groups over fewer sites, and their Dirichlet split fails with an error that names no site. NumPy does all
+four ways in a few lines each.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def partition(
 
     Args:
         records: The records to distribute.
-        simulation: How; its `field` wins over the argument.
+        simulation: The way to partition; its `field` takes precedence over the argument.
         sites: Number of sites.
         seed: The same seed and records give the same partition.
-        field: The source's own field of groups.
+        field: The source's own field with the group of a record.
 
     Returns:
         For each site the indices of its records, ascending.
 
     Raises:
-        DataError: a site would be empty; the field is not named, or a record lacks it.
+        DataError: a site would be empty, the field is not named, or a record lacks it.
     """
     if len(records) < sites:
         raise _empty(
@@ -74,11 +74,11 @@ def partition(
 
 
 def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, list[Mapping[str, Any]]]:
-    """Records for the sites, and those that no site gets.
+    """Split records into those for the sites and those that no site gets.
 
     Args:
-        records: All of them.
-        fraction: How much of them to keep apart, at random; with more than 0 at least one.
+        records: All records.
+        fraction: The fraction to keep apart, chosen at random; more than 0 keeps at least one record apart.
         seed: The same seed and records give the same choice.
     """
     if not fraction:
@@ -96,11 +96,11 @@ def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, l
 def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) -> list[Path]:
     """Write each site's records to `folder/site-NNN/data.jsonl` and return these paths, by site.
 
-    A line is one record as a JSON object; what JSON has no type for (Parquet's dates) becomes text. A file appears
-    whole or not at all.
+    A line is one record as a JSON object; a value without a JSON type (such as Parquet's dates) becomes text. A file
+    is written whole or not at all.
 
     Args:
-        folder: Folder of the sites; made if missing.
+        folder: Folder of the sites; created if missing.
         records: All records.
         parts: For each site the indices of its records, as `partition` returns them.
 
@@ -114,7 +114,7 @@ def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) 
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records to a JSONL file, which appears whole or not at all; errors as `write_sites`."""
+    """Write records to a JSONL file, whole or not at all; errors as `write_sites`."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -168,8 +168,8 @@ def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
         raise DataError(
             "simulation.field",
             "",
-            expected=f"a field to part by, because partition is {way!r} and the source has none of its own",
-            fix="name it, or set simulation.partition = 'iid'",
+            expected=f"a field to partition by, because partition is {way!r} and the source has no group field",
+            fix="set it to a field of the records, or set simulation.partition = 'iid'",
         )
     groups: dict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
@@ -178,8 +178,8 @@ def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
             has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
             raise DataError(
                 f"record {index + 1}",
-                expected=f"a field {field!r}, and it has {has}",
-                fix="set simulation.field",
+                expected=f"a field {field!r}; the fields of the record: {has}",
+                fix="set simulation.field to a field of every record",
             )
         groups[str(value)].append(index)
     return dict(groups)
@@ -191,5 +191,5 @@ def _size(record: Mapping[str, Any]) -> int:
 
 def _empty(site: int, why: str, fix: str) -> DataError:
     return DataError(
-        "simulation.partition", expected=f"a record for {site_name(site)}, and there are {why}", fix=fix
+        "simulation.partition", expected=f"a record for {site_name(site)}, but there are {why}", fix=fix
     )

@@ -1,4 +1,4 @@
-"""What a site keeps of its attempts, and what is left of it after a crash, a full disk or a power cut."""
+"""What a site keeps of its attempts at secure sums, and what remains after a crash, a full disk or a power cut."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import pytest
 from cloister.aggregation.secure_sum import Answered
 from cloister.clients.attempt_files import AttemptFiles, Kept, State
 from cloister.protocol.errors import StorageError
+from cloister.protocol.messages import Step
 
 SEED = bytes(range(32))
 ANSWERED = Answered("run", 1, 1, b"digest")
@@ -31,10 +32,10 @@ def fill(folder: Path) -> list[State]:
     states = []
     with turn(folder) as files:
         states.append(files.state(None))
-        states.append(files.begin(states[-1], Kept((0, 0), (1, 1), SEED, ((1, b"begin"),))))
-        states.append(files.keep(states[-1], (2, b"peers")))
+        states.append(files.begin(states[-1], Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"),))))
+        states.append(files.keep(states[-1], (Step.SHARE, b"peers")))
         states.append(files.mark_masking(states[-1]))
-        states.append(files.keep(states[-1], (3, b"inbox")))
+        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox")))
         states.append(files.mark_answered(states[-1], ANSWERED))
         states.append(files.end(states[-1]))
     return states
@@ -42,11 +43,11 @@ def fill(folder: Path) -> list[State]:
 
 def test_another_process_finds_what_one_has_kept(tmp_path: Path) -> None:
     with turn(tmp_path) as files:
-        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, ((1, b"begin"),)))
-        state = files.mark_masking(files.keep(state, (2, b"peers")))
+        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"),)))
+        state = files.mark_masking(files.keep(state, (Step.SHARE, b"peers")))
     found = read(tmp_path)
     assert found == state
-    assert found.kept == Kept((0, 0), (1, 1), SEED, ((1, b"begin"), (2, b"peers")))
+    assert found.kept == Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"), (Step.SHARE, b"peers")))
     assert found.marks.joined == found.marks.masking == (1, 1)
 
 
@@ -64,12 +65,12 @@ def test_only_the_site_can_read_them_and_the_seed_is_gone_in_the_end(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["marks", "attempt"])
-def test_a_torn_file_is_the_state_of_before_and_can_be_gone_on_with(tmp_path: Path, name: str) -> None:
-    """Cut at every byte: what is found is a state that was there, and the next append is found after it."""
+def test_a_torn_file_is_the_state_before_it_and_the_next_append_is_found(tmp_path: Path, name: str) -> None:
+    """The file is cut at every byte: each time the state that is found is one that was there."""
     states = fill(tmp_path)[:-1]
     with turn(tmp_path) as files:
-        state = files.begin(files.state(None), Kept((1, 1), (1, 2), SEED, ((1, b"again"),)))
-        files.mark_masking(files.keep(state, (2, b"peers")))
+        state = files.begin(files.state(None), Kept((1, 1), (1, 2), SEED, ((Step.ADVERTISE, b"again"),)))
+        files.mark_masking(files.keep(state, (Step.SHARE, b"peers")))
     whole = (tmp_path / name).read_bytes()
     known = {state.marks for state in (*states, state, read(tmp_path))}
     for end in range(len(whole)):
@@ -88,15 +89,15 @@ def test_a_torn_file_is_the_state_of_before_and_can_be_gone_on_with(tmp_path: Pa
     assert found.kept == Kept((1, 2), (2, 1), SEED)
 
 
-def test_the_secrets_of_an_attempt_whose_mark_is_another_are_not_used(tmp_path: Path) -> None:
-    """Killed between the mark that an attempt was joined and its first message: there is no attempt at hand."""
+def test_the_secrets_of_an_attempt_are_not_used_after_the_mark_of_another(tmp_path: Path) -> None:
+    """The process was killed between the mark of a new attempt and its first message: no attempt is at hand."""
     with turn(tmp_path) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
         files._mark(state, 1, (1, 2), durable=False)
     assert read(tmp_path).kept is None
 
 
-def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path) -> None:
     fill(tmp_path)
     known = read(tmp_path)
     with turn(tmp_path) as files:
@@ -113,6 +114,6 @@ def test_a_full_disk_is_named_and_what_was_there_stays(
         write = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:5], at))
         with pytest.raises(StorageError, match="no space left"):
-            files.keep(state, (2, b"peers"))
+            files.keep(state, (Step.SHARE, b"peers"))
         monkeypatch.undo()
     assert read(tmp_path) == state

@@ -54,6 +54,7 @@ def test_the_paper_prints_these_bounds(
     assert abs(audit.lower_bound(correct, guesses, m, 0.0) - published) > 1e-2  # delta is not a detail
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_the_p_value_is_the_formula_in_fractions(guesses: int, data: st.DataObject) -> None:
     correct = data.draw(st.integers(0, guesses))
@@ -68,6 +69,7 @@ def test_the_p_value_is_the_formula_in_fractions(guesses: int, data: st.DataObje
     assert found == pytest.approx(float(expected), rel=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0.5, 0.999))
 def test_for_pure_privacy_all_correct_has_a_closed_form(guesses: int, confidence: float) -> None:
     """q^r = 1 - confidence, so epsilon = logit((1 - confidence)^(1/r))."""
@@ -76,6 +78,7 @@ def test_for_pure_privacy_all_correct_has_a_closed_form(guesses: int, confidence
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 2000), st.data())
 def test_for_pure_privacy_the_bound_is_clopper_and_pearsons(guesses: int, data: st.DataObject) -> None:
     correct = data.draw(st.integers(1, guesses - 1))
@@ -84,6 +87,7 @@ def test_for_pure_privacy_the_bound_is_clopper_and_pearsons(guesses: int, data: 
     assert audit.lower_bound(correct, guesses, 5000, 0.0) == pytest.approx(expected, rel=1e-7, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.floats(0, 4), st.floats(0, 0.01), st.data())
 def test_the_p_value_covers_mechanisms_that_use_their_delta(
     guesses: int, epsilon: float, delta: float, data: st.DataObject
@@ -96,6 +100,7 @@ def test_the_p_value_covers_mechanisms_that_use_their_delta(
     assert delta + (1 - delta) * binom.sf(correct - 1, guesses, right) <= covered
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(0, 400), st.floats(0, 1e-3), st.data())
 def test_more_right_guesses_never_lower_the_bound(
     guesses: int, abstained: int, delta: float, data: st.DataObject
@@ -178,6 +183,7 @@ def test_many_runs_stay_below_the_truth_and_catch_halved_noise() -> None:
     assert audit.distinguish(*runs(generator, 1_000_000, 0.5, 1.75), DELTA) > truth
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.data())
 def test_many_runs_use_both_limits(count: int, data: st.DataObject) -> None:
     """Written out for each side from the beta quantiles; swapping the two kinds of error changes nothing."""
@@ -198,7 +204,7 @@ def test_no_errors_in_n_runs_has_a_closed_form() -> None:
     assert audit.distinguish(0, 1000, 0, 1000, 0.0) == pytest.approx(math.log((1 - limit) / limit))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=60), st.data())
 def test_guesses_are_the_extremes(scores: list[float], data: st.DataObject) -> None:
     k_plus = data.draw(st.integers(0, len(scores)))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from cloister.cli.main import main
-from cloister.privacy.accounting import ADD_OR_REMOVE, ZERO_OUT, Gaussian, SampledGaussian, skellam_for, spent
+from cloister.privacy.accounting import spent
+from cloister.privacy.events import ADD_OR_REMOVE, ZERO_OUT, Gaussian, SampledGaussian
+from cloister.privacy.site_noise import skellam_for
 
 KEYS = {"epsilon", "delta", "noise_multiplier", "accountant", "unit", "relation"}
 

@@ -21,11 +21,13 @@ from cloister.clients.dpsgd import ClippedSum
 from cloister.lm.model import load_model
 from cloister.privacy.noise import Floats, NoiseStream
 from cloister.privacy.terms import terms_of
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.spending import Spending
-from cloister.simulations.audit import CanaryTrainer, audit
+from cloister.simulations.audit import audit
+from cloister.simulations.audit_records import CanaryTrainer
 from cloister.simulations.federation import lay_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -93,8 +95,8 @@ def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Pa
     plan = parse("".join((BASE, *sections, simulation)), list(overrides))
     run = path / "run"
     with RunFolder.create(run, plan) as folder:
-        (run / "sites").mkdir()
-        lay_out(plan, run / "sites")
+        folder.sites.path.mkdir()
+        lay_out(plan, folder.sites.path)
         begin(folder, plan)
     return run
 
@@ -265,10 +267,10 @@ def test_only_noise_and_canaries_are_left_to_see(
     monkeypatch.setattr(NoiseStream, "add_gaussian", lambda *_, **__: None)
 
     def see(self: CanaryTrainer, left: torch.Tensor) -> None:
-        learned.append(float(self._watched._known.norm()))
+        learned.append(float(self.watched.known.norm()))
         seen.append(left.numpy())
 
-    monkeypatch.setattr(CanaryTrainer, "_see", see)
+    monkeypatch.setattr(CanaryTrainer, "see", see)
     ran(capsys, run, "--canaries", "30")
     assert len(seen) == 8
     assert min(learned) > 1.0, "there are real gradients in it, in clipping norms of 0.5"

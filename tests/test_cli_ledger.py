@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.cli.ledger import _rounded_up
+from cloister.cli.ledger import rounded_up
 from cloister.cli.main import main
-from cloister.privacy.accounting import Gaussian, SampledGaussian, spent, to_json
+from cloister.privacy.accounting import spent
+from cloister.privacy.events import Gaussian, SampledGaussian, to_json
 from cloister.privacy.ledger import Charge, Ledger
 
 STEPS = SampledGaussian(noise_multiplier=1.0, sampling_rate=0.01, steps=20)
@@ -152,8 +153,8 @@ def test_show_prints_a_table(
     code, out, _ = ran(capsys, "show", str(ledger.path))
     assert code == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
-    total = _rounded_up(spent([STEPS] * 4, 1e-6).epsilon)
-    assert ["ward", "run-a", "1 to 3", "3", _rounded_up(spent([STEPS] * 3, 1e-6).epsilon), "1e-06"] in rows
+    total = rounded_up(spent([STEPS] * 4, 1e-6).epsilon)
+    assert ["ward", "run-a", "1 to 3", "3", rounded_up(spent([STEPS] * 3, 1e-6).epsilon), "1e-06"] in rows
     assert ["ward", "all runs together", "", "4", total, "1e-06"] in rows
     assert any(row[0] == "[lab]" for row in rows)  # as it is, not as markup
     assert ledger.verify().head in out
@@ -180,9 +181,9 @@ def test_show_refuses_a_ledger_that_does_not_hold(
 
 @given(st.floats(0, 1e300))
 def test_epsilon_is_never_shown_smaller_than_it_is(epsilon: float) -> None:
-    shown = Decimal(_rounded_up(epsilon))
+    shown = Decimal(rounded_up(epsilon))
     assert Decimal(epsilon) <= shown <= Decimal(epsilon) * Decimal("1.0001001")
 
 
 def test_what_has_no_bound_says_so() -> None:
-    assert _rounded_up(None) == "no bound"
+    assert rounded_up(None) == "no bound"

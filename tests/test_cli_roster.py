@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cloister.cli.main import main
-from cloister.clients.site import load_site
+from cloister.clients.config import read_config
 from cloister.protocol.errors import StorageError
 from cloister.protocol.roster import Card, load_identity, load_roster
 
@@ -67,7 +67,7 @@ def test_a_site_gets_an_identity_a_card_and_settings(
     card = Card.of("ward-7", load_identity(pem))
     assert card.text() in printed.splitlines()
     assert (folder / "ward-7.card").read_text() == card.text() + "\n"
-    config = load_site(folder / "site.toml").config
+    config = read_config(folder / "site.toml")
     assert (config.name, config.data, config.state) == ("ward-7", "data.jsonl", str(folder / "state"))
     assert (config.identity, config.roster) == (str(pem), str(folder / "roster.toml"))
     assert (config.roster_hash, config.minimum_cohort, config.secure) == ("", 3, True)

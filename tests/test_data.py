@@ -25,7 +25,6 @@ from cloister.lm.data import (
     prepare,
     prepared_key,
     save_prepared,
-    unit_in_words,
     unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
@@ -82,7 +81,7 @@ def check(sequences: Sequences, length: int) -> None:
 def test_packed_text_is_the_documents_joined(texts: list[str], length: int) -> None:
     data = DataSection(sequence_length=length, held_out=0)
     if not any(texts):
-        with pytest.raises(DataError, match="at least one record with something to learn"):
+        with pytest.raises(DataError, match="at least one record with a learnable token"):
             prepare([{"text": text} for text in texts], BYTES, data, seed=0)
         return
     prepared = prepare([{"text": text} for text in texts], BYTES, data, seed=0)
@@ -243,7 +242,7 @@ def test_one_single_record_that_cannot_be_divided_is_refused(row: dict[str, Any]
     format_: Literal["text", "prompt", "messages"] = (
         "text" if "text" in row else "prompt" if "prompt" in row else "messages"
     )
-    with pytest.raises(DataError, match="expected two records or more, of which one can be held out"):
+    with pytest.raises(DataError, match="expected at least two records, so that one can be held out"):
         prepare([row], BYTES, DataSection(format=format_), seed=0)
 
 
@@ -326,7 +325,7 @@ def test_the_windows_of_a_completion_stay_with_their_prompt(
         if kept:
             expected.append(tuple(kept))
     if not expected:
-        with pytest.raises(DataError, match="at least one record with something to learn"):
+        with pytest.raises(DataError, match="at least one record with a learnable token"):
             prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
         return
     prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
@@ -385,18 +384,14 @@ def test_units_are_held_out_with_the_probability_of_the_plan() -> None:
     assert rows_of(sides[0].held_out) != rows_of(sides[1].held_out)
 
 
-def test_the_rule_and_its_words() -> None:
+def test_the_rule_of_units() -> None:
     data = DataSection(sequence_length=128)
     private = PrivacySection(unit="record", windows=4)
     assert unit_rule(data, PrivacySection(unit="site")) is None
     assert unit_rule(data, private) == UnitRule("record", 4)
-    used = "of which the first 512 tokens are used"
-    assert unit_in_words(data, private) == f"one text, {used}"
-    assert unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
     window = PrivacySection(unit="record", record="window")
     assert unit_rule(data, window) == UnitRule("window", 4)
-    assert unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
-    with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is prompt"):
+    with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is 'prompt'"):
         unit_rule(DataSection(format="prompt"), window)
 
 

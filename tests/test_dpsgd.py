@@ -24,7 +24,8 @@ from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import LocalUpdate, learning_rate
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError, UpdateError
-from cloister.protocol.plan import Plan, PrivacySection, parse
+from cloister.protocol.plan import Plan, PrivacySection
+from cloister.protocol.soundness import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -220,6 +221,7 @@ def test_the_gradients_of_opacus_are_those_of_single_backward_passes(
 
 
 def assert_right(run: Run) -> None:
+    run.model.module.double()  # in float32 the rounding of two paths differs by 3e-5 on some processors
     run.model.module.train()
     data, trained = some(), run.model.trainable_in_round(1)
     for name, parameter in trained:  # B is zero at first, and hides what lies before it

@@ -13,7 +13,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import HeldOut, evaluate, next_tokens
 from cloister.lm.model import LanguageModel, load_model
 from cloister.protocol.errors import DataError
-from cloister.protocol.plan import parse
+from cloister.protocol.soundness import parse
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -25,6 +25,8 @@ CONFIG = {
 
 
 def load(kind: str = "llama", **config: float) -> LanguageModel:
+    if kind == "llama":
+        config = {"intermediate_size": 64} | config  # its default has 2 million parameters
     config = CONFIG | config
     settings = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
     model = load_model(parse("", [f"model.name=builtin:{kind}", "data.sequence_length=16", *settings]))

@@ -125,13 +125,18 @@ def test_arrow_fills_of_missing_keys_do_not_reach_the_template(tmp_path: Path) -
     assert learned(found[1]) == ["cc"]
 
 
+SLOW = byte_tokenizer()
+SLOW.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
+
+
+def test_another_special_token_makes_another_tokenizer() -> None:
+    assert identity(SLOW) != identity(BYTES)  # so that its bytes are not read off
+
+
 @pytest.mark.parametrize("format_", ["text", "prompt", "messages"])
 @settings(deadline=None)
 @given(texts=st.lists(st.tuples(PLAIN, PLAIN), min_size=1, max_size=5))
 def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tuple[str, str]]) -> None:
-    slow = byte_tokenizer()
-    slow.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
-    assert identity(slow) != identity(BYTES)  # so that it is not read off
     rows = [
         {
             "text": first,
@@ -141,7 +146,7 @@ def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tup
         }
         for first, second in texts
     ]
-    fast, other = (examples(rows, tokenizer, format_) for tokenizer in (BYTES, slow))
+    fast, other = (examples(rows, tokenizer, format_) for tokenizer in (BYTES, SLOW))
     for one, two in zip(fast, other, strict=True):
         assert np.array_equal(one.tokens, two.tokens)
         assert np.array_equal(one.role, two.role)
@@ -190,15 +195,15 @@ def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatc
         (
             "text",
             {"body": "x", "n": 1, "text": None},
-            "^record 2: expected a field 'text', and it has body, n; name the",
+            "^record 2: expected a field 'text'; the fields of the record: body, n; set the",
         ),
-        ("text", {}, "^record 2: expected a field 'text', and it has none"),
+        ("text", {}, "^record 2: expected a field 'text'; the fields of the record: none"),
         ("text", {"text": 3}, "^record 2, field text is 3: expected text"),
         ("text", "abc", "^record 2 is 'abc': expected an object with named fields"),
         (
             "prompt",
             {"prompt": "x", "answer": "y"},
-            "^record 2: expected a field 'completion', and it has answer, prompt",
+            "^record 2: expected a field 'completion'; the fields of the record: answer, prompt",
         ),
         (
             "messages",

@@ -6,7 +6,6 @@ import gc
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ SITES = 3
 VECTOR = np.arange(100_000, dtype=np.float32)
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
-# Ray leaves to the garbage collector the processes it started, while they still shut down, and their standard streams.
+# Ray leaves the processes that it started, while they still shut down, and their streams to the garbage collector.
 ray_leaves = [
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning"),
@@ -61,15 +60,14 @@ def raw(vector: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
     return array
 
 
-def server_app(heard: list[object]) -> ServerApp:
-    """Two rounds; what every site answers is put in `heard`, in the order of their numbers."""
+def server_app(heard: list[object], error: Exception) -> ServerApp:
+    """Two rounds, then `error`; the answers of the sites are put in `heard`, sorted."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         nodes = list(grid.get_node_ids())
-        while len(nodes) < SITES:
-            nodes = list(grid.get_node_ids())
+        assert len(nodes) == SITES  # on Flower too, which registers them after it has started this app
         record = ArrayRecord()
         record["vector"] = raw(VECTOR)
         for _ in range(2):
@@ -77,6 +75,7 @@ def server_app(heard: list[object]) -> ServerApp:
                 grid.send_and_receive([Message(RecordDict({"model": record}), n, "train") for n in nodes])
             )
             heard.append(sorted(map(digest, replies), key=repr))
+        raise error
 
     return app
 
@@ -90,45 +89,39 @@ def digest(reply: Message) -> object:
 
 
 @pytest.fixture
-def apps(monkeypatch: pytest.MonkeyPatch) -> Any:
+def apps() -> Any:
     """This module under a name by which other processes can import it; pytest's own name for it is not one."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module(Path(__file__).stem)
+    return importlib.import_module("cloister.tests.test_flower_engine")
 
 
 @pytest.fixture
 def collected() -> Iterator[None]:
-    """What Ray leaves is collected inside the test that allows it, not in some later one."""
+    """Collect what Ray leaves inside the test that ignores its warnings, not in a later one."""
     yield
     gc.collect()
 
 
 @on_ray
-def test_both_engines_give_the_same_replies(apps: Any) -> None:
+def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception(
+    apps: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = DataError("plan", expected="another one")
     local: list[object] = []
-    with LocalGrid(apps.make_app, [{"partition-id": n} for n in range(SITES)], workers=[{}, {}]) as grid:
-        server_app(local)(grid, Context(1, 0, {}, RecordDict(), {}))
+    with (
+        pytest.raises(DataError) as raised_locally,
+        LocalGrid(apps.make_app, [{"partition-id": n} for n in range(SITES)], workers=[{}, {}]) as grid,
+    ):
+        server_app(local, error)(grid, Context(1, 0, {}, RecordDict(), {}))
+    capfd.readouterr()  # drops the traceback of the site's exception, which its worker prints
     flower: list[object] = []
-    run_on_flower(server_app(flower), apps.make_app(), SITES, cpus_per_site=1.0)
+    with pytest.raises(DataError) as raised_on_flower:
+        run_on_flower(server_app(flower, error), apps.make_app, SITES, cpus_per_site=1.0)
+    assert raised_locally.value is raised_on_flower.value is error
+    out = capfd.readouterr()
+    assert "Traceback" not in out.out + out.err
     assert local == flower
     assert len(local) == 2
     assert "site.data is 'nowhere': expected a file" in repr(local)
-
-
-@on_ray
-def test_exception_of_the_coordinator_is_the_callers(apps: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    error = DataError("plan", expected="another one")
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        raise error
-
-    with pytest.raises(DataError) as raised:
-        run_on_flower(app, apps.make_app(), SITES, cpus_per_site=1.0)
-    assert raised.value is error
-    out = capfd.readouterr()
-    assert "Traceback" not in out.out + out.err
 
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +129,4 @@ def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         EngineError, match=r"engine is 'flower': expected ray .*pip install 'cloister\[ray\]'"
     ):
-        run_on_flower(ServerApp(), ClientApp(), SITES, cpus_per_site=1.0)
+        run_on_flower(ServerApp(), ClientApp, SITES, cpus_per_site=1.0)

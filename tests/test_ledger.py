@@ -455,7 +455,7 @@ def test_guards_that_are_gone_are_noticed(ledger: Ledger, path: Path) -> None:
     ledger.charge(charge(), None)
     with raw(path) as db:
         unguarded(db)
-    with pytest.raises(LedgerError, match="the guards"):
+    with pytest.raises(LedgerError, match="the table and the triggers"):
         ledger.charge(charge(2), None)
 
 

@@ -71,8 +71,8 @@ def test_changed_files_are_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", b"", "expected a file with records, and this one is empty"),
-        ("a.jsonl", b"\n \n", "a file with records, and this one has none"),
+        ("a.jsonl", b"", "expected a file with records, but it is empty"),
+        ("a.jsonl", b"\n \n", "a file with records, but it has none"),
         (
             "a.jsonl",
             b'{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n',
@@ -89,8 +89,8 @@ def test_changed_files_are_read_again(tmp_path: Path) -> None:
         ("a.json", b'[{"a": "x"}, 3]', r"a\.json, record 2 is 3: expected one JSON object"),
         ("a.json", b"[]", "expected .*record"),
         ("a.parquet", b"PAR1 this is none", "expected readable parquet records"),
-        ("a.txt", b"", "this one is empty"),
-        ("a.txt", b"abc\xff", "expected UTF-8 text, and byte 3 is not"),
+        ("a.txt", b"", "but it is empty"),
+        ("a.txt", b"abc\xff", "expected UTF-8 text, but byte 3 is not"),
         ("a.csv", b"a,b", r"expected a file that ends in \.txt, \.jsonl"),
     ],
 )

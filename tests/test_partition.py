@@ -128,7 +128,7 @@ def test_too_few_records_are_refused(way: Way) -> None:
 def test_a_dirichlet_that_starves_a_site_is_refused() -> None:
     simulation = SimulationSection(partition="dirichlet", field="group", alpha=1e-3)
     with pytest.raises(
-        DataError, match=r"a record for site-\d{3}, and there are alpha 0.001.*raise simulation\.alpha"
+        DataError, match=r"a record for site-\d{3}, but there are alpha 0.001.*raise simulation\.alpha"
     ):
         partition(numbered([0] * 50), simulation, 20, 0)
 
@@ -137,7 +137,7 @@ def test_a_dirichlet_that_starves_a_site_is_refused() -> None:
 def test_a_field_must_be_named_and_there(way: Way) -> None:
     with pytest.raises(DataError, match=r"^simulation\.field is ''"):
         partition(numbered([0, 1]), SimulationSection(partition=way), 2, 0)
-    with pytest.raises(DataError, match="record 2: expected a field 'group', and it has text"):
+    with pytest.raises(DataError, match="record 2: expected a field 'group'; the fields of the record: text"):
         partition(
             [{"group": 1}, {"text": "x", "group": None}],
             SimulationSection(partition=way, field="group"),

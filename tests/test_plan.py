@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan import Plan, load, parse
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import load, parse
 
 
 def refusal(text: str, *overrides: str) -> str:
@@ -31,7 +33,7 @@ def test_json_round_trip_keeps_the_plan_and_its_digest() -> None:
     plan = parse(
         "[run]\nseed = 3\n[local]\nbetas = [0.8, 0.9]\n[[simulation.profiles]]\nshare = 0.5\nspeed = 0.5\n"
     )
-    again = Plan.from_json(plan.to_json())
+    again = soundness.from_json(plan.to_json())
     assert again == plan
     assert again.digest() == plan.digest()
     assert again.to_json() == plan.to_json()
@@ -54,7 +56,7 @@ def test_digest_is_that_of_canonical_json_without_simulation() -> None:
 )
 def test_any_change_of_the_contract_changes_the_digest(seed: int, rate: float, name: str) -> None:
     plan = parse(f'[run]\nseed = {seed}\nname = "{name}"\n[local]\nlearning_rate = {rate!r}\n')
-    assert Plan.from_json(plan.to_json()) == plan
+    assert soundness.from_json(plan.to_json()) == plan
     other = parse("", [f"run.seed={seed}", f"run.name='{name}'", f"local.learning_rate={rate!r}"])
     assert other.digest() == plan.digest()
     changed = plan.model_copy(update={"local": plan.local.model_copy(update={"steps": plan.local.steps + 1})})
@@ -119,8 +121,8 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["aggregation.colluders=0.9", "aggregation.dropouts=0.2"], "aggregation.dropouts", "lower"),
         (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove [model.config]"),
         (["local.warmup_steps=200"], "local.warmup_steps", "lower local.warmup_steps"),
-        (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", "'reset'"),
-        (["model.adapter.scheme=rolora", "server.optimizer=adam"], "server.optimizer", "'fedavg'"),
+        (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", '"reset"'),
+        (["model.adapter.scheme=rolora", "server.optimizer=adam"], "server.optimizer", '"fedavg"'),
         (["data.held_out=0"], "data.held_out", "held_out = 0.1"),
         (["simulation.profiles=[{share=0.8},{share=0.3}]"], "simulation.profiles", "add up to at most 1"),
     ],
@@ -138,7 +140,7 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path) -> None:
     (tmp_path / "date.toml").write_text("[run]\nname = 2020-01-01\n")
     for name, part in [
         ("missing.toml", "existing TOML file"),
-        ("empty.toml", "this one is empty"),
+        ("empty.toml", "this file is empty"),
         ("broken.toml", "valid TOML"),
         ("binary.toml", "readable TOML"),
         ("date.toml", "no dates"),

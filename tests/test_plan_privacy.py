@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cloister.protocol import plan as plan_module
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan import Plan, load, parse
+from cloister.protocol.soundness import load, parse
 
 COMMON = ["aggregation.weighting=uniform", "server.evaluation=none"]
 RECORD = [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.1"]
@@ -24,54 +24,84 @@ UNSOUND = [
     (
         [*COMMON, "privacy.unit=site", "privacy.target_epsilon=2.0"],
         ["privacy.budget=1.0"],
-        "privacy.budget is 1.0: expected no budget beside target_epsilon",
+        "privacy.budget is 1.0: expected no budget together with privacy.target_epsilon",
         "remove privacy.budget",
     ),
     # What leaves beside the noised sum.
-    (RECORD, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", "weighting = 'uniform'"),
-    (SITE, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", "weighting = 'uniform'"),
-    (RECORD, ["server.evaluation=''"], "server.evaluation is '': expected public records", "'none'"),
-    (SITE, ["server.evaluation=''"], "server.evaluation is '': expected public records", "'none'"),
+    (RECORD, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
+    (SITE, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
+    (RECORD, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
+    (SITE, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
     # What the accountant assumes of batches.
     (
         [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0"],
         [],
-        "privacy.sampling_rate: expected the probability",
+        "privacy.sampling_rate: expected a value with privacy.unit",
         "set privacy.sampling_rate",
     ),
-    (RECORD, ["local.sampler=shuffle"], "local.sampler is 'shuffle': expected poisson", "sampler = 'auto'"),
-    (SITE, ["local.sampler=poisson"], "local.sampler is 'poisson': expected shuffle or auto", ""),
-    (SITE, ["privacy.sampling_rate=0.1"], "privacy.sampling_rate is 0.1: expected none", "amplifies nothing"),
+    (
+        RECORD,
+        ["local.sampler=shuffle"],
+        "local.sampler is 'shuffle': expected \"poisson\" with",
+        'sampler = "auto"',
+    ),
+    (
+        SITE,
+        ["local.sampler=poisson"],
+        "local.sampler is 'poisson': expected \"shuffle\" or",
+        'sampler = "auto"',
+    ),
+    (
+        SITE,
+        ["privacy.sampling_rate=0.1"],
+        "privacy.sampling_rate is 0.1: expected no value",
+        "amplifies nothing",
+    ),
     (
         RECORD,
         ["privacy.record=window", "data.format=prompt"],
-        "privacy.record is 'window': expected record where data.format is prompt",
-        "privacy.record = 'record'",
+        'privacy.record is \'window\': expected "record" with data.format = "prompt"',
+        'set privacy.record = "record"',
     ),
     # Settings of one unit under the other, which would look as if they did something.
-    (SITE, ["privacy.record=window"], "privacy.record is 'window'", "where the unit is the site"),
-    (SITE, ["privacy.windows=2"], "privacy.windows is 2", "where the unit is the site"),
-    (SITE, ["privacy.method=opacus"], "privacy.method is 'opacus'", "where the unit is the site"),
+    (
+        SITE,
+        ["privacy.record=window"],
+        "privacy.record is 'window'",
+        'only valid with privacy.unit = "record"; remove',
+    ),
+    (SITE, ["privacy.windows=2"], "privacy.windows is 2", 'only valid with privacy.unit = "record"; remove'),
+    (
+        SITE,
+        ["privacy.method=opacus"],
+        "privacy.method is 'opacus'",
+        'only valid with privacy.unit = "record"; remove',
+    ),
     (
         SITE,
         ["model.adapter.scheme=rolora"],
         "model.adapter.scheme is 'rolora'",
-        "adapter.scheme = 'ffa-lora'",
+        'adapter.scheme = "ffa-lora"',
     ),
-    (RECORD, ["privacy.trusted_coordinator=true"], "privacy.trusted_coordinator", "remove"),
+    (
+        RECORD,
+        ["privacy.trusted_coordinator=true"],
+        "privacy.trusted_coordinator",
+        'only valid with privacy.unit = "site"; remove',
+    ),
     (RECORD, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
     # Nobody adds enough noise.
     (
         SITE,
         ["aggregation.secure=false"],
-        "aggregation.secure is False: expected true where the unit is the site",
-        "privacy.trusted_coordinator = true where it really is",
+        'aggregation.secure is False: expected true with privacy.unit = "site"',
+        "privacy.trusted_coordinator = true if you do",
     ),
     # A guarantee that is not there.
-    (NONE, ["local.sampler=poisson"], "local.sampler is 'poisson'", "local.sampler = 'auto'"),
-    (NONE, ["privacy.adaptive={}"], "privacy.adaptive is 'set'", "privacy.unit = 'record' or 'site'"),
+    (NONE, ["local.sampler=poisson"], "local.sampler is 'poisson'", 'local.sampler = "auto"'),
+    (NONE, ["privacy.adaptive={}"], "privacy.adaptive is 'set'", 'privacy.unit = "record" or "site"'),
     *(
-        (NONE, [f"privacy.{setting}"], f"privacy.{setting.split('=')[0]} is", "or remove it")
+        (NONE, [f"privacy.{setting}"], f"privacy.{setting.split('=')[0]} is", "or remove privacy.")
         for setting in (
             "clip=0.5",
             "noise_multiplier=1.0",
@@ -134,8 +164,8 @@ def test_without_these_checks_every_one_of_those_plans_would_be_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So none of them is refused for another reason, and each row above tests its own check."""
-    monkeypatch.setattr(plan_module, "_check_private", lambda plan: None)
-    monkeypatch.setattr(plan_module, "_check_not_private", lambda plan: None)
+    monkeypatch.setattr(soundness, "_check_private", lambda plan: None)
+    monkeypatch.setattr(soundness, "_check_not_private", lambda plan: None)
     for base, changes, _, _ in UNSOUND:
         parse("", [*base, *changes])
 
@@ -143,7 +173,7 @@ def test_without_these_checks_every_one_of_those_plans_would_be_taken(
 @pytest.mark.parametrize("settings", SOUND.values(), ids=SOUND)
 def test_sound_plans_are_taken(settings: list[str]) -> None:
     plan = parse("", settings)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert soundness.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("setting", ["noise_multiplier=2.0", "delta=1e-6", "clip=0.5", "budget=9.0"])
@@ -162,7 +192,7 @@ def test_adapters_that_cannot_be_summed_are_refused(base: list[str], scheme: str
     line = refusal([*base, f"model.adapter.scheme={scheme}"])
     assert line.startswith("model.adapter.scheme")
     assert "each site's own factors" in line
-    assert "'ffa-lora'" in line
+    assert '"ffa-lora"' in line
 
 
 @pytest.mark.parametrize(

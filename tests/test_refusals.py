@@ -7,31 +7,28 @@ import errno
 import io
 import json
 import os
-import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
 from rich.console import Console
 
 from cloister.cli import generate
-from cloister.cli.display import LineDisplay, PipedConsole, show_run
-from cloister.cli.main import _parser, main
+from cloister.cli.console import PipedConsole
+from cloister.cli.display import LineDisplay
+from cloister.cli.execution import execute
+from cloister.cli.main import VERBS, command_parser, main
+from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
-from cloister.protocol.plan import Plan, parse
+from cloister.protocol.soundness import parse
 from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import CREATED, DONE, Journal
 from cloister.server.progress import SiteFailed
 from cloister.simulations import federation
-from cloister.simulations.grid import LocalGrid
 
 LONG = "x" * 300
 """A name that no file system takes."""
@@ -97,7 +94,7 @@ def test_a_damaged_plan_is_named(content: bytes, tmp_path: Path, capsys: pytest.
     line = refusal(capsys, "resume", str(run))
     assert str(run / "plan.json") in line
     assert "a whole plan (" in line
-    assert "restore it from a copy" in line
+    assert "restore it from a backup" in line
     assert "pydantic" not in line
 
 
@@ -121,9 +118,9 @@ def test_a_damaged_journal_is_named_wherever_the_damage_is(tmp_path: Path) -> No
         with Journal(path) as journal, pytest.raises(RunFolderError) as caught:
             call(journal)
         assert str(path) in str(caught.value)
-        assert "restore it from a copy, or start a new run" in str(caught.value)
+        assert "restore it from a backup, or start a new run" in str(caught.value)
     path.write_bytes(b"no journal at all" * 100)
-    with pytest.raises(RunFolderError, match="restore it from a copy"):
+    with pytest.raises(RunFolderError, match="restore it from a backup"):
         Journal(path)
 
 
@@ -176,10 +173,10 @@ def test_a_folder_whose_plan_cannot_be_written_is_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, content: bytes) -> None:
-        raise StorageError(str(path), expected="a disk that takes the write", fix="resume")
+        raise StorageError(str(path), expected="a disk that accepts the write", fix="resume")
 
     monkeypatch.setattr("cloister.server.folder.write_bytes", full)
-    with pytest.raises(RunFolderError, match="a disk that takes the write; free space, or choose another"):
+    with pytest.raises(RunFolderError, match="a disk that accepts the write; free space, or choose another"):
         RunFolder.create(tmp_path / "run", parse(""))
     assert not (tmp_path / "run").exists()
 
@@ -198,7 +195,7 @@ def stop(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, b
     monkeypatch.setattr(federation, "simulate", simulate)
     options = argparse.Namespace(json=False, engine="local", workers=1)
     with RunFolder.create(path, parse("")) as folder, pytest.raises(type(error)):
-        show_run(folder, options, new=True)
+        execute(folder, options, new=True)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,7 @@ def test_a_stopped_run_is_kept_where_there_is_something_to_go_on_with(
     path = tmp_path / "run [red]of[/red] :smile: mine [/]"
     stop(path, monkeypatch, error, begun=begun)
     assert path.exists() is kept
-    command = f"stopped; go on with: cloister resume {shlex.quote(str(path))}\n"
+    command = f"stopped; continue with: cloister resume {shlex.quote(str(path))}\n"
     assert (capsys.readouterr().out == command) is advised
 
 
@@ -238,8 +235,8 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(
     monkeypatch.setitem(sys.modules, "cloister.simulations.federation", Interrupted())
     options = argparse.Namespace(json=False, engine="local", workers=1)
     with RunFolder.create(tmp_path / "run", parse("")) as folder, pytest.raises(KeyboardInterrupt):
-        show_run(folder, options, new=True)
-    assert "stopped; go on with" in capsys.readouterr().out
+        execute(folder, options, new=True)
+    assert "stopped; continue with" in capsys.readouterr().out
 
 
 def test_commands_are_printed_as_a_shell_takes_them(
@@ -317,6 +314,42 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     assert console.quiet
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    action = {
+        "plan": ["check"],
+        "site": ["init", "--name", "x"],
+        "roster": ["show", "x"],
+        "ledger": ["show", "x"],
+    }
+    required = {"generate": ["x", "--prompt", "x"], "budget": ["--unit", "site"], "simulate": []}
+    given = action.get(verb, required.get(verb, ["x"]))
+    for wrong, part in (
+        ([*given, "--bogus"], "unknown arguments: --bogus"),
+        ([*given, "--json=x", "--tokens=x"], "argument --"),
+        ([*given, *["surplus"] * 2], "surplus"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([verb, *wrong])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        named = " ".join([verb, *given[: verb in action]])
+        assert line.startswith("cloister: ")
+        assert part in line
+        assert line.endswith(f"; see cloister {named} --help")
+
+
+@pytest.mark.parametrize(("usage", "part"), [([], "VERB"), (["bogus"], "'bogus'"), (["site"], "ACTION")])
+def test_a_missing_or_unknown_verb_is_one_line(
+    usage: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(usage)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+
+
 def test_every_verb_says_what_it_does() -> None:
     def silent(parser: argparse.ArgumentParser) -> list[str]:
         below = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
@@ -325,7 +358,7 @@ def test_every_verb_says_what_it_does() -> None:
             *(name for choices in below for sub in choices.values() for name in silent(sub)),
         ]
 
-    assert silent(_parser()) == []
+    assert silent(command_parser()) == []
 
 
 # plans
@@ -335,7 +368,7 @@ def test_every_verb_says_what_it_does() -> None:
     ("override", "said"),
     [
         ("cohort.sites=2", "cohort.sites: a cohort of at least 3 sites"),
-        ("cohort.sites=100000", "cohort.sites: up to 10000 sites under the secure sum"),
+        ("cohort.sites=100000", "cohort.sites: at most 10000 sites with aggregation.secure"),
         ("cohort.fraction=0.25", "cohort.fraction: a cohort of at least 3 sites"),
         ("run.rounds=2147483648", "run.rounds: less than 2147483648"),
         (
@@ -365,9 +398,9 @@ def test_sites_in_clear_are_not_bound_by_the_secure_sum() -> None:
 def test_text_that_is_no_json_is_refused_in_plain_words() -> None:
     for text in ("", '{"run": ', b"\xff", json.dumps({"run": {"name": "\udcff"}})):
         with pytest.raises(PlanError, match=r"^plan: expected whole JSON in UTF-8 \("):
-            Plan.from_json(text)
+            soundness.from_json(text)
     with pytest.raises(PlanError, match=r"^plan is \[\]: expected a section"):
-        Plan.from_json("[]")
+        soundness.from_json("[]")
 
 
 def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
@@ -375,27 +408,3 @@ def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(RunFolderError, match=r"with a plan\.json in it; runs are kept under"):
             read_plan(path)
-
-
-# Ctrl-C
-
-
-def masks(pid: int) -> dict[str, bool]:
-    """Whether a process blocks and ignores Ctrl-C."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]+)", status))
-    return {name: bool(int(found[name], 16) >> signal.SIGINT - 1 & 1) for name in ("SigBlk", "SigIgn")}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_never_reaches_the_fork_server_and_is_only_ignored_by_workers() -> None:
-    with LocalGrid(ClientApp, [{"partition-id": 0}], workers=[{}]) as grid:
-        server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 -- unknown to the stubs
-        assert masks(server._forkserver_pid)["SigBlk"]
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        (reply,) = grid.send_and_receive([Message(RecordDict(), 1, "query")])
-        assert reply.has_error()  # the app knows no message; its worker is there
-        (worker,) = grid._workers
-        assert worker is not None
-        assert worker.process.pid is not None
-        assert masks(worker.process.pid) == {"SigBlk": False, "SigIgn": True}

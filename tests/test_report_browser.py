@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from cloister.privacy.report import to_html, verdict
+from cloister.privacy.page import to_html
+from cloister.privacy.report import verdict
 from cloister.tests.test_report import realistic
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -159,7 +159,7 @@ def test_an_identity_is_kept_once_and_for_its_owner(tmp_path: Path) -> None:
     rosters.save_identity(identity(1), path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert Card.of("north", rosters.load_identity(path)) == CARDS[0]
-    with pytest.raises(RosterError, match="keep it"):
+    with pytest.raises(RosterError, match="keep the existing identity"):
         rosters.save_identity(identity(2), path)
     assert Card.of("north", rosters.load_identity(path)) == CARDS[0]
     with pytest.raises(StorageError):

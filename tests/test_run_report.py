@@ -16,14 +16,17 @@ from dp_accounting.pld import PLDAccountant
 from safetensors.numpy import load_file
 
 from cloister.cli.main import main
-from cloister.privacy.accounting import SampledGaussian, to_json
+from cloister.privacy.accounting import composed
+from cloister.privacy.events import SampledGaussian, to_json
 from cloister.privacy.ledger import Charge, Entry, Ledger, read_history
-from cloister.privacy.report import RunReport, from_json, to_html, verdict
+from cloister.privacy.page import to_html
+from cloister.privacy.report import RunReport, from_json, verdict
 from cloister.privacy.report import to_json as report_to_json
-from cloister.privacy.terms import composed, terms_of
+from cloister.privacy.terms import terms_of
+from cloister.protocol import soundness
 from cloister.protocol.errors import RunFolderError
-from cloister.protocol.plan import Plan, load, parse
-from cloister.server import claims
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import load
 from cloister.server import report as server_report
 from cloister.server.folder import RunFolder
 from cloister.server.journal import REFUSED, Journal
@@ -127,7 +130,7 @@ def test_a_private_run_claims_what_an_independent_accountant_finds(record: Path)
     claim = verdict(report)
     assert claim.holds
     assert "rounds 1 to 2" in claim.sentence
-    assert "one text, of which the first 128 tokens are used" in claim.sentence
+    assert "one text, of which the first 64 tokens are used" in claim.sentence
     assert "adding or removing one such text" in claim.sentence
     assert any("budget" in item and "Rounds 3 to 3" in item for item in report.not_covered)
     assert any("one machine with one owner" in item for item in report.trusted)
@@ -155,7 +158,7 @@ def test_the_site_as_the_unit(site: Path) -> None:
     dimension = sum(tensor.size for name, tensor in tensors.items() if name.startswith("model/"))
     terms = terms_of(report_plan(report), dimension)
     assert terms is not None
-    assert terms.coding is not None
+    assert terms.mechanism is not None
     assert report.epsilon == pytest.approx(terms.epsilon(2), rel=1e-12)
     assert verdict(report).holds
     assert "everything that one site holds" in verdict(report).sentence
@@ -164,9 +167,13 @@ def test_the_site_as_the_unit(site: Path) -> None:
     assert "Skellam" in report.mechanism
     assert "Skellam" in report.accountant
     # 3 of 4 sites are in the smallest sum, and 1 of them may work with the coordinator.
-    assert any("3 sites at least, of which at least 2" in item for item in report.assumptions)
-    assert math.sqrt(2 * terms.coding.variance) / terms.coding.scale == pytest.approx(terms.coding.deviation)
-    assert terms.coding.deviation >= 4.0
+    assert any(
+        "at least 3 sites, and at least 2 of them added their noise" in item for item in report.assumptions
+    )
+    assert math.sqrt(2 * terms.mechanism.variance) / terms.mechanism.scale == pytest.approx(
+        terms.mechanism.deviation
+    )
+    assert terms.mechanism.deviation >= 4.0
     assert report.secure is not None
     assert (report.secure.sites, report.secure.threshold, report.secure.colluders) == (4, 3, 1)
     assert report.roster_hash is not None
@@ -184,7 +191,7 @@ def test_a_run_without_privacy_claims_nothing(none: Path) -> None:
     assert report.assumptions == ()
     assert report.mechanism == ""
     assert [site.rounds for site in report.sites] == [1, 1, 1, 1]
-    assert any("every site's update as it is" in item for item in report.trusted)
+    assert any("every site's update in clear" in item for item in report.trusted)
     assert "The guarantee" not in to_html(report)
 
 
@@ -201,11 +208,11 @@ def test_a_report_is_the_same_each_time_and_reads_back(name: str, request: pytes
     assert report == gather(folder, clock=lambda: NOW)
     assert from_json(report_to_json(report)) == report
     assert all(path.read_bytes() == content for path, content in kept.items())
-    assert (report.plan_digest, report.run) == (report_plan(report).digest(), "small")
+    assert (report.plan_digest, report.run) == (report_plan(report).digest(), "tiny")
 
 
 def report_plan(report: RunReport) -> Plan:
-    return Plan.from_json(report.plan)
+    return soundness.from_json(report.plan)
 
 
 # what makes a report claim nothing, or more
@@ -219,7 +226,7 @@ def no_claim(folder: Path) -> str:
     assert "is differentially private" not in claim.sentence
     page = to_html(report)
     assert "The guarantee<" not in page
-    assert "Where this page shows an epsilon, it is what the accountant counted, and not a claim." in page
+    assert "An epsilon on this page is what the accountant counted. It is not a claim." in page
     assert not report.ledger.verified
     assert report.ledger.problem in page.replace("&#39;", "'")
     return report.ledger.problem
@@ -283,7 +290,7 @@ def forgetful(folder: Path) -> None:
         (cut, "holds no charge for site-000, whose update is in the sum of round 2"),
         (cheaper, "row 1 charges 2 Poisson-sampled Gaussian steps, noise multiplier 15"),
         (looser, "row 1 is at delta 0.001, and the plan's is 1e-05"),
-        (forgetful, "after round 2, and the journal has 0.01"),
+        (forgetful, "epsilon after round 2 is "),
     ],
 )
 def test_a_ledger_that_contradicts_plan_or_journal_carries_no_claim(
@@ -430,81 +437,3 @@ def test_the_command_says_what_is_wrong_with_a_ledger(copy: Path, capsys: pytest
     assert main(["report", str(copy), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["guarantee"], facts["epsilon"], facts["delta"]) == (False, None, None)
-
-
-# words
-
-
-def words(*overrides: str) -> str:
-    plan = parse("", overrides)
-    terms = terms_of(plan, 10_000)
-    said = [claims.unit(plan), claims.relation(plan), claims.mechanism(plan, terms), claims.method(plan)]
-    said += claims.assumptions(plan, terms, simulated=False)
-    said += claims.trusted(plan, simulated=False)
-    said += claims.not_covered(plan)
-    return "\n".join(said)
-
-
-TEXTS = ("privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.01")
-COMMON = ("aggregation.weighting=uniform", "server.evaluation=none")
-
-
-def test_what_is_said_follows_the_plan() -> None:
-    window = words(*TEXTS, *COMMON, "privacy.record=window", "data.sequence_length=64")
-    assert "a window of 64 tokens of a text" in window
-    assert "is not protected as a whole by this epsilon" in window
-    whole = words(*TEXTS, *COMMON, "privacy.windows=2", "data.sequence_length=64")
-    assert "as a whole by this epsilon" not in whole
-    assert "nothing beyond its first 128 tokens" in whole
-    assert "divided by 16" in whole
-    chat = words(*TEXTS, *COMMON, "data.format=messages", "privacy.method=reference")
-    assert "one such chat at one site" in chat
-    assert "one gradient at a time" in chat
-    assert "Opacus" not in chat
-    for record in (window, whole, chat):
-        assert "The coordinator and the secure sum are not part of this guarantee" in record
-        assert "wholly" not in record
-        assert "one machine" not in record
-        assert "were not seen for this report" in record
-
-
-def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
-    base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
-    distributed = words(*base)
-    assert "6 sites at least, of which at least 5" in distributed  # 8 sites, quorum 0.75, colluders 0.1
-    assert "noise of at most 1 of the sites" in distributed
-    assert "wholly" not in distributed
-    alone = words(*base, "aggregation.colluders=0.0")
-    assert "6 sites at least, of which at least 6" in alone
-    assert "against it the guarantee is weaker" in alone
-    central = words(*base, "privacy.trusted_coordinator=true")
-    assert "The coordinator, wholly: it receives every sum without its noise" in central
-    assert "Skellam" not in central
-    assert "X25519" not in central
-    clear = words(*base, "privacy.trusted_coordinator=true", "aggregation.secure=false")
-    assert "it receives every site's update without noise" in clear
-    adaptive = words(*base, "privacy.adaptive={count_noise=2.0}")
-    assert "C follows a quantile" in adaptive
-    for text in (distributed, central, clear, adaptive):
-        assert "replacement of one site's updates by zeros" in text
-        assert "Opacus" not in text
-
-
-def test_public_records_and_base_models_are_named_as_not_covered() -> None:
-    text = words(
-        *TEXTS,
-        *COMMON,
-        "public.source=builtin:python-docs",
-        "model.name=gpt2",
-        "server.evaluation=held.jsonl",
-    )
-    assert "trained on before the first round: builtin:python-docs." in text
-    assert "base model had learned before the run, and from what: gpt2." in text
-    assert "evaluates on: held.jsonl." in text
-    plain = words(*TEXTS, *COMMON)
-    assert "before the first round" not in plain
-    assert "base model" not in plain
-    assert "evaluates on" not in plain
-    nothing = words()
-    assert "Nothing here bounds" in nothing
-    assert "epsilon" not in nothing

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.aggregation.graph import parameters
 from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.cohort import draw
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
-from cloister.protocol.plan import Plan, ServerSection, parse
+from cloister.protocol.plan import Plan, ServerSection
+from cloister.protocol.soundness import parse
+from cloister.protocol.threshold import parameters
 from cloister.server import checkpoint as checkpoint_module
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints

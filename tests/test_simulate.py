@@ -18,13 +18,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cloister.cli.main import main
 from cloister.protocol.errors import StorageError
-from cloister.protocol.plan import load
 from cloister.protocol.roster import new_identity, save_identity
+from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE, UNMASKING, Journal
 from cloister.server.progress import (
@@ -75,6 +75,12 @@ def whole(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
+def tokens_of_update(path: Path) -> int:
+    """What a site has counted itself."""
+    with safe_open(path, framework="np") as file:
+        return int(file.metadata()["tokens"])
+
+
 def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     folder = Path(whole["run"])
     assert whole["rounds"] == 3
@@ -86,7 +92,13 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     assert whole["seconds"] > 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
-    assert all(row["tokens"] == 4 * 2 * 4 * 31 for row in rows[1:])
+    assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
+    assert rows[-1]["tokens"] == sum(
+        tokens_of_update(path) for path in folder.glob("sites/*/state/update-00003.*")
+    )
+    # Imported here: a killed run imports this file, and need not wait for TensorBoard.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("loss")] == [0, 1, 2, 3]
@@ -112,7 +124,7 @@ def test_the_final_model_loads_with_transformers_and_writes(
         "generate",
         whole["run"],
         "--prompt",
-        "record",
+        "patient",
         "--tokens",
         "8",
         "--temperature",
@@ -120,7 +132,7 @@ def test_the_final_model_loads_with_transformers_and_writes(
     ]
     code, out, _ = run_cli(capsys, *arguments)
     assert code == 0
-    assert out.startswith("record")
+    assert out.startswith("patient")
     assert run_cli(capsys, *arguments)[1] == out
 
 
@@ -186,7 +198,10 @@ def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
 
 
 def kill_while(target: Callable[..., None], *arguments: Any) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    # Forked from a single-threaded process that has imported torch: a fresh interpreter would import it for each kill.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cloister.clients.app", "cloister.simulations.federation"])
+    process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -256,7 +271,7 @@ def test_what_was_lost_from_a_folder_is_rebuilt_or_named_and_nothing_more_is_los
     again = result(capsys, "resume", str(run))
     assert again["params_sha256"] == whole["params_sha256"]
     assert again["tokens_per_second"] == whole["tokens_per_second"]
-    assert run_cli(capsys, "generate", str(run), "--prompt", "record", "--tokens", "3")[0] == 0
+    assert run_cli(capsys, "generate", str(run), "--prompt", "patient", "--tokens", "3")[0] == 0
     shutil.copy(Path(whole["run"]) / "metrics.jsonl", run)
     for file in run.glob("journal.sqlite*"):
         file.unlink()
@@ -279,7 +294,7 @@ def test_a_damaged_checkpoint_is_named(
     newest.write_bytes(newest.read_bytes()[:1000])
     line = refusal(capsys, "resume", str(out))
     assert newest.name in line
-    assert "bring the file back from a copy" in line
+    assert "restore the file from a backup" in line
 
 
 def test_a_full_disk_while_checkpointing_loses_nothing(
@@ -288,15 +303,16 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
     """The kernel refuses this process's large writes from round 2 on, as a full disk would; workers are not touched."""
     out = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (Path(whole["run"]) / "checkpoints" / "round-00003.safetensors").stat().st_size
 
     def fill_disk(event: Event) -> None:
         if isinstance(event, RoundStarted) and event.round == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
 
     try:
         with (
             RunFolder.create(out, load(small_plan)) as folder,
-            pytest.raises(StorageError, match=r"round-00002.*expected a disk that takes the write.*resume"),
+            pytest.raises(StorageError, match=r"round-00002.*expected a disk that accepts the write.*resume"),
         ):
             simulate(folder, fill_disk, workers=2)
     finally:
@@ -312,7 +328,7 @@ def test_the_coordinator_evaluates_where_it_has_records(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     public = tmp_path / "public.jsonl"
-    public.write_text('{"text": "the quick brown fox jumps over the lazy dogs. the quick brown fox."}\n' * 3)
+    public.write_text('{"text": "patient 3 was seen on day 21. patient 3 was seen on day 21."}\n' * 3)
     arguments = ["--out", str(tmp_path / "run"), "--set", "data.held_out=0.0"]
     code, out, err = run_cli(
         capsys, "simulate", str(small_plan), *arguments, "--set", f"server.evaluation={public}"
@@ -372,7 +388,7 @@ def test_a_run_whose_sites_never_reveal_shares_stops_and_says_so(
     assert code == 2
     assert "rounds 1 to 2 is 'given up': expected survivors that reveal their shares" in err
     assert "round 0: not evaluated, after 2 attempts" in out
-    assert "round 1: given up after 2 attempts; the model is as it was" in out
+    assert "round 1: given up after 2 attempts; the model is unchanged" in out
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len({row["params_sha256"] for row in rows}) == 1
 
@@ -492,7 +508,7 @@ def test_updates_that_are_not_finite_are_dropouts_and_no_quorum_ends_the_run(
     code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
     assert code == 2
     assert "dropped out" in out
-    assert "not finite" in out
+    assert "non-finite" in out
     assert "3 of 4 sites to finish" in err.splitlines()[-1]
     assert "Traceback" not in out + err
     with Journal(tmp_path / "nan" / "journal.sqlite") as journal:
@@ -503,7 +519,8 @@ def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom cloister.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'datasets', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'datasets', 'rich', 'pydantic', 'sqlite3'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,29 +1,18 @@
-"""What a site refuses, whatever the coordinator sends it: each guard, and the same attack where the guard is out."""
+"""What a site refuses, whatever the coordinator sends: each guard, and the same attack where the guard is out."""
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
 
-from cloister.aggregation.graph import parameters
-from cloister.aggregation.secure_messages import (
-    Advertise,
-    Begin,
-    Confirm,
-    Masked,
-    Reveal,
-    Shares,
-    from_bytes,
-    to_bytes,
-)
-from cloister.aggregation.secure_sum import Coordinator
-from cloister.aggregation.sums import TRAIN, contract_for, count_of_loss, training_layout
-from cloister.clients.app import client_app, reticent
-from cloister.clients.site import Site, load_site
-from cloister.lm.model import load_model
+from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients.site import Site
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     MemberError,
@@ -34,278 +23,298 @@ from cloister.protocol.errors import (
     TooFewSitesError,
     UpdateError,
 )
-from cloister.protocol.messages import Agree, Evaluate, Join, Train
-from cloister.protocol.plan import Plan, load, parse
-from cloister.protocol.records import to_records
-from cloister.protocol.roster import load_roster
-from cloister.simulations.federation import lay_out
-from cloister.simulations.grid import identify
-from cloister.simulations.partition import site_name
-
-RUN = "0a1b2c"
-
-
-@pytest.fixture(scope="module")
-def plan(small_plan: Path) -> Plan:
-    return load(small_plan)
+from cloister.protocol.messages import (
+    EVALUATE,
+    TRAIN,
+    Advertise,
+    Agree,
+    Begin,
+    Confirm,
+    Contribution,
+    Inbox,
+    Purpose,
+    Reply,
+    Reveal,
+    Shares,
+    Told,
+)
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
+from cloister.protocol.threshold import parameters
+from cloister.tests.federation import RUN, Federation, changed, tiny
 
 
 @pytest.fixture
-def folder(plan: Plan, tmp_path: Path) -> Path:
-    lay_out(plan, tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def sites(folder: Path, plan: Plan) -> list[Site]:
-    return [load_site(folder / site_name(index) / "site.toml") for index in range(plan.cohort.sites)]
-
-
-@pytest.fixture(scope="module")
-def model(plan: Plan) -> np.ndarray[Any, np.dtype[np.float32]]:
-    loaded = load_model(plan)
-    return loaded.layout.flatten(loaded.module)
-
-
-def changed(plan: Plan, section: str, **values: Any) -> Plan:
-    return plan.model_copy(update={section: getattr(plan, section).model_copy(update=values)})
+def federation(tmp_path: Path) -> Federation:
+    return Federation(tmp_path, tiny())
 
 
 def in_clear(plan: Plan) -> Plan:
     return changed(plan, "aggregation", secure=False)
 
 
-def without_guard(site: Site, clear: Plan) -> Site:
-    """The same site, whose people let it take part in a sum in clear."""
-    changes = {"secure": False, "plan": "", "state": f"{site.config.state}-clear"}
-    open_hearted = dataclasses.replace(site, config=site.config.model_copy(update=changes))
-    open_hearted.join(Join(clear.to_json(), RUN))
-    return open_hearted
-
-
-def without_pin(site: Site) -> Site:
-    return dataclasses.replace(site, config=site.config.model_copy(update={"plan": ""}))
-
-
-def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(
-    sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
-) -> None:
-    site, clear = without_pin(sites[0]), in_clear(plan).to_json()
-    site.join(Join(plan.to_json(), RUN))
-    train = Train(clear, 1, 1, RUN, vector_hash(model).hex(), model)
-    evaluate = Evaluate(clear, 1, 1, RUN, vector_hash(model).hex(), model)
-    for act in (
-        lambda: site.join(Join(clear, RUN)),
-        lambda: site.train(train),
-        lambda: site.evaluate(evaluate),
-    ):
-        with pytest.raises(PlanError, match="takes part in no sum in clear"):
-            act()
-    # Without the guard the same message opens the site's own update.
-    opened = training_layout(in_clear(plan), model.size).open(
-        without_guard(site, in_clear(plan)).train(train).vector
-    )
-    assert np.abs(opened.mean).max() > 0
-
-
-def test_a_site_hashes_the_model_it_received_itself(
-    sites: list[Site], plan: Plan, model: np.ndarray[Any, np.dtype[np.float32]]
-) -> None:
-    other = model + 1
-    sites[0].join(Join(plan.to_json(), RUN))
-    for act in (sites[0].train, sites[0].evaluate):
-        kind = Train if act == sites[0].train else Evaluate
-        with pytest.raises(UpdateError, match="global model"):
-            act(kind(plan.to_json(), 1, 1, RUN, vector_hash(model).hex(), other))  # type: ignore[arg-type]  # of its kind
+def without_guard(federation: Federation) -> Site:
+    """The first site, whose people let it take part in sums in clear; it has joined one."""
+    state = str(federation.folder / "clear")
+    return federation.joined(plan=in_clear(federation.plan), secure=False, state=state, pinned=False)
 
 
 class Attack:
-    """A coordinator that may do as it likes, up to the moment at which sites hold each other's shares."""
+    """A coordinator without scruples, up to the moment at which sites hold each other's shares.
 
-    def __init__(
-        self,
-        folder: Path,
-        sites: list[Site],
-        plan: Plan,
-        model: np.ndarray[Any, Any],
-        run: str = RUN,
-        attempt: int = 1,
-    ) -> None:
-        self.sites, self.plan, self.model = sites, plan, model
-        loaded = load_model(plan)
-        roster = load_roster(folder / "roster.toml")
-        contract = contract_for(TRAIN, plan, roster, run, model.size, loaded.layout.digest())
-        names = [site.config.name for site in sites]
-        for site in sites:
-            site.join(Join(plan.to_json(), run))
-        self.coordinator = Coordinator(contract, 1, attempt, vector_hash(model), names)
+    Args:
+        federation: The sites; each joins the run.
+        attempt: The attempt.
+        config: Of the sites.
+    """
 
-    def agree(self, site: Site, step: int, body: bytes, *, plan: Plan | None = None, run: str = RUN) -> bytes:
-        return site.agree(Agree((plan or self.plan).to_json(), run, TRAIN, step, 1, 1), body).body
+    def __init__(self, federation: Federation, attempt: int = 1, **config: Any) -> None:
+        self.federation, plan = federation, federation.plan
+        self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
+        layout = federation.layout
+        contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
+        model = vector_hash(federation.model)
+        self.coordinator = SecureCoordinator(contract, 1, attempt, model, federation.names)
 
-    def train(self, site: Site, inbox: bytes, *, plan: Plan | None = None, run: str = RUN) -> Any:
-        request = Train((plan or self.plan).to_json(), 1, 1, run, vector_hash(self.model).hex(), self.model)
-        return site.train(request, inbox)
+    def agree(self, site: Site, told: Told, **about: Any) -> Reply:
+        return site.agree(Agree(self.federation.sum_id(**about), told))
 
-    def deal(self, run: str = RUN) -> dict[str, bytes]:
+    def contribute(self, site: Site, inbox: Inbox, **about: Any) -> Contribution:
+        return site.contribute(self.federation.request(inbox=inbox, **about))
+
+    def deal(self) -> dict[str, Inbox]:
+        """The honest steps until each site's shares are there."""
+        coordinator = self.coordinator
         for site in self.sites:
-            begin = to_bytes(self.coordinator.begin)
-            self.coordinator.advertised(from_bytes(Advertise, self.agree(site, 1, begin, run=run)))
-        peers = to_bytes(self.coordinator.peers())
+            advertised = self.agree(site, coordinator.begin)
+            assert isinstance(advertised, Advertise)
+            coordinator.advertised(advertised)
+        peers = coordinator.peers()
         for site in self.sites:
-            self.coordinator.shared(from_bytes(Shares, self.agree(site, 2, peers, run=run)))
-        return {name: to_bytes(inbox) for name, inbox in self.coordinator.inboxes().items()}
+            shares = self.agree(site, peers)
+            assert isinstance(shares, Shares)
+            coordinator.shared(shares)
+        return coordinator.inboxes()
 
     def carry_through(self, left_out: tuple[str, ...]) -> None:
         """All steps, with the vectors of some sites left out of the sum."""
-        for name, inbox in self.deal().items():
-            site = next(site for site in self.sites if site.config.name == name)
-            contribution = self.train(site, inbox)
-            if name not in left_out:
-                self.coordinator.fold(from_bytes(Masked, contribution.statement), contribution.vector)
-        survivors = to_bytes(self.coordinator.survivors())
-        left = [site for site in self.sites if site.config.name not in left_out]
+        coordinator, inboxes = self.coordinator, self.deal()
+        left = [site for site in self.sites if site.name not in left_out]
+        for site in self.sites:
+            contribution = self.contribute(site, inboxes[site.name])
+            if site in left:
+                assert contribution.statement is not None
+                coordinator.fold(contribution.statement, contribution.vector)
+        survivors = coordinator.survivors()
         for site in left:
-            self.coordinator.confirmed(from_bytes(Confirm, self.agree(site, 4, survivors)))
-        unmask = to_bytes(self.coordinator.request())
+            confirmed = self.agree(site, survivors)
+            assert isinstance(confirmed, Confirm)
+            coordinator.confirmed(confirmed)
+        unmask = coordinator.request()
         for site in left:
-            self.coordinator.revealed(from_bytes(Reveal, self.agree(site, 5, unmask)))
-        assert self.coordinator.enough
+            revealed = self.agree(site, unmask)
+            assert isinstance(revealed, Reveal)
+            coordinator.revealed(revealed)
+        assert coordinator.enough
 
 
-@pytest.fixture
-def attack(folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]) -> Attack:
-    return Attack(folder, sites, plan, model)
+# Sums in clear.
 
 
-def test_a_plan_cannot_change_in_the_middle_of_an_attempt(attack: Attack, plan: Plan) -> None:
-    inboxes = attack.deal()
-    site = attack.sites[0]
-    for loose in (site, without_pin(site)):
-        for other in (
-            changed(plan, "aggregation", bound=1e-6),
-            changed(plan, "local", steps=1),
-            changed(plan, "cohort", sites=5),
-        ):
-            with pytest.raises(PinnedError):
-                attack.train(loose, inboxes[site.config.name], plan=other)
-    assert attack.train(site, inboxes[site.config.name]).statement
+def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federation: Federation) -> None:
+    clear = in_clear(federation.plan)
+    site = federation.joined(pinned=False)
+    with pytest.raises(PlanError, match="takes part in no sum in clear"):
+        site.join(federation.join_request(clear))
+    for purpose in (TRAIN, EVALUATE):
+        # The plan of the sum is the one that the site has joined, and no message can name another.
+        with pytest.raises(PinnedError, match="which was joined in this run"):
+            site.contribute(federation.request(plan=clear, purpose=purpose))
+        # Under that plan there is no update without masks.
+        with pytest.raises(UpdateError, match="the shares of the other sites, under the secure sum"):
+            site.contribute(federation.request(purpose=purpose))
+    # Without the guard the same message opens the site's own update.
+    vector = without_guard(federation).contribute(federation.request(plan=clear)).vector
+    assert np.abs(training_layout(clear, federation.layout.size).open(vector).mean).max() > 0
 
 
-def test_one_plan_is_one_run(attack: Attack, plan: Plan) -> None:
-    inboxes = attack.deal()
-    site = attack.sites[0]
-    begin = to_bytes(attack.coordinator.begin)
-    for act in (
-        lambda: attack.agree(site, 1, begin, run="an0ther"),
-        lambda: attack.train(site, inboxes[site.config.name], run="an0ther"),
-    ):
-        with pytest.raises(PinnedError, match=r"to join it first|would sum the same updates"):
-            act()
-    with pytest.raises(PinnedError, match="would sum the same updates again"):
-        site.join(Join(plan.to_json(), "an0ther"))
-    assert attack.train(site, inboxes[site.config.name]).statement
-
-
-def test_a_message_that_was_not_joined_pins_nothing(sites: list[Site], plan: Plan) -> None:
-    with pytest.raises(PinnedError, match="to be asked to join it first"):
-        sites[0].agree(Agree(plan.to_json(), "junk", TRAIN, 1, 1, 1), b"")
-    sites[0].join(Join(plan.to_json(), RUN))
-
-
-@pytest.mark.parametrize("purpose", ["train", "evaluate"])
-def test_rounds_and_cohorts_are_those_of_the_plan(attack: Attack, purpose: str, plan: Plan) -> None:
-    site, begin = attack.sites[0], attack.coordinator.begin
-    for other, kind in (
-        (dataclasses.replace(begin, round=plan.run.rounds + 1), StaleError),
-        (dataclasses.replace(begin, round=10**9), StaleError),
-        (dataclasses.replace(begin, cohort=(*begin.cohort, "stranger")), MemberError),
-        (dataclasses.replace(begin, cohort=begin.cohort[:2]), SecureSumError),
-    ):
-        request = Agree(plan.to_json(), RUN, purpose, 1, other.round, 1)
-        with pytest.raises(kind):
-            site.agree(request, to_bytes(other))
-
-
-def test_an_error_tells_the_coordinator_nothing_of_the_site(
-    folder: Path, sites: list[Site], plan: Plan
+def test_a_site_whose_people_end_sums_in_clear_gives_nothing_in_clear_from_then_on(
+    federation: Federation,
 ) -> None:
-    """Whatever goes wrong at a site, records, losses and paths stay there."""
-    secret = sites[0].config.data
-    nosy = changed(plan, "data", format="messages", messages_field="text")
-    app = client_app(lambda _context: without_pin(sites[0]))
-    identify(1, 0)
-    message = Message(to_records(Join(nosy.to_json(), RUN)), 1, "query.join")
-    reply = app(message, Context(1, 1, {}, RecordDict(), {}))
-    assert reply.error.reason == "DataError: the reason is in the site's own log"
-    open_hearted = client_app(lambda _context: without_pin(sites[0]), explain=str)
-    reply = open_hearted(message, Context(1, 1, {}, RecordDict(), {}))
-    assert "the quick brown fox" in str(reply.error.reason)  # which shows what would have left
-    for error in (ValueError(secret), UpdateError("x", secret, expected="y"), KeyError(secret)):
-        assert secret not in reticent(error)
+    """It has joined such a plan before, and its pins and files say so."""
+    clear = in_clear(federation.plan)
+    federation.joined(plan=clear, secure=False, pinned=False)
+    site = federation.site(secure=True, pinned=False)
+    for purpose in (TRAIN, EVALUATE):
+        with pytest.raises(PlanError, match="takes part in no sum in clear"):
+            site.contribute(federation.request(plan=clear, purpose=purpose))
+    again = federation.site(secure=False, pinned=False)
+    assert again.contribute(federation.request(plan=clear)).vector.any()
 
 
-def test_a_model_that_is_not_finite_is_refused_before_a_record_is_seen(
-    sites: list[Site], plan: Plan, model: Any
-) -> None:
-    crafted = model.copy()
-    crafted[7] = np.inf
-    sites[0].join(Join(plan.to_json(), RUN))
-    with pytest.raises(UpdateError, match="finite weights"):
-        sites[0].train(Train(plan.to_json(), 1, 1, RUN, vector_hash(crafted).hex(), crafted))
-
-
-def test_shares_for_another_site_are_refused(attack: Attack) -> None:
-    inboxes = attack.deal()
-    first, second = attack.sites[0], attack.sites[1]
-    with pytest.raises(SecureSumError):
-        attack.train(first, inboxes[second.config.name])
-
-
-def test_what_leaves_under_masks_is_not_the_update(attack: Attack, plan: Plan) -> None:
-    inboxes = attack.deal()
-    site = attack.sites[0]
-    masked = attack.train(site, inboxes[site.config.name]).vector
-    request = Train(in_clear(plan).to_json(), 1, 1, RUN, vector_hash(attack.model).hex(), attack.model)
-    plain = without_guard(site, in_clear(plan)).train(request).vector
+def test_what_leaves_under_masks_is_not_the_update(federation: Federation) -> None:
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    masked = attack.contribute(site, inboxes[site.name]).vector
+    plain = without_guard(federation).contribute(federation.request(plan=in_clear(federation.plan))).vector
     assert masked.shape == plain.shape
     assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
 
 
-def test_a_pinned_plan_is_the_only_one(sites: list[Site], plan: Plan) -> None:
-    renamed = changed(plan, "run", name="same-but-for-the-name")
+# The model.
+
+
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_a_site_hashes_the_model_it_received_itself(federation: Federation, purpose: Purpose) -> None:
+    """Masks are bound to the hash: otherwise a coordinator would have sites train from models of their own."""
+    request = federation.request(purpose=purpose)
+    with pytest.raises(UpdateError, match=r"global model .* expected the model with the hash"):
+        federation.joined().contribute(dataclasses.replace(request, model=federation.model + 1))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, purpose: Purpose, value: float
+) -> None:
+    crafted = federation.model.copy()
+    crafted[7] = value
+    site = federation.joined()
+
+    def used(*_: object) -> None:
+        raise AssertionError("a record was used")
+
+    monkeypatch.setattr("cloister.clients.site.prepared_key", used)
+    with pytest.raises(UpdateError, match="finite weights"):
+        site.contribute(federation.request(model=crafted, purpose=purpose))
+
+
+# One plan, one run.
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned in its TOML", "pinned by its first join"])
+def test_a_plan_cannot_change_in_the_middle_of_an_attempt(federation: Federation, pinned: bool) -> None:
+    attack, plan = Attack(federation, pinned=pinned), federation.plan
+    inboxes, site = attack.deal(), attack.sites[0]
+    for other in (
+        changed(plan, "aggregation", bound=1e-6),
+        changed(plan, "local", steps=1),
+        changed(plan, "cohort", sites=5),
+    ):
+        with pytest.raises(PinnedError):
+            site.join(federation.join_request(other))
+        with pytest.raises(PinnedError, match="which was joined in this run"):
+            attack.contribute(site, inboxes[site.name], plan=other)
+        with pytest.raises(PinnedError):
+            attack.agree(site, attack.coordinator.begin, plan=other, run="an0ther")
+    assert attack.contribute(site, inboxes[site.name]).statement
+
+
+def test_one_plan_is_one_run(federation: Federation) -> None:
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    acts: tuple[Callable[[], object], ...] = (
+        lambda: attack.agree(site, attack.coordinator.begin, run="an0ther"),
+        lambda: attack.contribute(site, inboxes[site.name], run="an0ther"),
+    )
+    for act in acts:
+        with pytest.raises(PinnedError, match="a run that this site was asked to join first"):
+            act()
+    with pytest.raises(PinnedError, match="would sum the same updates again"):
+        site.join(federation.join_request(run="an0ther"))
+    for act in acts:  # the join that was refused has opened nothing
+        with pytest.raises(PinnedError):
+            act()
+    assert attack.contribute(site, inboxes[site.name]).statement
+
+
+def test_a_message_of_a_run_that_was_not_joined_pins_nothing(federation: Federation) -> None:
+    site = federation.site()
+    begin = Begin(1, 1, bytes(32), federation.names, 3)
+    with pytest.raises(PinnedError, match="a run that this site was asked to join first"):
+        site.agree(Agree(federation.sum_id(run="junk"), begin))
+    site.join(federation.join_request())
+
+
+def test_a_pinned_plan_is_the_only_one(federation: Federation) -> None:
+    renamed = changed(federation.plan, "run", name="same-but-for-the-name")
     with pytest.raises(PinnedError, match="which site-000 has pinned"):
-        sites[0].join(Join(renamed.to_json(), RUN))
-    # Without a pin of its own, the first plan that a site joins is the only one.
-    loose = without_pin(sites[1])
-    loose.join(Join(renamed.to_json(), RUN))
+        federation.site().join(federation.join_request(renamed))
+    # Without a pin in its TOML, the first plan that a site joins is the only one.
+    loose = federation.joined(1, plan=renamed, pinned=False)
     with pytest.raises(PinnedError):
-        loose.join(Join(plan.to_json(), "0ther"))
+        loose.join(federation.join_request(run="0ther"))
 
 
-def test_a_site_answers_for_one_list_of_survivors_through_attempts(
-    folder: Path, sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
-) -> None:
-    Attack(folder, sites, plan, model).carry_through(left_out=())
-    again = Attack(folder, sites, plan, model, attempt=2)
+def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None:
+    """A coordinator that was restarted asks all sites again."""
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    assert site.join(federation.join_request()).parameters == federation.layout.size
+    assert attack.contribute(site, inboxes[site.name]).statement
+
+
+# Rounds, cohorts and lists of survivors.
+
+
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_rounds_and_cohorts_are_those_of_the_plan(federation: Federation, purpose: Purpose) -> None:
+    site, names, rounds = federation.joined(), federation.names, federation.plan.run.rounds
+    begin = Begin(1, 1, vector_hash(federation.model), names, parameters(4, 0, 1).threshold)
+    for other, kind in (
+        (dataclasses.replace(begin, round=rounds + 1), StaleError),
+        (dataclasses.replace(begin, round=10**9), StaleError),
+        (dataclasses.replace(begin, cohort=(*names, "stranger")), MemberError),
+        (dataclasses.replace(begin, cohort=names[:2]), SecureSumError),
+    ):
+        request = Agree(federation.sum_id(purpose=purpose, number=other.round), other)
+        with pytest.raises(kind):
+            site.agree(request)
+    assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
+
+
+def test_there_is_no_update_for_a_round_that_the_plan_does_not_have(federation: Federation) -> None:
+    for number in (0, federation.plan.run.rounds + 1):
+        with pytest.raises(StaleError, match="one of the plan's"):
+            federation.joined().contribute(federation.request(number=number))
+
+
+def test_a_site_that_the_plan_does_not_draw_is_in_no_cohort(tmp_path: Path) -> None:
+    """A coordinator cannot choose with whom a site is summed."""
+    federation = Federation(tmp_path, tiny("cohort.sites=8", "cohort.fraction=0.5"))
+    model = vector_hash(federation.model)
+    site, names, refused = federation.joined(), federation.names, 0
+    for number in range(1, federation.plan.run.rounds + 1):
+        begin = Begin(number, 1, model, names[:4], parameters(4, 0, 1).threshold)
+        try:
+            site.agree(Agree(federation.sum_id(number=number), begin))
+        except MemberError:
+            refused += 1
+    assert refused >= federation.plan.run.rounds - 1  # one cohort of 70 is that one
+
+
+def test_shares_for_another_site_are_refused(federation: Federation) -> None:
+    attack = Attack(federation)
+    inboxes = attack.deal()
+    first, second = attack.sites[:2]
+    with pytest.raises(SecureSumError):
+        attack.contribute(first, inboxes[second.name])
+
+
+def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: Federation) -> None:
+    Attack(federation).carry_through(left_out=())
+    again = Attack(federation, attempt=2)
     with pytest.raises(SecureSumError, match="the difference of two sums would open updates"):
-        again.carry_through(left_out=(sites[3].config.name,))
+        again.carry_through(left_out=(federation.names[3],))
 
 
-def test_a_site_holds_the_coordinator_to_the_plans_quorum(
-    sites: list[Site], plan: Plan, model: np.ndarray[Any, Any]
-) -> None:
+def test_a_site_holds_the_coordinator_to_the_plans_quorum(federation: Federation) -> None:
     """Three of four sites: enough for the site's own minimum, and for a plan that asks for no more."""
-    names = tuple(site.config.name for site in sites)
-    three = Begin(1, 1, vector_hash(model), names[:3], parameters(3, 0, 1).threshold)
-    strict, loose = (changed(plan, "cohort", quorum=quorum) for quorum in (1.0, 0.75))
-    for site, chosen in ((without_pin(sites[0]), strict), (without_pin(sites[1]), loose)):
-        site.join(Join(chosen.to_json(), RUN))
-    request = Agree(strict.to_json(), RUN, TRAIN, 1, 1, 1)
+    three = Begin(1, 1, vector_hash(federation.model), federation.names[:3], parameters(3, 0, 1).threshold)
+    strict, loose = (changed(federation.plan, "cohort", quorum=quorum) for quorum in (1.0, 0.75))
     with pytest.raises(TooFewSitesError, match="at least 4 sites"):
-        without_pin(sites[0]).agree(request, to_bytes(three))
-    request = Agree(loose.to_json(), RUN, TRAIN, 1, 1, 1)
-    assert without_pin(sites[1]).agree(request, to_bytes(three)).body
+        federation.joined(0, plan=strict, pinned=False).agree(Agree(federation.sum_id(plan=strict), three))
+    assert federation.joined(1, plan=loose, pinned=False).agree(Agree(federation.sum_id(plan=loose), three))
 
 
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), 1e300])

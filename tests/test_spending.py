@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,147 +16,83 @@ import pytest
 from safetensors import safe_open
 
 from cloister.aggregation.average import SumLayout
-from cloister.clients.site import Site, load_site
-from cloister.lm.model import load_model
+from cloister.clients import spending as clients_spending
+from cloister.lm.model import count_parameters
+from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
-from cloister.privacy.terms import Terms, composed, terms_of
+from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw
-from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, StorageError
-from cloister.protocol.messages import Agree, Evaluate, Failure, Join, Reply, Request, Train
-from cloister.protocol.plan import Plan, parse
-from cloister.protocol.roster import load_roster
+from cloister.protocol.errors import StorageError
+from cloister.protocol.messages import Contribute, Request
+from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
+from cloister.server.history import identity
+from cloister.server.outcome import Outcome
 from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted
-from cloister.server.run import Outcome, identity, run
+from cloister.server.run import run
 from cloister.server.spending import Spending
 from cloister.simulations.federation import lay_out
+from cloister.tests.federation import CENTRAL, RECORD, SKELLAM, Federation, changed, tiny, write_records
 
-TINY = [
-    "run.rounds=3",
-    "model.config.hidden_size=16",
-    "model.config.intermediate_size=32",
-    "model.config.num_hidden_layers=1",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=2",
-    "data.sequence_length=16",
-    "data.held_out=0.0",
-    "local.steps=1",
-    "local.batch_size=4",
-    "cohort.sites=4",
-    "cohort.quorum=0.75",
-    "aggregation.weighting=uniform",
-    "server.evaluation=none",
-    "simulation.partition=iid",
-    "privacy.noise_multiplier=1.0",
-    "privacy.delta=1e-3",
-]
-RECORD = [*TINY, "aggregation.secure=false", "privacy.unit=record", "privacy.sampling_rate=0.5"]
-CENTRAL = [*TINY, "aggregation.secure=false", "privacy.unit=site", "privacy.trusted_coordinator=true"]
-SKELLAM = [*TINY, "privacy.unit=site", "aggregation.dropouts=0.25"]
+UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
 NAMES = [f"site-{number:03d}" for number in range(4)]
+QUICK = ("local.steps=1", "aggregation.dropouts=0.25")
 
 
-class Sites:
-    """The channel to real sites that all work in this process."""
-
-    def __init__(self, sites: Mapping[str, Site]) -> None:
-        self._sites = dict(sites)
-        self.before: Callable[[str, Request], None] = lambda _site, _request: None
-        self.down: set[str] = set()
-        self.refusals: Sequence[Failure] = ()
-
-    @property
-    def sites(self) -> Sequence[str]:
-        return sorted(self._sites)
-
-    def ask(
-        self,
-        sites: Iterable[str],
-        request: Request,
-        deadline_s: float,
-        private: Mapping[str, bytes] | None = None,
-    ) -> Iterator[Reply | Failure]:
-        for name in sites:
-            self.before(name, request)
-            if name in self.down:
-                yield Failure(name, "it is down")
-                continue
-            try:
-                yield self._answer(self._sites[name], request, (private or {}).get(name, b""))
-            except (PolicyError, BudgetError) as error:
-                yield Failure(name, str(error), refused=True)
-            except CloisterError as error:
-                yield Failure(name, str(error))
-
-    def _answer(self, site: Site, request: Request, private: bytes) -> Reply:
-        match request:
-            case Join():
-                return site.join(request)
-            case Agree():
-                return site.agree(request, private)
-            case Train():
-                return site.train(request, private)
-            case Evaluate():
-                return site.evaluate(request, private)
+def privacy_of(settings: list[str]) -> Terms:
+    plan = tiny(*settings, *QUICK)
+    terms = terms_of(plan, count_parameters(plan)[1])
+    assert terms is not None
+    return terms
 
 
 class Run:
     """A run's folder with its sites; `go` is what one process of the coordinator does."""
 
-    def __init__(self, folder: Path, settings: list[str]) -> None:
-        self.plan: Plan = parse("", settings)
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.federation = Federation(folder, plan)
+        self.plan = self.federation.plan
+        self.channel = self.federation.channel
         self.out = folder / "run"
         self.events: list[Event] = []
-        self.sites_folder = folder / "sites"
-        lay_out(self.plan, self.sites_folder)
         RunFolder.create(self.out, self.plan).close()
         with RunFolder.reopen(self.out) as opened:
             self.identity = identity(opened)
-        self.sites = Sites(
-            {
-                name: load_site(self.sites_folder / name / "site.toml")
-                for name in NAMES[: self.plan.cohort.sites]
-            }
-        )
-        list(self.sites.ask(self.sites.sites, Join(self.plan.to_json(), self.identity), 0))
-        terms = terms_of(self.plan, load_model(self.plan).layout.size)
+        self.members = self.federation.members(self.identity)
+        terms = terms_of(self.plan, self.federation.layout.size)
         assert terms is not None
-        self.terms: Terms = terms
+        self.terms = terms
 
     def go(self) -> Outcome:
-        roster = load_roster(self.sites_folder / "roster.toml") if self.plan.aggregation.secure else None
+        roster = self.federation.roster if self.plan.aggregation.secure else None
         with RunFolder.reopen(self.out) as folder:
-            return run(folder, self.sites, self.events.append, roster=roster, clock=lambda: 0.0)
+            return run(folder, self.members, self.events.append, roster=roster, clock=lambda: 0.0)
 
     def charged(self) -> list[tuple[int, str]]:
         """(round, site) of every entry of the coordinator's ledger, in order."""
         return [(entry.charge.round, entry.charge.dataset) for entry in coordinators(self.out)]
 
-    def of_site(self, name: str) -> tuple[Entry, ...]:
-        return sites_own(self.sites_folder, name)
+    def charges_at_sites(self) -> list[int]:
+        """For each site the entries of its own ledger."""
+        return [len(self.federation.entries(index)) for index in range(len(NAMES))]
 
 
 def coordinators(out: Path) -> tuple[Entry, ...]:
+    """What the coordinator's ledger has, read by another connection: what is committed."""
     path = out / "ledger.sqlite"
     return Ledger(path, "coordinator", composed).entries() if path.exists() else ()
 
 
-def sites_own(sites: Path, name: str) -> tuple[Entry, ...]:
-    path = sites / name / "state" / "ledger.sqlite"
-    return Ledger(path, name, composed).entries() if path.exists() else ()
+Begin = Callable[..., Run]
 
 
 @pytest.fixture
-def begin(patients: Path, tmp_path: Path) -> Callable[..., Run]:
+def begin(tmp_path: Path) -> Begin:
     def begin_(settings: list[str], *changes: str) -> Run:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        return Run(folder, [*settings, *changes, f"simulation.source={patients}"])
+        return Run(folder, tiny(*settings, *QUICK, *changes))
 
     return begin_
-
-
-Begin = Callable[..., Run]
 
 
 def rounds(*numbers: int, sites: Iterable[str] = NAMES) -> list[tuple[int, str]]:
@@ -167,7 +103,7 @@ def rounds(*numbers: int, sites: Iterable[str] = NAMES) -> list[tuple[int, str]]
 
 
 @pytest.mark.parametrize("settings", [CENTRAL, SKELLAM], ids=["central", "skellam"])
-def test_a_sum_of_sites_is_paid_for_before_it_is_opened(
+def test_a_sum_of_sites_is_charged_before_it_is_opened(
     begin: Begin, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = begin(settings, "run.rounds=2")
@@ -175,13 +111,13 @@ def test_a_sum_of_sites_is_paid_for_before_it_is_opened(
     right = SumLayout.open
 
     def open_(self: SumLayout, total: Any) -> Any:
-        seen.append(case.charged())  # by another connection: what is on disk
+        seen.append(case.charged())
         return right(self, total)
 
     monkeypatch.setattr(SumLayout, "open", open_)
     case.go()
     assert seen == [rounds(1), rounds(1, 2)]
-    # A coordinator that does not pay is seen.
+    # The test sees a coordinator that does not charge.
     other, seen[:] = begin(settings, "run.rounds=1"), []
     monkeypatch.setattr(Spending, "before_opening", lambda *_: None)
     case = other
@@ -189,20 +125,20 @@ def test_a_sum_of_sites_is_paid_for_before_it_is_opened(
     assert seen == [[]]
 
 
-def test_records_are_paid_for_before_any_site_is_asked_to_train(begin: Begin) -> None:
+def test_records_are_charged_before_any_site_is_asked_to_train(begin: Begin) -> None:
     case = begin(RECORD, "run.rounds=2")
     seen: list[list[tuple[int, str]]] = []
 
     def look(site: str, request: Request) -> None:
-        if isinstance(request, Train) and site == NAMES[0]:
+        if isinstance(request, Contribute) and site == NAMES[0]:
             seen.append(case.charged())
 
-    case.sites.before = look
+    case.channel.before = look
     case.go()
     assert seen == [rounds(1), rounds(1, 2)]
 
 
-@pytest.mark.parametrize("settings", [CENTRAL, SKELLAM, RECORD], ids=["central", "skellam", "record"])
+@UNITS
 def test_a_ledger_that_cannot_be_written_opens_nothing(
     begin: Begin, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,67 +149,63 @@ def test_a_ledger_that_cannot_be_written_opens_nothing(
 
     def full(self: Ledger, charges: Any, *more: Any) -> Any:
         if self.owner == "coordinator":
-            raise StorageError("ledger", expected="a disk that takes the write")
+            raise StorageError("ledger", expected="a disk that accepts the write")
         return right(self, charges, *more)
 
     def look(site: str, request: Request) -> None:
-        if isinstance(request, Train):
+        if isinstance(request, Contribute):
             trained.append(site)
 
-    case.sites.before = look
+    case.channel.before = look
     monkeypatch.setattr(Ledger, "charge_all", full)
     monkeypatch.setattr(SumLayout, "open", lambda *_: opened.append(1))
     with pytest.raises(StorageError):
         case.go()
     assert opened == []
     assert trained == ([] if settings is RECORD else NAMES)
-    # Mended, the run goes on and every round is paid for once.
+    # When the disk accepts writes again, the run goes on, and each round is charged once.
     monkeypatch.undo()
     assert case.go().rounds == 3
     assert sorted(case.charged()) == rounds(1, 2, 3)
 
 
-def test_who_was_asked_pays_with_records_and_who_is_in_the_sum_with_sites(begin: Begin) -> None:
+def test_records_are_charged_at_each_site_that_was_asked_and_sites_where_they_are_in_the_sum(
+    begin: Begin,
+) -> None:
     for settings, expected in ((RECORD, NAMES), (CENTRAL, NAMES[:3]), (SKELLAM, NAMES[:3])):
         case = begin(settings, "run.rounds=1")
-        case.sites.down = {NAMES[3]}
+        case.channel.down = lambda site, _step, _request: site == NAMES[3]
         case.go()
         assert case.charged() == rounds(1, sites=expected)
 
 
-def test_a_second_attempt_is_the_same_release_and_paid_for_once(begin: Begin) -> None:
+def test_a_second_attempt_is_the_same_release_and_is_charged_once(begin: Begin) -> None:
     case = begin(RECORD, "run.rounds=1", "cohort.attempts=2")
-    asked: list[str] = []
-
-    def fail_first(site: str, request: Request) -> None:
-        asked.append(site)
-        case.sites.down = {NAMES[2], NAMES[3]} if len(asked) <= 4 else set()
-
-    case.sites.before = fail_first
+    case.channel.lose((NAMES[2], "update", 1), (NAMES[3], "update", 1))
     case.go()
-    assert len(asked) == 8
+    assert case.channel.asked == [("join", name) for name in NAMES] + 2 * [("update", name) for name in NAMES]
     assert case.charged() == rounds(1)
-    assert [len(case.of_site(name)) for name in NAMES] == [1, 1, 1, 1]
+    assert case.charges_at_sites() == [1, 1, 1, 1]
 
 
-# What it comes to.
+# Epsilon.
 
 
-@pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
+@UNITS
 def test_epsilon_is_the_accountants_of_the_rounds_that_were_done(begin: Begin, settings: list[str]) -> None:
     case = begin(settings)
     outcome = case.go()
     after = [event.epsilon for event in case.events if isinstance(event, RoundDone)]
     assert after == [case.terms.epsilon(1), case.terms.epsilon(2), case.terms.epsilon(3)]
     assert outcome.epsilon == case.terms.epsilon(3)
-    # The sites come to the same, each by its own ledger.
-    for name in NAMES:
-        own = Ledger(case.sites_folder / name / "state" / "ledger.sqlite", name, composed)
+    # The ledger of each site gives the same.
+    for index, name in enumerate(NAMES):
+        own = Ledger(Path(case.federation.site(index).config.ledger), name, composed)
         (dataset,) = own.datasets()
         assert own.spent(dataset, 1e-3) == pytest.approx(case.terms.epsilon(3))
 
 
-def test_a_site_pays_for_the_rounds_that_drew_it(begin: Begin) -> None:
+def test_a_site_is_charged_for_the_rounds_that_drew_it(begin: Begin) -> None:
     case = begin(CENTRAL, "cohort.fraction=0.5", "cohort.quorum=1.0", "run.rounds=4")
     outcome = case.go()
     drawn = Counter(site for number in range(1, 5) for site in draw(case.plan, NAMES, number))
@@ -283,38 +215,38 @@ def test_a_site_pays_for_the_rounds_that_drew_it(begin: Begin) -> None:
     assert outcome.epsilon == spending.epsilon() == case.terms.epsilon(max(drawn.values()))
 
 
-def test_two_runs_in_one_ledger_are_not_mixed(begin: Begin, tmp_path: Path) -> None:
-    case = begin(CENTRAL)
+def test_two_runs_in_one_ledger_are_not_mixed(tmp_path: Path) -> None:
+    terms = privacy_of(CENTRAL)
     path = tmp_path / "ledger.sqlite"
-    one, other = (Spending(case.terms, name, path) for name in ("one", "other"))
+    one, other = (Spending(terms, name, path) for name in ("one", "other"))
     one.before_opening(1, NAMES)
     assert other.epsilon() == 0
     other.before_opening(1, NAMES[:1])
-    assert other.epsilons() == {NAMES[0]: case.terms.epsilon(1)}
+    assert other.epsilons() == {NAMES[0]: terms.epsilon(1)}
 
 
-def test_each_unit_is_charged_at_its_own_moment_only(begin: Begin, tmp_path: Path) -> None:
+def test_each_unit_is_charged_at_its_own_moment_only(tmp_path: Path) -> None:
     for settings, early in ((RECORD, True), (CENTRAL, False)):
-        case = begin(settings)
-        spending = Spending(case.terms, "run", tmp_path / f"{early}.sqlite")
+        terms = privacy_of(settings)
+        spending = Spending(terms, "run", tmp_path / f"{early}.sqlite")
         spending.before_training(1, NAMES)
         assert bool(spending.epsilons()) == early
         spending.before_opening(1, NAMES)
-        assert spending.epsilons() == dict.fromkeys(NAMES, case.terms.epsilon(1))
+        assert spending.epsilons() == dict.fromkeys(NAMES, terms.epsilon(1))
 
 
 # The budget.
 
 
-def budget(begin: Begin, settings: list[str], rounds_paid: int) -> str:
-    return f"privacy.budget={begin(settings).terms.epsilon(rounds_paid) * 1.0001}"
+def budget(settings: list[str], rounds_paid: int) -> str:
+    return f"privacy.budget={privacy_of(settings).epsilon(rounds_paid) * 1.0001}"
 
 
-@pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
+@UNITS
 def test_the_round_that_would_exceed_the_budget_is_not_begun(
     begin: Begin, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = budget(begin, settings, 2)
+    limit = budget(settings, 2)
     case = begin(settings, limit)
     outcome = case.go()
     assert (outcome.rounds, outcome.stopped) == (2, "budget")
@@ -323,17 +255,13 @@ def test_the_round_that_would_exceed_the_budget_is_not_begun(
     (stop,) = [event for event in case.events if isinstance(event, BudgetSpent)]
     assert (stop.round, stop.epsilon, stop.budget) == (3, outcome.epsilon, case.plan.privacy.budget)
     assert case.charged() == rounds(1, 2)
-    assert [len(case.of_site(name)) for name in NAMES] == [2, 2, 2, 2]
+    assert case.charges_at_sites() == [2, 2, 2, 2]
     assert (case.out / "final" / "model.safetensors").exists()
-    # Without the guard the sites, who check the same for themselves, refuse; without theirs, too, it goes on.
+    # Without the guard the sites, which check the same themselves, refuse; without their check too, it goes on.
     monkeypatch.setattr(Spending, "affords", lambda *_: True)
     refused = begin(settings, limit).go()
     assert (refused.rounds, refused.stopped) == (2, "refused")
-
-    def pay(site: Site, resident: Any, terms: Terms, run_of: str, number: int) -> None:
-        site._ledger.charge(site._charge(resident, run_of, number, terms.round_events), None)
-
-    monkeypatch.setattr(Site, "_pay", pay)
+    monkeypatch.setattr(clients_spending.Spending, "pay", lambda *_: None)
     on = begin(settings, limit).go()
     assert on.rounds == 3
     assert on.epsilon is not None
@@ -349,13 +277,13 @@ def test_a_target_is_enough_for_every_round(begin: Begin) -> None:
     assert 4.0 * 0.99 <= outcome.epsilon <= 4.0
 
 
-def test_a_round_that_was_paid_for_is_finished_also_at_the_end_of_the_budget(begin: Begin) -> None:
-    case = begin(RECORD, budget(begin, RECORD, 2))
+def test_a_round_that_was_charged_is_finished_also_at_the_end_of_the_budget(begin: Begin) -> None:
+    case = begin(RECORD, budget(RECORD, 2))
     crash_at(case, 2)
     with pytest.raises(KeyboardInterrupt):
         case.go()
     assert case.charged() == rounds(1, 2)
-    case.sites.before = lambda _site, _request: None
+    case.channel.before = lambda _site, _request: None
     outcome = case.go()
     assert (outcome.rounds, outcome.stopped) == (2, "budget")
     assert case.charged() == rounds(1, 2)
@@ -366,16 +294,12 @@ def test_a_run_whose_sites_refuse_ends_with_the_model_it_has(begin: Begin) -> No
     case = begin(RECORD, "cohort.attempts=1")
     limit = case.terms.epsilon(2) * 1.0001
     policy = f"secure_required = false\ngreatest_epsilon = {limit}\ngreatest_delta = {case.terms.delta}\n"
-    for name in NAMES[:2]:
-        path = case.sites_folder / name / "policy.toml"
-        path.write_text(policy)
-        site = case.sites._sites[name]
-        config = site.config.model_copy(update={"policy": str(path)})
-        case.sites._sites[name] = dataclasses.replace(site, config=config)
+    for index, name in enumerate(NAMES[:2]):
+        case.channel.sites[name] = partial(case.federation.site, index, policy=policy)
     outcome = case.go()
     assert (outcome.rounds, outcome.stopped) == (2, "refused")
     assert any(isinstance(event, Refusing) and event.sites == tuple(NAMES[:2]) for event in case.events)
-    assert [len(case.of_site(name)) for name in NAMES] == [2, 2, 3, 3]
+    assert case.charges_at_sites() == [2, 2, 3, 3]
 
 
 # Crashes.
@@ -385,10 +309,10 @@ def crash_at(case: Run, number: int, site: str = NAMES[2]) -> None:
     """The coordinator's process ends when it is about to ask a site to train in that round."""
 
     def crash(name: str, request: Request) -> None:
-        if isinstance(request, Train) and (request.round, name) == (number, site):
+        if isinstance(request, Contribute) and (request.sum.round, name) == (number, site):
             raise KeyboardInterrupt
 
-    case.sites.before = crash
+    case.channel.before = crash
 
 
 def never(*_: object, **__: object) -> None:
@@ -399,7 +323,7 @@ MOMENTS = {
     "asking": None,
     "paying": "cloister.server.spending.Spending.before_opening",
     "opening": "cloister.aggregation.average.SumLayout.open",
-    "noising": "cloister.server.round.released",
+    "noising": "cloister.privacy.site_noise.SiteMechanism.decode",
     "saving": "cloister.server.checkpoint.Checkpoints.save",
     "journaling": "cloister.server.round.asdict",
 }
@@ -410,7 +334,7 @@ MOMENTS = {
     [*((CENTRAL, moment) for moment in MOMENTS), (SKELLAM, "asking"), (SKELLAM, "opening")],
     ids=[*MOMENTS, "asking-skellam", "opening-skellam"],
 )
-def test_a_run_that_goes_on_pays_for_no_round_twice(
+def test_a_resumed_run_charges_no_round_twice(
     begin: Begin, settings: list[str], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = begin(settings, "run.rounds=2")
@@ -419,12 +343,10 @@ def test_a_run_that_goes_on_pays_for_no_round_twice(
         if where is None:
             crash_at(case, 1)
         elif moment == "saving":
-            saves: list[object] = []  # the initial model's is the first
-            right = SumLayout.open
+            right = SumLayout.open  # before it, the initial model is saved
 
             def open_(self: SumLayout, total: Any) -> Any:
                 patch.setattr(where, never)
-                saves.append(1)
                 return right(self, total)
 
             patch.setattr(SumLayout, "open", open_)
@@ -432,12 +354,12 @@ def test_a_run_that_goes_on_pays_for_no_round_twice(
             patch.setattr(where, never)
         with pytest.raises(KeyboardInterrupt):
             case.go()
-    case.sites.before = lambda _site, _request: None
+    case.channel.before = lambda _site, _request: None
     outcome = case.go()
     assert outcome.rounds == 2
     assert case.charged() == rounds(1, 2)
     assert outcome.epsilon == case.terms.epsilon(2)
-    assert [len(case.of_site(name)) for name in NAMES] == [2, 2, 2, 2]
+    assert case.charges_at_sites() == [2, 2, 2, 2]
 
 
 # kill -9 of real processes.
@@ -488,8 +410,9 @@ def play(script: Path, out: Path, kill_at: tuple[str, int]) -> int:
         return process.wait()
 
 
-def test_after_kill_9_every_release_has_a_charge_and_no_round_two(patients: Path, tmp_path: Path) -> None:
-    plan = parse("", [*RECORD, f"simulation.source={patients}"])
+def test_after_kill_9_every_release_has_a_charge_and_no_round_two(tmp_path: Path) -> None:
+    records = write_records(tmp_path / "records.jsonl")
+    plan = changed(tiny(*RECORD, *QUICK), "simulation", source=str(records))
     script, out = tmp_path / "play.py", tmp_path / "run"
     script.write_text(SCRIPT)
     RunFolder.create(out, plan).close()
@@ -504,7 +427,7 @@ def test_after_kill_9_every_release_has_a_charge_and_no_round_two(patients: Path
         assert len(keys) == len(set(keys))
         assert set(keys) >= set(rounds(*range(1, charged + 1)))
         for name in NAMES:
-            entries = list(sites_own(sites, name))
+            entries = list(Ledger(sites / name / "state" / "ledger.sqlite", name, composed).entries())
             assert entries[: len(own.get(name, []))] == own.get(name, [])
             own[name] = entries
             paid = {(entry.charge.run, entry.charge.round) for entry in entries}
@@ -523,5 +446,5 @@ def test_after_kill_9_every_release_has_a_charge_and_no_round_two(patients: Path
     assert sorted((entry.charge.round, entry.charge.dataset) for entry in before) == rounds(1, 2, 3)
     for name in NAMES:
         assert {entry.charge.round for entry in own[name]} == {1, 2, 3}
-    # A site that was killed at work has paid once more at most for each kill.
+    # A site that was killed at work was charged once more at most for each kill.
     assert 12 <= sum(map(len, own.values())) <= 12 + 2

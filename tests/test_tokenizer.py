@@ -136,7 +136,7 @@ def test_without_a_hub_it_is_refused_at_once(answer: Exception, monkeypatch: pyt
 def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
     hub(monkeypatch, RepositoryNotFoundError("no", response=response))
-    with pytest.raises(ModelError, match=r"that the hub gives out at revision v1 \(it said 404\)"):
+    with pytest.raises(ModelError, match=r"that the hub has at revision v1 \(HTTP status 404\)"):
         load_tokenizer(ModelSection(name="no-such/model", revision="v1"))
 
 

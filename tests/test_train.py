@@ -1,7 +1,10 @@
 """Local training against loops written out by hand, and its independence of whatever ran before."""
 
+import hashlib
+import inspect
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +20,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import LocalUpdate, Trainer, learning_rate
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
-from cloister.protocol.plan import LocalSection, Plan, parse
+from cloister.protocol.plan import LocalSection, Plan
+from cloister.protocol.soundness import parse
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -33,6 +37,8 @@ def plan_of(kind: str = "llama", *overrides: str) -> Plan:
         "num_attention_heads": 4,
         "max_position_embeddings": 32,
     }
+    if kind == "llama":
+        config["intermediate_size"] = 64  # its default has 2 million parameters
     settings = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
     local = ["local.steps=4", "local.batch_size=4", "run.rounds=3", "data.sequence_length=16", "run.seed=11"]
     return parse("", [f"model.name=builtin:{kind}", *settings, *local, *overrides])
@@ -259,17 +265,29 @@ def test_what_ran_before_leaves_nothing(scheme: str, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir()), "a state that is reset is not written"
 
 
-def test_another_process_gives_the_same_bits(tmp_path: Path) -> None:
-    plan = plan_of("gpt2", "local.threads=2")
+def weights_sha256(model: LanguageModel) -> str:
+    """A hash of the layout and of every parameter, trained or not."""
+    digest = hashlib.sha256(model.layout.digest().encode())
+    for name, parameter in sorted(model.module.named_parameters()):
+        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_another_process_gives_the_same_weights_and_the_same_bits(tmp_path: Path) -> None:
+    """One new interpreter for both: it loads a model with an adapter, and trains one without."""
+    plan, adapted = plan_of("gpt2", "local.threads=2"), plan_of("gpt2", "model.adapter.scheme=ffa-lora")
     here = Run(plan).train()
     code = f"""
-import sys, numpy as np, torch
+import hashlib, sys, numpy as np, torch
 torch.set_num_threads(1); torch.manual_seed(3)
 from cloister.lm.train import Trainer
 from cloister.lm.data import Sequences
-from cloister.lm.model import load_model
-from cloister.protocol.plan import Plan
-model = load_model(plan := Plan.from_json(sys.stdin.read()))
+from cloister.lm.model import LanguageModel, load_model
+from cloister.protocol.soundness import from_json
+plan, adapted = map(from_json, sys.stdin.read().split("\\0"))
+{inspect.getsource(weights_sha256)}
+print(weights_sha256(load_model(adapted)))
+model = load_model(plan)
 arrays = np.load(sys.argv[1])
 data = Sequences(arrays["tokens"], arrays["labels"], None, 1)
 start = model.layout.flatten(model.module)
@@ -280,13 +298,16 @@ np.save(sys.argv[2], update.vector); print(update.loss.hex())
     np.savez(tmp_path / "data.npz", tokens=data.tokens, labels=data.labels)
     there = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "data.npz"), str(tmp_path / "update.npy")],
-        input=plan.to_json(),
+        input=f"{plan.to_json()}\0{adapted.to_json()}",
+        env=os.environ | {"PYTHONHASHSEED": "1"},  # this process has another: PEFT keeps its targets in sets
         text=True,
         stdout=subprocess.PIPE,
         check=True,
     )
+    sha256, loss = there.stdout.split()
+    assert sha256 == weights_sha256(load_model(adapted))
     np.testing.assert_array_equal(np.load(tmp_path / "update.npy"), here.vector)
-    assert float.fromhex(there.stdout.strip()) == here.loss
+    assert float.fromhex(loss) == here.loss
 
 
 def test_rounds_sites_and_seeds_draw_different_batches() -> None:

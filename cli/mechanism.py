@@ -1,0 +1,134 @@
+"""The privacy mechanism of a run that is not planned yet: its cost for any noise multiplier and length.
+
+Built from the options of `cloister budget`, each of which is checked against the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cloister.privacy.accounting import Accountant, Spent, spent
+from cloister.privacy.events import Event, Gaussian, SampledGaussian, Unit, relation
+from cloister.privacy.site_noise import skellam_for
+from cloister.protocol.errors import CloisterError
+from cloister.protocol.plan import CohortSection
+from cloister.protocol.threshold import LARGEST, assumed
+
+_OF_RECORD = ("sampling_rate", "batch_size", "examples", "steps", "steps_per_round")
+_OF_SKELLAM = ("sites", "quorum", "colluders", "clip", "dimension")
+_RING_BITS = 32
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A mechanism without its noise multiplier and its number of noised releases."""
+
+    unit: Unit
+    delta: float
+    accountant: Accountant
+    events: Callable[[float, int], Sequence[Event]]
+    """From a noise multiplier and a number of noised releases."""
+    description: str
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Mechanism:
+        """The mechanism that the options describe.
+
+        Raises:
+            CloisterError: options contradict each other, or one is missing or out of range.
+        """
+        return _of_record(arguments) if arguments.unit == "record" else _of_site(arguments)
+
+    @property
+    def counted(self) -> str:
+        """What the length counts: a noised release is a step for unit `record`, a round for unit `site`."""
+        return "steps" if self.unit == "record" else "rounds"
+
+    def cost(self, noise: float, length: int) -> Spent:
+        """What `length` releases with noise multiplier `noise` cost."""
+        return spent(self.events(noise, length), self.delta, self.accountant)
+
+    def row(self, noise: float | None, cost: Spent | None) -> dict[str, object]:
+        """The JSON of one cost; without noise and cost, of a table's head."""
+        return {
+            "epsilon": cost.epsilon if cost else None,
+            "delta": self.delta,
+            "noise_multiplier": noise,
+            "accountant": cost.accountant if cost else self.accountant,
+            "unit": self.unit,
+            "relation": relation(self.unit),
+        }
+
+
+def _of_record(arguments: argparse.Namespace) -> Mechanism:
+    for option in ("central", *_OF_SKELLAM):
+        value = getattr(arguments, option)
+        if value is not None and value is not False:
+            raise CloisterError(f"--{option}", expected="this option only with --unit site")
+    rate = arguments.sampling_rate
+    if (arguments.batch_size is None) != (arguments.examples is None):
+        raise CloisterError("--batch-size and --examples", expected="both options together")
+    if (rate is None) == (arguments.batch_size is None):
+        raise CloisterError(
+            "--sampling-rate",
+            expected="either this option, or --batch-size and --examples: the probability that a record is in a step",
+        )
+    if rate is None:
+        if not 1 <= arguments.batch_size <= arguments.examples:
+            raise CloisterError(
+                "--batch-size",
+                arguments.batch_size,
+                expected=f"from 1 to --examples, which is {arguments.examples}",
+            )
+        rate = arguments.batch_size / arguments.examples
+    SampledGaussian(1.0, rate, 1)  # refuses a rate outside (0, 1]
+
+    def events(noise: float, steps: int) -> Sequence[Event]:
+        return [SampledGaussian(noise, rate, steps)]
+
+    mechanism = f"Gaussian, in each step; every record is in a step with probability {rate:.4g}, on its own"
+    return Mechanism("record", arguments.delta, arguments.accountant, events, mechanism)
+
+
+def _of_site(arguments: argparse.Namespace) -> Mechanism:
+    for option in _OF_RECORD:
+        if getattr(arguments, option) is not None:
+            name = option.replace("_", "-")
+            raise CloisterError(f"--{name}", expected="this option only with --unit record")
+    if arguments.central:
+        for option in _OF_SKELLAM:
+            if getattr(arguments, option) is not None:
+                raise CloisterError(f"--{option}", expected="this option only without --central")
+        return Mechanism(
+            "site",
+            arguments.delta,
+            arguments.accountant,
+            lambda noise, rounds: [Gaussian(noise, rounds)],
+            "Gaussian, in each round, by a coordinator that must be trusted",
+        )
+    sites: int = _given(arguments.sites, 8)
+    clip: float = _given(arguments.clip, 1.0)
+    dimension: int = _given(arguments.dimension, 1_000_000)
+    quorum: float = _given(arguments.quorum, 0.75)
+    if not 1 <= sites <= LARGEST:
+        raise CloisterError("--sites", sites, expected=f"from 1 to {LARGEST}")
+    if not 0 < quorum <= 1:
+        raise CloisterError("--quorum", quorum, expected="a fraction above 0, at most 1")
+    colluders = assumed(sites, _given(arguments.colluders, 0.1))
+    floor = CohortSection(sites=sites, quorum=quorum).needed()
+
+    def events(noise: float, rounds: int) -> Sequence[Event]:
+        of_round = skellam_for(noise, clip, dimension, sites, floor, colluders, _RING_BITS).event
+        return [replace(of_round, count=rounds)]
+
+    events(1.0, 1)  # refuses parameters that the ring cannot hold
+    honest = f"{floor - colluders} honest sites of the {floor} or more of {sites} in a sum"
+    mechanism = f"Skellam, in each round, from {honest}"
+    return Mechanism("site", arguments.delta, arguments.accountant, events, mechanism)
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,89 @@
+"""The options that several verbs share, and the plan that the plan options choose.
+
+Imported for `--help`: nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloister.protocol.plan import Plan
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN: the folder of a run."""
+    parser.add_argument("run", metavar="RUN", help="the run folder")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json: output for programs."""
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """PLAN, --sites and --set: a plan, and values that replace its own."""
+    parser.add_argument(
+        "plan",
+        nargs="?",
+        metavar="PLAN",
+        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites (default: default)",
+    )
+    parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a field of the plan, such as local.steps=50; repeatable",
+    )
+
+
+def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | None = None) -> Plan:
+    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the shipped default.
+
+    Args:
+        arguments: The parsed options.
+        fields: Further overrides by field, such as `run.rounds`; None leaves the field as it is.
+
+    Raises:
+        PlanError: the plan is missing or unsound.
+    """
+    from cloister.protocol.soundness import load, parse
+
+    options = {**(fields or {}), "cohort.sites": arguments.sites}
+    given = [f"{field}={value}" for field, value in options.items() if value is not None]
+    overrides = [*arguments.set, *given]
+    shipped = shipped_plans()
+    name = arguments.plan or "default"
+    if arguments.plan is not None and (Path(name).exists() or name not in shipped):
+        return load(Path(name), overrides)
+    return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
+
+
+def shipped_plans() -> dict[str, str]:
+    """The text of each plan that comes with the program, by name."""
+
+    folder = files("cloister.simulations.plans")
+    return {
+        entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    }
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--workers and --engine: what runs the sites and carries the messages."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes (default: what the machine has)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "flower"),
+        default="local",
+        help="what carries the messages: local worker processes, or Flower's simulation (default: local)",
+    )

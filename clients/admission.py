@@ -1,0 +1,218 @@
+"""Whether a site takes part: its own demands on a plan, a run and a cohort, checked on its own machine.
+
+The coordinator may lie, so what can be checked at every message is checked at every message.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from cloister.clients.attempt import Member
+from cloister.clients.config import SiteConfig
+from cloister.clients.pins import Pins
+from cloister.clients.resident import Resident
+from cloister.clients.spending import Spending
+from cloister.lm.model import count_parameters
+from cloister.privacy.policy import Policy, load_policy, offer_of
+from cloister.privacy.terms import terms_of
+from cloister.protocol.cohort import draw
+from cloister.protocol.errors import (
+    BudgetError,
+    MemberError,
+    PlanError,
+    PolicyError,
+    RosterError,
+    StaleError,
+)
+from cloister.protocol.messages import EVALUATE, TRAIN, Begin, Purpose, Refused
+from cloister.protocol.plan import Plan
+from cloister.protocol.refusal import printable, sign_refusal
+from cloister.protocol.roster import Roster
+
+_log = logging.getLogger(__name__)
+
+
+class Admission:
+    """What one site demands.
+
+    Args:
+        config: The site's configuration.
+        resident: What the process has in memory.
+        spending: The site's ledger.
+    """
+
+    def __init__(self, config: SiteConfig, resident: Resident, spending: Spending) -> None:
+        self._config = config
+        self._resident = resident
+        self._spending = spending
+
+    def check_new(self, plan: Plan, run: str) -> None:
+        """Check a plan and a run that the site is asked to join, before anything is done for them.
+
+        Raises:
+            PinnedError: the site has joined another plan or run before.
+            PolicyError, BudgetError: its policy does not allow it.
+            PlanError: the plan sums in clear, which its configuration does not allow.
+        """
+        self.check_secure(plan)
+        self._pins.check_free(plan, run)
+        self._check_policy(plan, run)
+
+    def pin(self, plan: Plan, run: str) -> None:
+        """Take part in a plan and a run, durably: no other is joined after this.
+
+        Raises:
+            PinnedError: another came first.
+            StorageError: the pin cannot be kept.
+        """
+        self._pins.join(plan, run)
+
+    def check(self, plan: Plan, run: str) -> None:
+        """Check that a message is of the plan and run that the site has joined.
+
+        Raises:
+            PinnedError: it is not.
+            PlanError: the plan sums in clear, which the configuration does not allow.
+        """
+        self.check_secure(plan)
+        self._pins.check(plan, run)
+
+    def check_secure(self, plan: Plan) -> None:
+        """Refuse a sum in clear that the configuration does not allow, and a masked one that it has no key for.
+
+        Raises:
+            PlanError, RosterError: why.
+        """
+        if plan.aggregation.secure:
+            self.member()
+        elif self._config.secure:
+            raise PlanError(
+                "aggregation.secure",
+                False,
+                expected=f"true: {self._config.name} takes part in no sum in clear",
+                fix="only the site itself can allow it, by secure = false in its TOML",
+            )
+
+    def check_begin(self, plan: Plan, purpose: Purpose, begin: Begin) -> None:
+        """Check that a round is one of the plan, and a cohort within the one that the plan draws for it.
+
+        Raises:
+            StaleError: the plan has no such round.
+            MemberError: a site of the cohort was not drawn.
+        """
+        if not (1 if purpose == TRAIN else 0) <= begin.round <= plan.run.rounds:
+            raise StaleError("round", begin.round, expected=f"one of the plan's {plan.run.rounds}")
+        names = self.roster().names
+        drawn = draw(plan, names, begin.round) if purpose == TRAIN else names
+        strangers = sorted(set(begin.cohort).difference(drawn))
+        if strangers:
+            raise MemberError(
+                "cohort", strangers[0], expected=f"only sites that the plan draws for round {begin.round}"
+            )
+
+    def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
+        """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.
+
+        Raises:
+            PolicyError: it is one.
+        """
+        if purpose == EVALUATE and plan.privacy.unit != "none":
+            raise PolicyError(
+                "evaluation at a site",
+                plan.privacy.unit,
+                expected="no privacy unit: losses on a site's records would be released without a charge",
+            )
+
+    def policy(self) -> Policy | None:
+        """The site's policy, read anew each time: a policy is tightened without stopping the site.
+
+        Raises:
+            PlanError: there is one, and it cannot be read. Why is not told to the coordinator.
+        """
+        if not self._config.policy:
+            return None
+        try:
+            return load_policy(Path(self._config.policy))
+        except PolicyError as error:
+            _log.error("%s", error)
+            raise PlanError("policy of the site", expected="a policy that can be read") from error
+
+    def member(self, needed: int = 0) -> Member:
+        """What the site brings to a secure sum of at least `needed` sites.
+
+        Raises:
+            PlanError: it has no identity key.
+            RosterError: the roster has another key for it, or is not the one that it pinned.
+        """
+        config = self._config
+        if not config.identity:
+            raise PlanError(
+                f"identity of {config.name}",
+                expected="a key in the site's TOML, because the plan sums securely",
+                fix="make one: cloister site init",
+            )
+        identity = self._resident.identity(config.identity)
+        if identity.public_key() != self.roster().key(config.name):
+            raise RosterError(f"identity of {config.name}", expected="the key that the roster has for it")
+        return Member(config.name, identity, max(config.minimum_cohort, needed))
+
+    def roster(self) -> Roster:
+        """The roster that the site has pinned.
+
+        Raises:
+            RosterError: the file has another.
+        """
+        return self._resident.roster(self._config.roster, self._config.roster_hash)
+
+    def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
+        """The site's signed refusal.
+
+        What it has spent elsewhere stays private: of a budget the refusal says only that it is spent.
+
+        Args:
+            run: The run that it was asked to take part in.
+            plan: Digest of the plan.
+            error: Why it refuses.
+        """
+        if isinstance(error, BudgetError) or "epsilon" in error.field:
+            reason = "the privacy budget of its data does not allow it"
+        else:
+            reason = str(error)
+        name = self._config.name
+        if not self._config.identity:
+            return Refused(name, run, plan, printable(reason), b"")
+        identity = self._resident.identity(self._config.identity)
+        return sign_refusal(identity, site=name, run=run, plan=plan, reason=reason)
+
+    @property
+    def _pins(self) -> Pins:
+        return Pins(self._config.folder / "secure" / "pins", self._config.name, self._config.plan)
+
+    def _check_policy(self, plan: Plan, run: str) -> None:
+        policy = self.policy()
+        if policy is None:
+            return
+        if policy.greatest_epsilon is not None:
+            self._spending.check_outlives_runs()
+        terms = terms_of(plan, count_parameters(plan)[1])
+        noise, epsilon = 0.0, math.inf
+        if terms is not None:
+            noise = terms.noise_multiplier
+            epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
+        offer = offer_of(
+            plan,
+            noise_multiplier=noise,
+            epsilon_after=epsilon,
+            cohort=plan.cohort.needed(),
+            roster_hash=self.roster().hash.hex() if self._config.roster else "",
+        )
+        policy.check(offer)
+
+    def rounds(self, plan: Plan) -> int:
+        """Rounds of the plan that draw this site; all of them where it does not know the others."""
+        if not self._config.roster or plan.cohort.fraction == 1:
+            return plan.run.rounds
+        names, name = self.roster().names, self._config.name
+        return sum(name in draw(plan, names, number) for number in range(1, plan.run.rounds + 1))

@@ -1,0 +1,75 @@
+"""A site's own configuration: a TOML file on its machine, of which nothing travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from cloister.protocol.errors import PlanError
+from cloister.protocol.plan import SMALLEST_COHORT
+from cloister.protocol.settings import Section, Settings
+
+
+class SiteConfig(Section):
+    """What belongs to one site alone."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """The site's name in the federation."""
+    data: Annotated[str, Field(min_length=1)]
+    """Its records: a file, a folder of files, or a hub name."""
+    split: str = "train"
+    """Split of a hub data set."""
+    state: Annotated[str, Field(min_length=1)]
+    """Folder for what the site keeps between messages."""
+    identity: str = ""
+    """File of its Ed25519 identity key, for the secure sum."""
+    roster: str = ""
+    """File of the roster that the sites agreed on."""
+    roster_hash: str = ""
+    """Hash of that roster, in hex: the site refuses any other."""
+    plan: str = ""
+    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first."""
+    secure: bool = True
+    """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
+    minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
+    """Fewest sites whose sum it takes part in."""
+    policy: str = ""
+    """File of the site's policy (`privacy/policy.py`); empty: it demands no more than the keys here."""
+    dataset: str = ""
+    """Name under which the ledger keeps what this data has spent; empty: the value of `data`. Data that is moved or
+    grows is the same data: keep its name."""
+    ledger: str = ""
+    """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
+    device: str = "auto"
+    """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+
+    @property
+    def folder(self) -> Path:
+        """The state folder."""
+        return Path(self.state)
+
+
+_SETTINGS = Settings(SiteConfig, "site", PlanError)
+
+
+def read_config(path: Path) -> SiteConfig:
+    """Read a site's TOML; relative paths in it are relative to its folder.
+
+    Raises:
+        PlanError: the file is missing, or a field is wrong.
+    """
+    config = _SETTINGS.load(path)
+    data = path.parent / config.data
+    return config.model_copy(
+        update={
+            "dataset": config.dataset or config.data,
+            "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
+            **{
+                name: str(path.parent / value)
+                for name in ("state", "identity", "roster", "policy", "ledger")
+                if (value := getattr(config, name))
+            },
+        }
+    )

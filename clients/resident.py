@@ -1,0 +1,121 @@
+"""What a process keeps in memory for all the sites that it serves; its app owns one `Resident`.
+
+A deployed process serves one site, a simulation's worker serves many in turn. They share the plan's model and trainer,
+because a round starts from the global model and depends on nothing that ran before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cloister.clients.attempt import Live
+from cloister.clients.dpsgd import PrivateTrainer
+from cloister.lm.data import Prepared
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel, device_for, load_model
+from cloister.lm.train import Trainer
+from cloister.privacy.terms import Terms, terms_of
+from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Roster, load_identity, load_roster
+
+_MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each takes a few open files
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plan's model on a device, and what trains it."""
+
+    plan: Plan
+    base_hash: bytes
+    """Hash of the frozen parameters that the model was built on; empty: those that the plan gives."""
+    model: LanguageModel
+    trainer: Trainer | PrivateTrainer
+    device: torch.device
+    terms: Terms | None
+    """The plan's privacy; None without a privacy unit."""
+    live: Live = field(default_factory=dict)
+    """Attempts at secure sums, by folder."""
+    sequences: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
+    """By state folder the key of a site's sequences, and the sequences, which are mapped from disk."""
+
+    def prepared(self, state: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
+        """The sequences of the site with that state folder, made where this process does not have them."""
+        known = self.sequences.get(state)
+        if known is None or known[0] != key:
+            if len(self.sequences) >= _MOST_PREPARED:
+                self.sequences.clear()
+            known = self.sequences[state] = key, make()
+        return known[1]
+
+
+class Resident:
+    """Rosters, identity keys, plans and one loaded model."""
+
+    def __init__(self) -> None:
+        self._rosters = lru_cache(maxsize=4)(_pinned_roster)
+        self._identities = lru_cache(maxsize=256)(load_identity)
+        self._plans: dict[bytes, Plan] = {}
+        self._loaded: tuple[object, Loaded] | None = None
+
+    def roster(self, path: str, pinned: str) -> Roster:
+        """The roster in a file, verified once in a process: what its hash names cannot change.
+
+        Raises:
+            RosterError: the file is damaged, or is not the roster with the hash `pinned`.
+        """
+        return self._rosters(os.path.realpath(path), pinned)
+
+    def identity(self, path: str) -> Ed25519PrivateKey:
+        """The identity key in a file.
+
+        Raises:
+            RosterError: it is missing or no key.
+        """
+        return self._identities(Path(path))
+
+    def plan(self, digest: bytes, read: Callable[[], Plan]) -> Plan:
+        """The plan with a digest, read and checked once in a process."""
+        if digest not in self._plans:
+            plan = read()
+            if len(self._plans) >= 4:
+                self._plans.clear()
+            self._plans[digest] = plan
+        return self._plans[digest]
+
+    def load(
+        self, plan: Plan, device_name: str, base_hash: bytes, read_base: Callable[[], Vector | None]
+    ) -> Loaded:
+        """Model and trainer of a plan; those of the plan that was loaded before are dropped.
+
+        Args:
+            plan: The plan.
+            device_name: `auto` or a torch device.
+            base_hash: Hash of the frozen parameters to build on; empty: those that the plan gives.
+            read_base: Reads them; called if the model is not loaded yet.
+
+        Raises:
+            CloisterError: the model cannot be loaded, or does not fit the plan.
+        """
+        key = (plan.digest(), device_name, base_hash)
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = None  # its memory first
+            torch.set_num_threads(plan.local.threads)
+            device = device_for(device_name)
+            model = load_model(plan, read_base())
+            model.module.to(device)
+            kind = PrivateTrainer if plan.privacy.unit == "record" else Trainer
+            terms = terms_of(plan, model.layout.size)
+            loaded = Loaded(plan, base_hash, model, kind(plan, model, device), device, terms)
+            self._loaded = key, loaded
+        return self._loaded[1]
+
+
+def _pinned_roster(path: str, pinned: str) -> Roster:
+    return load_roster(Path(path)).pinned(pinned)

@@ -1,0 +1,121 @@
+"""What a site's data has spent: its own ledger, charged durably before any record is used."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from cloister.clients.config import SiteConfig
+from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.claims import unit_in_words
+from cloister.privacy.events import Event, from_json, to_json
+from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
+from cloister.privacy.policy import Policy
+from cloister.privacy.terms import Terms
+from cloister.protocol.errors import BudgetError, PlanError
+from cloister.protocol.plan import Plan
+
+
+class Spending:
+    """The privacy ledger of one site.
+
+    Args:
+        config: The site's configuration.
+    """
+
+    def __init__(self, config: SiteConfig) -> None:
+        self._config = config
+
+    def pay(
+        self, plan: Plan, terms: Terms, run: str, round_number: int, rounds: int, policy: Policy | None
+    ) -> None:
+        """Charge the site's ledger for a round, durably, before any record is used.
+
+        A training that is done again, after a crash that lost its update, is another release and another charge.
+
+        Args:
+            plan: The plan.
+            terms: Its privacy.
+            run: Identity of the run.
+            round_number: The round.
+            rounds: Rounds of the plan that draw this site.
+            policy: The site's demands.
+
+        Raises:
+            BudgetError: the policy, or the plan itself, does not allow it; nothing was charged.
+        """
+        budget = None
+        if policy is not None and policy.greatest_epsilon is not None:
+            budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
+        most = terms.budget
+        if most is None:  # the whole plan, with room for updates that crashes have lost
+            most = terms.epsilon(rounds + plan.cohort.attempts)
+
+        def check_run(entries: tuple[Entry, ...]) -> None:
+            """The plan bounds what one run may cost, whatever the coordinator asks for."""
+            before = [event for e in entries if e.charge.run == run for event in from_json(e.charge.event)]
+            spent = epsilon_of((*before, *terms.round_events), terms.delta, terms.accountant)
+            if spent > most:
+                raise BudgetError(
+                    f"epsilon of {self._config.name} in this run",
+                    spent,
+                    expected=f"at most the {most:g} that the plan allows for it",
+                )
+
+        charge = self._charge(plan, run, round_number, terms.round_events)
+        self._ledger.charge(charge, budget, check_run)
+
+    def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
+        """Epsilon of the site's data when the run is over, with what earlier runs have spent.
+
+        Args:
+            plan: The plan.
+            terms: Its privacy.
+            run: Identity of the run, of which some rounds may be charged already.
+            rounds: Rounds of the plan that draw this site.
+            delta: At which delta; None: the charges' own.
+        """
+        left = rounds - len({entry.charge.round for entry in self._ledger.entries(run)})
+        charge = self._charge(plan, run, 0, terms.round_events * max(1, left))
+        return self._ledger.would_spend([charge], delta)
+
+    def check_outlives_runs(self) -> None:
+        """Check that ledger and data set have names that outlive a run, which a limit over runs needs.
+
+        Raises:
+            PlanError: one of them has not.
+        """
+        config = self._config
+        if not config.dataset:
+            raise PlanError(
+                f"dataset of {config.name}",
+                expected="a name in the site's TOML, because its policy limits the epsilon of its data",
+            )
+        if not config.ledger or Path(config.ledger).absolute().is_relative_to(config.folder.absolute()):
+            raise PlanError(
+                f"ledger of {config.name}",
+                config.ledger,
+                expected="a file outside the state folder, because the site's policy limits epsilon over runs",
+            )
+
+    @property
+    def _ledger(self) -> Ledger:
+        path = Path(self._config.ledger) if self._config.ledger else self._config.folder / "ledger.sqlite"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Ledger(path, self._config.name, composed)
+
+    def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
+        unit = "all data of the site"
+        if plan.privacy.unit == "record":
+            unit = unit_in_words(plan.data, plan.privacy)
+        return Charge(
+            id=f"{run}/{round_number}/{secrets.token_hex(8)}",
+            dataset=self._config.dataset or self._config.data,
+            run=run,
+            round=round_number,
+            attempt=0,
+            what=f"update, per {unit}",
+            event=to_json(events),
+            delta=plan.privacy.delta,
+        )

@@ -1,0 +1,383 @@
+"""A plan's guarantee in words: its unit, its mechanism, its assumptions, who is trusted, and what is not covered.
+
+Every sentence follows from the plan alone and not from what a run did, so a test can check it against its plan. A
+sentence stands here because the code makes it true, or because a reader could believe the contrary of it.
+Refused: prose in a template, which hides which sentence belongs to which plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cloister.privacy.accounting import Spent
+from cloister.privacy.terms import Terms
+from cloister.protocol.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
+
+
+def _thing(plan: Plan) -> str:
+    """The name of one unit, with privacy.unit = "record"."""
+    if plan.privacy.record == "window":
+        return "window"
+    return {"text": "text", "prompt": "prompt with its completion", "messages": "chat"}[plan.data.format]
+
+
+def unit(plan: Plan) -> str:
+    """What the guarantee protects, with its article; empty without a privacy unit."""
+    if plan.privacy.unit == "none":
+        return ""
+    if plan.privacy.unit == "site":
+        return "everything that one site holds"
+    return unit_in_words(plan.data, plan.privacy)
+
+
+def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
+    """What the guarantee of unit `record` protects: "one line of the JSONL file, of which the first 512 tokens ...".
+
+    Args:
+        data: The plan's section.
+        privacy: The plan's section.
+        source: The file that a site reads; its suffix names the kind of record. Without it the plan's format does.
+    """
+    if privacy.record == "window":
+        return f"a window of {data.sequence_length} tokens of a text"
+    by_kind = {
+        ".jsonl": "one line of the JSONL file",
+        ".json": "one object of the JSON file",
+        ".parquet": "one row of the Parquet file",
+        ".txt": "the whole text file",
+    }
+    by_format = {
+        "text": "one text",
+        "prompt": "one prompt with its completion",
+        "messages": "one chat",
+    }
+    what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
+    return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
+
+
+def relation(plan: Plan) -> str:
+    """How neighbouring data sets differ: the words after `data sets that differ by`."""
+    if plan.privacy.unit == "none":
+        return ""
+    if plan.privacy.unit == "site":
+        return "the replacement of one site's updates by zeros in every round"
+    return f"adding or removing one such {_thing(plan)} at one site"
+
+
+def _honest(plan: Plan) -> tuple[int, int]:
+    """(m, A): at least m sites are in an opened sum, and the noise of at most A of them does not count."""
+    return plan.cohort.needed(), plan.threshold().colluders
+
+
+def mechanism(plan: Plan, terms: Terms | None) -> str:
+    """What adds noise to what."""
+    if terms is None:
+        return ""
+    local, privacy = plan.local, plan.privacy
+    if terms.mechanism is None:
+        thing = _thing(plan)
+        of_windows = "" if privacy.record == "window" else ", the mean over its sequences,"
+        return (
+            f"DP-SGD in each site (Abadi et al. 2016). In each of the {local.steps} local steps of a round "
+            f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. Its "
+            f"gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
+            "deviation of C times the noise multiplier is added to every coordinate of the sum. The sum "
+            f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects, "
+            "and not by the size of the batch that was drawn."
+        )
+    noise = terms.mechanism
+    if noise.variance:
+        needed, colluders = _honest(plan)
+        text = (
+            "Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
+            f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
+            f"each of them; the secure sum carries the total. At least {needed - colluders} honest sites are in "
+            f"every sum, and the noise of {needed - colluders} sites together has a standard deviation of "
+            f"{noise.deviation:.6g} C."
+        )
+    else:
+        text = (
+            "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise with "
+            f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
+            "anything else is computed from it."
+        )
+    if privacy.adaptive is not None:
+        text += (
+            " C follows a quantile of the updates' norms (Andrew et al. 2021) from the value shown here; "
+            f"the count that gives the quantile has noise with a standard deviation of {noise.count_deviation:.6g}, "
+            "and its cost is part of the same charge."
+        )
+    return text
+
+
+def method(plan: Plan) -> str:
+    """How the mechanism is computed: how gradients are taken, or who adds the noise."""
+    privacy = plan.privacy
+    if privacy.unit == "none":
+        return ""
+    if privacy.unit == "site":
+        return "noise added by the coordinator" if privacy.trusted_coordinator else "noise added by the sites"
+    return {
+        "reference": "one gradient at a time, each with its own forward and backward pass",
+        "opacus": "gradients of many units at a time by Opacus; a site refuses the plan if they were not tested "
+        "against single backward passes for models of this kind",
+        "auto": "gradients of many units at a time by Opacus if they were tested against single backward passes for "
+        "models of this kind, and otherwise one at a time; each site decides this from the plan and the model",
+    }[privacy.method]
+
+
+def accountant(plan: Plan, most: Spent | None) -> str:
+    """How losses were composed; `most` is what the site with the largest loss has spent, if any site was charged."""
+    used = plan.privacy.accountant if most is None else most.accountant
+    if used == "pld":
+        text = (
+            "privacy loss distributions, rounded towards more loss (dp-accounting)"
+            if plan.privacy.unit == "record"
+            else "Gaussian mechanisms, composed into one in closed form (Balle and Wang 2018)"
+        )
+    else:
+        text = "Renyi divergences (Mironov 2017), converted as by Canonne, Kamath and Steinke 2020"
+        if plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator:
+            text += "; Skellam noise by the bound of Agarwal, Kairouz and Liu 2021"
+    text += ", over all charges of a site in this run"
+    return f"{text}. {most.note[:1].upper()}{most.note[1:]}" if most is not None and most.note else text
+
+
+def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[str, ...]:
+    """What must be true for the guarantee to hold; `simulated`: the sites' own ledgers were read as well."""
+    if terms is None:
+        return ()
+    privacy = plan.privacy
+    own = (
+        "The sites' own ledgers were read as well; if one of them counts more, its epsilon is shown."
+        if simulated
+        else "The sites' own ledgers were not read for this report. If one of them counts more, it is the one "
+        "that is right."
+    )
+    key = (
+        "from AES-128 in counter mode under a secret key, which protects only against adversaries who cannot break "
+        "AES-128"
+        if plan.simulation.noise_seed is None
+        else "from AES-128 in counter mode under a key that is derived from the plan's declared seed and is not "
+        "secret"
+    )
+    runs = (
+        "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
+        "composes all of them and decides what may still be spent."
+    )
+    if privacy.unit == "record":
+        thing = _thing(plan)
+        return (
+            (
+                f"In every step each {thing} of a site is drawn into the batch independently (Poisson sampling), "
+                f"and it stays secret which were drawn. Batches are drawn {key}."
+            ),
+            f"The noise is drawn {key}. Each training has its own key.",
+            (
+                "Gradients, norms, sums and noise are floating-point numbers, and the noise is not an exact "
+                "sample of its distribution. The guarantee is for real arithmetic; the loss that rounding adds "
+                "is not counted."
+            ),
+            (
+                "The model computes the loss of each sequence separately, without statistics over a batch. If it "
+                "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
+                "to be random."
+            ),
+            *_repeated(plan),
+            (
+                "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
+                "site dropped out or the round was given up. A round counts once, because a later attempt "
+                "sends the update that the site kept. A site that lost its update trains again and charges its "
+                f"own ledger again. {own}"
+            ),
+            runs,
+        )
+    counting = (
+        "Epsilon counts the rounds whose sum contains a site's update. A round that was given up opened no "
+        "sum, and the coordinator's ledger does not count it; a site's own ledger counts a round as soon as the "
+        f"site trains. {own}"
+    )
+    zeros = (
+        "Neighbouring data sets differ in one site: in one of the two its updates are replaced by zeros. Two "
+        "different data sets of a site are two such steps apart: between them epsilon is up to twice as "
+        "large, and delta is larger too."
+    )
+    amplified = (
+        "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."
+    )
+    if privacy.trusted_coordinator:
+        return (
+            f"The coordinator drew the noise {key}. It disclosed no sum without noise.",
+            (
+                "Norms, sums and noise are floating-point numbers, and the noise is not an exact sample of its "
+                "distribution. The guarantee is for real arithmetic; the loss that rounding adds is not counted."
+            ),
+            zeros,
+            amplified,
+            counting,
+            runs,
+        )
+    needed, colluders = _honest(plan)
+    against = (
+        "The guarantee holds against adversaries who know no site's noise. A site knows its own noise, and "
+        "against that site the guarantee is weaker than stated here."
+        if colluders == 0
+        else f"The guarantee holds against adversaries who know the noise of at most {colluders} of the sites in "
+        "a sum; each site knows its own noise."
+    )
+    return (
+        (
+            f"Every opened sum contains at least {needed} sites, and at least {needed - colluders} of them "
+            f"added their noise and keep it secret. {against}"
+        ),
+        (
+            "The secure sum is secure: no update is seen before it is summed, and of the updates of one cohort only "
+            "one sum is opened. Its security rests on X25519, Ed25519, ChaCha20-Poly1305, "
+            f"{'AES-256' if plan.aggregation.cipher == 'aes-256-ctr' else 'ChaCha20'} and the keys in the "
+            "roster."
+        ),
+        (
+            f"The noise is drawn {key}. It is an integer from a rejection sampler that compares probabilities "
+            "in 64-bit floating point, and is assumed to be an exact sample of its distribution. Updates are "
+            "clipped in floating point."
+        ),
+        zeros,
+        amplified,
+        counting,
+        runs,
+    )
+
+
+def _repeated(plan: Plan) -> tuple[str, ...]:
+    """What the unit `record` leaves out: longer texts, repetitions, and several units of one person."""
+    length, privacy = plan.data.sequence_length, plan.privacy
+    if privacy.record == "window":
+        return (
+            (
+                f"Each window of {length} tokens of a text is a separate unit. A longer text is several units and "
+                "is not protected as a whole by this epsilon: k windows together are protected with only about "
+                "k times epsilon, at a larger delta."
+            ),
+            (
+                "Windows that repeat each other or concern the same person are separate units, and count in the "
+                "same way."
+            ),
+        )
+    return (
+        f"Training uses nothing of a {_thing(plan)} beyond its first {privacy.windows * length} tokens.",
+        (
+            f"Every {_thing(plan)} is a separate unit, even if it repeats another or concerns the same person. "
+            "k of them together are protected with only about k times epsilon, at a larger delta."
+        ),
+    )
+
+
+def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
+    """Who is trusted, and with what; `simulated`: the run was on one machine."""
+    privacy, secure = plan.privacy, plan.aggregation.secure
+    parties: list[str] = []
+    if simulated:
+        parties.append(
+            "This run was a simulation: all sites and the coordinator were on one machine with one owner, "
+            "who could read every record, update and key. What this page says about parties that do not "
+            "trust each other applies to the same plan on separate machines."
+        )
+    if privacy.unit == "record":
+        parties.append(
+            "Each site, with its own records and its own noise: it runs the software unchanged and keeps its "
+            "batches, its gradients and its noise keys secret. No site is trusted with the records of "
+            "another site."
+        )
+        parties.append(
+            "The guarantee does not depend on the coordinator or on the secure sum: an update has its noise "
+            "before it leaves its site."
+        )
+    elif privacy.unit == "site":
+        parties.append(
+            "Each site, with its own records: it runs the software unchanged, and clips its own update"
+            + ("." if privacy.trusted_coordinator else " and adds its own share of the noise.")
+        )
+        if privacy.trusted_coordinator:
+            seen = "every sum without its noise" if secure else "every site's update without noise"
+            parties.append(
+                f"The coordinator, fully: it receives {seen}, adds the noise itself, and discloses nothing from "
+                "before the noise was added."
+            )
+        else:
+            parties.append("The coordinator is not trusted with any single update, and adds no noise.")
+    elif secure:
+        parties.append(
+            "The coordinator, with the sums of the updates, which have no noise, but not with single updates."
+        )
+    else:
+        parties.append("The coordinator, with every site's update in clear.")
+    if privacy.unit != "none":
+        parties.append(
+            "The keeper of the run folder, with the figures on this page: a hash chain does not show that the "
+            "whole chain was replaced. The sites' own ledgers show it, and so does a copy of the ledger's head "
+            "that was kept elsewhere."
+        )
+    parties.append(
+        "Each party, with the software that it ran: the versions on this page are those of the software that made "
+        "this report."
+    )
+    return tuple(parties)
+
+
+def not_covered(plan: Plan) -> tuple[str, ...]:
+    """What the guarantee says nothing about."""
+    privacy, evaluation = plan.privacy, plan.server.evaluation
+    found: list[str] = []
+    if privacy.unit == "none":
+        found.append(
+            "The sites' records. Nothing here bounds what the models or the sums of updates reveal about them"
+            + (
+                "; a secure sum hides which site contributed what, but not what the sum reveals."
+                if plan.aggregation.secure
+                else "."
+            )
+        )
+    if plan.public.source:
+        found.append(
+            f"The public text on which the model was trained before the first round: {plan.public.source}."
+        )
+    if not plan.model.name.startswith("builtin:"):
+        found.append(f"What the base model learned before the run, and from which data: {plan.model.name}.")
+    if evaluation == SIMULATED_PUBLIC:
+        found.append(
+            "The records that the simulation withheld from all sites for evaluation: they are assumed to be "
+            "public."
+        )
+    elif evaluation not in ("", NO_EVALUATION):
+        found.append(
+            f"The records on which the coordinator evaluates: {evaluation}. They are assumed to be public."
+        )
+    if privacy.unit != "none":
+        found.append(
+            "Settings that were chosen from the results of other runs over the same data: each such run costs "
+            "privacy, and so does the choice."
+        )
+        found.append(
+            f"Whether delta is small enough. It should be well below one over the number of "
+            f"{'sites' if privacy.unit == 'site' else 'such units'}"
+            + (
+                f", of which there are {plan.cohort.sites}."
+                if privacy.unit == "site"
+                else ", which only the sites know."
+            )
+        )
+    if privacy.unit == "record":
+        found.append(
+            "A site as a whole, or a person with many records: the models can learn what these records have in common."
+        )
+    found += [
+        (
+            "What a site reveals in other ways: that it takes part, when and for how long it works, that it drops "
+            "out, and the reason that it gives when it refuses."
+        ),
+        (
+            "Whether a site's software and data are what the site says they are. A site that sends a false update "
+            "can damage the models, and a privacy guarantee does not prevent it."
+        ),
+    ]
+    return tuple(found)

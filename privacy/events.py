@@ -1,0 +1,192 @@
+"""Events: which mechanism ran, its noise, its sensitivity and its neighbours. A ledger keeps them as canonical JSON.
+
+An event has all that an accountant needs and nothing of an update: `accounting.py` composes events, `site_noise.py` and
+`terms.py` make them. Refused: one event with a free-text name, whose sensitivity and neighbours would be elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from operator import index
+from typing import Any, Literal, TypeAlias
+
+from cloister.protocol.errors import AccountingError
+
+Unit = Literal["record", "site"]
+
+ADD_OR_REMOVE = "add or remove one record"
+"""Neighbours of the unit `record`."""
+ZERO_OUT = "replace one site's updates by zeros"
+"""Neighbours of the unit `site`."""
+
+
+def relation(unit: Unit) -> str:
+    """What neighbouring means for a unit."""
+    return {"record": ADD_OR_REMOVE, "site": ZERO_OUT}[unit]
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """Steps of DP-SGD (Abadi et al. 2016): f(sample) + N(0, (z C)^2 I), where f sums terms of L2 norm at most C.
+
+    Each record is in the sample with probability q, on its own (Poisson), so a batch may be empty and is still a step.
+    Neighbours: add or remove one record, which changes f by at most C. The worst case is one dimension:
+    N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the
+    Gaussian mechanism.
+    """
+
+    noise_multiplier: float
+    """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
+    sampling_rate: float
+    """q: from 1e-9 to 1."""
+    steps: int
+    """Steps, 1 or more."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
+        rate = positive("sampling_rate", self.sampling_rate)
+        if not 1e-9 <= rate <= 1:
+            raise AccountingError("sampling_rate", rate, expected="a probability from 1e-9 to 1")
+        object.__setattr__(self, "sampling_rate", rate)
+        object.__setattr__(self, "steps", _count("steps", self.steps))
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
+
+    Neighbours: one site's terms are replaced by zeros, which changes f by at most C. k of them, also of different z,
+    are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
+    """
+
+    noise_multiplier: float
+    """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
+    count: int
+    """Releases, 1 or more."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
+        object.__setattr__(self, "count", _count("count", self.count))
+
+
+@dataclass(frozen=True)
+class Skellam:
+    """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
+
+    Neighbours: one site's vector is replaced by zeros, which changes f by at most `l2` and `l1` in those norms. For
+    integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
+    learning", Theorem 3.5 and its corollary for vectors)
+
+        RDP(alpha) <= alpha l2^2 / (2 mu) + min(((2 alpha - 1) l2^2 + 6 l1) / (4 mu^2), 3 l1 / (2 mu)).
+
+    Reduction modulo 2^b is post-processing. Skellam noise is closed under addition, so `variance` is that of the noise
+    of all honest sites whose vectors are surely in the sum; what others add costs nothing.
+    """
+
+    variance: float
+    """mu: variance of the honest sites' noise together, on each coordinate, in integer steps squared."""
+    l2: float
+    """Largest L2 norm of a site's integer vector."""
+    l1: float
+    """Largest L1 norm of a site's integer vector."""
+    count: int
+    """Releases, 1 or more."""
+    extra: tuple[tuple[float, float, float], ...] = ()
+    """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
+
+    def __post_init__(self) -> None:
+        for field in ("variance", "l2", "l1"):
+            object.__setattr__(self, field, positive(field, getattr(self, field)))
+        object.__setattr__(self, "count", _count("count", self.count))
+        try:
+            extra = tuple((variance, l2, l1) for variance, l2, l1 in self.extra)
+        except (TypeError, ValueError):
+            raise AccountingError("extra", self.extra, expected="triples of variance, l2 and l1") from None
+        checked = (tuple(positive("extra", number) for number in triple) for triple in extra)
+        object.__setattr__(self, "extra", tuple(checked))
+
+
+Event: TypeAlias = SampledGaussian | Gaussian | Skellam
+
+_MECHANISMS: dict[str, type[Any]] = {
+    "sampled-gaussian": SampledGaussian,
+    "gaussian": Gaussian,
+    "skellam": Skellam,
+}
+
+
+def to_json(events: Iterable[Event]) -> str:
+    """Canonical JSON of `events`, in their order: sorted keys, no spaces, floats by the shortest digits that are exact.
+
+    Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
+    """
+    names = {kind: name for name, kind in _MECHANISMS.items()}
+    listed = [{"mechanism": names[type(event)], **asdict(event)} for event in events]
+    return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def from_json(text: str) -> tuple[Event, ...]:
+    """Read what `to_json` wrote.
+
+    Raises:
+        AccountingError: it is anything else, an unknown mechanism or a value out of its range included.
+    """
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AccountingError("events", text, expected=f"JSON ({error})") from None
+    if not isinstance(listed, list):
+        raise AccountingError("events", text, expected="a list of events")
+    events = tuple(_event(item) for item in listed)
+    if to_json(events) != text:
+        raise AccountingError("events", text, expected="the canonical encoding of its events")
+    return events
+
+
+def _event(item: object) -> Event:
+    fields = dict(item) if isinstance(item, dict) else {}
+    kind = _MECHANISMS.get(str(fields.pop("mechanism", None)))
+    if kind is None:
+        raise AccountingError("event", item, expected=f"a mechanism of {', '.join(_MECHANISMS)}")
+    try:
+        event: Event = kind(**fields)
+    except TypeError:
+        raise AccountingError(
+            "event", item, expected=f"the fields {', '.join(kind.__dataclass_fields__)}"
+        ) from None
+    return event
+
+
+def _noise(value: object) -> float:
+    number = positive("noise_multiplier", value)
+    if not 1e-3 <= number <= 1e9:
+        raise AccountingError("noise_multiplier", value, expected="a number from 0.001 to 1e9")
+    return number
+
+
+def positive(field: str, value: object) -> float:
+    """`value` as a float.
+
+    Raises:
+        AccountingError: it is not a number from 1e-100 to 1e100.
+    """
+    try:
+        number = float(value) if not isinstance(value, bool | str) else math.nan  # type: ignore[arg-type]  # refused below
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 1e-100 <= number <= 1e100:  # their squares are float64 too
+        raise AccountingError(field, value, expected="a number above 0, and finite")
+    return number
+
+
+def _count(field: str, value: object) -> int:
+    try:
+        number = index(value) if not isinstance(value, bool) else 0  # type: ignore[arg-type]  # refused below
+    except TypeError:
+        number = 0
+    if not 1 <= number < 2**53:
+        raise AccountingError(field, value, expected="a whole number, 1 or more")
+    return number

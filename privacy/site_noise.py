@@ -1,0 +1,332 @@
+"""The site-level mechanism at both ends: an update becomes integers with noise; their sum becomes the mean.
+
+With n sites, updates x_i, clipping norm C and scale s (integer steps in C), one round releases
+
+    sum_i (round(s clip(x_i / C, 1)) + Skellam(v))          the sites add the noise, or
+    sum_i  round(s clip(x_i / C, 1)) + N(0, (s sigma)^2)    a coordinator that is trusted adds it, to the mean,
+
+where `round` keeps the L2 norm of a site's integers within a bound that is known beforehand (Kairouz, Liu and Steinke
+2021, conditional rounding: `clip.py`) and Skellam noise is that of Agarwal, Kairouz and Liu 2021. Neighbours: one
+site's vector is replaced by zeros. Because an update is divided by C first, what a round costs does not depend on C.
+
+Adaptive clipping (Andrew et al. 2021) adds one coordinate: each site sends +r if its update was within C, else -r,
+under the same noise. The coordinator moves C by exp(-eta (b - gamma)) (their eq. 2), where b is the noised fraction of
+updates within C and gamma is the quantile that is aimed at. That is post-processing of what the round's event charges.
+
+This file is pure: the streams of noise are passed in, and it knows neither plan nor ring. Refused: a class for each
+variant (central, distributed, adaptive); they differ in three numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.privacy.clip import Integers, Update, clip, integer_round, l2_norm, rounded_l1, rounded_l2
+from cloister.privacy.events import Event, Gaussian, Skellam, positive
+from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
+from cloister.protocol.errors import AccountingError, UpdateError
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection
+
+WRAP_DEVIATIONS = 12
+"""Standard deviations of the noise for which the scale leaves room in the ring: they are passed with probability below
+2^-107 for a coordinate."""
+
+_FURTHEST = math.log(10.0)
+"""Most that the logarithm of C moves in a round: the noise on a fraction of few sites has no bound."""
+
+
+@dataclass(frozen=True)
+class SiteMechanism:
+    """One round of the unit `site`. Make one with `distributed` or `central`."""
+
+    dimension: int
+    """Coordinates of an update."""
+    scale: float
+    """s: integer steps in the clipping norm; a power of two, so that scaling is exact."""
+    variance: float
+    """v: variance of the Skellam noise that each site adds to each integer, in steps squared; 0 where the coordinator
+    adds the noise."""
+    deviation: float
+    """Standard deviation of the noise on the decoded sum that is counted on, in units of the clipping norm."""
+    event: Event
+    """What a round costs a site that takes part in it."""
+    adaptive: AdaptiveSection | None = None
+    """How the clipping norm follows the updates' norms; None: it stays as it is."""
+    count_step: int = 0
+    """r: the integer that a site adds as +r (update within the clipping norm) or -r; 0 without adaptive clipping."""
+    count_deviation: float = 0.0
+    """Standard deviation of the noise on the number of updates within the clipping norm; 0 without `adaptive`."""
+
+    @property
+    def size(self) -> int:
+        """Integers in a site's vector: the update's, and adaptive clipping's coordinate after them."""
+        return self.dimension + (1 if self.count_step else 0)
+
+    def bound(self, levels: int) -> float:
+        """The value, in clipping norms, of the largest integer that a ring carries without wrapping.
+
+        Args:
+            levels: That integer.
+        """
+        return levels / self.scale
+
+    def encode(self, update: Update, clip_norm: float, noise: NoiseStream) -> Integers:
+        """The integers that a site adds to the sum.
+
+        Args:
+            update: Shape (dimension,), float32. One that is not finite is encoded as zeros.
+            clip_norm: C of the round.
+            noise: A stream that nothing else has used and will use.
+
+        Returns:
+            Shape (size,), int64; beyond the ring, to be taken modulo 2^b.
+
+        Raises:
+            UpdateError: the update has another length.
+        """
+        if update.shape != (self.dimension,):
+            raise UpdateError("update", update.shape, expected=f"a vector of {self.dimension} values")
+        # Never raise on update values, and send the same shape for all of them: a failure is visible, and it is a
+        # release that no event charges.
+        vector = update if np.isfinite(update).all() else np.zeros_like(update)
+        norm = l2_norm(vector)
+        scaled = np.multiply(vector, 1 / max(norm, clip_norm), dtype=np.float64).astype(np.float32)
+        scaled, _ = clip(scaled, 1.0)  # the division was rounded
+        steps = integer_round(scaled, self.scale, 1.0, noise.child("rounding").generator())
+        if self.count_step:
+            steps = np.append(steps, np.int64(self.count_step if norm <= clip_norm else -self.count_step))
+        if self.variance:
+            steps += noise.child("skellam").skellam(steps.size, self.variance)
+        return steps
+
+    def decode(self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream) -> tuple[Update, float]:
+        """What the coordinator makes of the opened sum; a coordinator that is trusted to adds its noise here.
+
+        Args:
+            mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms. It is left as it is.
+            sites: Sites whose vectors are in the sum.
+            clip_norm: C of the round.
+            noise: A stream that nothing else has used and will use; not used where the sites have added the noise.
+
+        Returns:
+            The mean update, shape (dimension,), float32; and C of the next round.
+        """
+        central = not self.variance
+        update = mean[: self.dimension].copy()
+        if central:
+            noise.child("update").add_gaussian(update, self.deviation / sites)
+        update *= np.float32(clip_norm)
+        if self.adaptive is None:
+            return update, clip_norm
+        within = (float(mean[self.dimension]) * self.scale / self.count_step + 1) / 2
+        if central:
+            within += float(noise.child("count").gaussian(1, self.count_deviation)[0]) / sites
+        move = -self.adaptive.learning_rate * (within - self.adaptive.quantile)
+        moved = clip_norm * math.exp(min(max(move, -_FURTHEST), _FURTHEST))
+        return update, min(max(moved, SMALLEST_CLIP), LARGEST_CLIP)
+
+
+def distributed(
+    noise_multiplier: float,
+    dimension: int,
+    contributors: int,
+    floor: int,
+    colluders: int,
+    ring_bits: int,
+    adaptive: AdaptiveSection | None = None,
+) -> SiteMechanism:
+    """The mechanism whose noise the sites add, with the scale of `skellam_for` for the clipping norm 1.
+
+    Args:
+        noise_multiplier: z that is charged; with `adaptive` for update and count together.
+        dimension: Coordinates of an update.
+        contributors: Most sites in a sum.
+        floor: Fewest sites whose sum is opened.
+        colluders: Most of them that may work with the coordinator and add no noise.
+        ring_bits: b, of the integers modulo 2^b that are summed.
+        adaptive: Adaptive clipping.
+
+    Raises:
+        AccountingError: an argument is out of range, the ring has no room, or the count would cost as much as z.
+    """
+    sigma_b = 0.0 if adaptive is None else adaptive.count_noise
+    on_update = noised_with(noise_multiplier, sigma_b) if sigma_b else noise_multiplier
+    found = skellam_for(on_update, 1.0, dimension, contributors, floor, colluders, ring_bits)
+    event, step = found.event, 0
+    if sigma_b:
+        step = max(1, math.floor(math.sqrt(event.variance) / (2 * sigma_b)))
+        _check_count_fits(step, found.variance_per_site, contributors, sigma_b, ring_bits)
+        event = dataclasses.replace(event, extra=((event.variance, float(step), float(step)),))
+    root = math.sqrt(event.variance)
+    return SiteMechanism(
+        dimension=dimension,
+        scale=found.scale,
+        variance=found.variance_per_site,
+        deviation=root / found.scale,
+        event=event,
+        adaptive=adaptive,
+        count_step=step,
+        count_deviation=root / (2 * step) if step else 0.0,
+    )
+
+
+def central(
+    noise_multiplier: float,
+    dimension: int,
+    contributors: int,
+    ring_bits: int,
+    adaptive: AdaptiveSection | None = None,
+) -> SiteMechanism:
+    """The mechanism whose noise a trusted coordinator adds, with the finest scale whose sum fits in the ring.
+
+    The noise is for the rounded vectors' own, larger norm. The mean is rounded to float32 before the noise, by at most
+    2^-24 of itself, and its norm is at most that of a term; so two means of neighbours are further apart by up to 2^-23
+    of a term's norm, and their sums by n times that.
+
+    Args:
+        noise_multiplier: As in `distributed`, like what follows.
+        dimension: Coordinates of an update.
+        contributors: n, most sites in a sum.
+        ring_bits: b.
+        adaptive: Adaptive clipping.
+
+    Raises:
+        AccountingError: the ring has no room, or the count would cost as much as z.
+    """
+    sigma_b = 0.0 if adaptive is None else adaptive.count_noise
+    on_update = noised_with(noise_multiplier, sigma_b) if sigma_b else noise_multiplier
+    room = 2.0 ** (ring_bits - 1) / contributors - 2
+    if room < 2:
+        raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
+    scale = 2.0 ** math.floor(math.log2(room))
+    apart = rounded_l2(scale, dimension) * (1 + contributors * 2.0**-23)
+    return SiteMechanism(
+        dimension=dimension,
+        scale=scale,
+        variance=0.0,
+        deviation=on_update * apart / scale,
+        event=Gaussian(noise_multiplier, 1),
+        adaptive=adaptive,
+        count_step=int(scale) // 2 if sigma_b else 0,
+        count_deviation=sigma_b,
+    )
+
+
+def _check_count_fits(step: int, variance: float, contributors: int, sigma_b: float, ring_bits: int) -> None:
+    """A count with little noise takes large steps, and `skellam_for` has left room for those of the update alone.
+
+    Raises:
+        AccountingError: the sum of the count, with its noise, could wrap.
+    """
+    if contributors * step + WRAP_DEVIATIONS * math.sqrt(contributors * variance) >= 2.0 ** (ring_bits - 1):
+        raise AccountingError(
+            "privacy.adaptive.count_noise",
+            sigma_b,
+            expected=f"more: with so little noise a count of {contributors} sites does not fit in a ring of"
+            f" {ring_bits} bits",
+            fix="raise privacy.adaptive.count_noise",
+        )
+
+
+def noised_with(noise_multiplier: float, count_noise: float) -> float:
+    """The noise multiplier of an update released together with adaptive clipping's count: z_delta.
+
+    Andrew et al. 2021 ("Differentially private learning with adaptive clipping", Theorem 1): the count of unclipped
+    sites, whose terms are +-1/2, gets noise of standard deviation sigma_b. Update and count together are exactly one
+    Gaussian mechanism of noise multiplier z when z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). The ledger is charged z.
+
+    Args:
+        noise_multiplier: z, what is charged.
+        count_noise: sigma_b, in sites.
+
+    Raises:
+        AccountingError: the count alone would cost as much as z or more.
+    """
+    z, sigma = positive("noise_multiplier", noise_multiplier), positive("count_noise", count_noise)
+    left = 1 - (z / (2 * sigma)) ** 2
+    if left <= 0:
+        raise AccountingError(
+            "privacy.adaptive.count_noise",
+            count_noise,
+            expected=f"more than half the noise multiplier, {z / 2:g}: the count alone would spend the budget",
+            fix="raise privacy.adaptive.count_noise",
+        )
+    return z / math.sqrt(left)
+
+
+@dataclass(frozen=True)
+class SkellamScale:
+    """How one round of the unit `site` turns updates into integers, and what it costs."""
+
+    scale: float
+    """s: integer steps in 1 of an update; a power of two, so that scaling is exact."""
+    variance_per_site: float
+    """Variance of the Skellam noise that each site adds to each coordinate, in integer steps squared."""
+    event: Skellam
+    """One round: the noise of the honest survivors against one site's integer vector."""
+
+
+def skellam_for(
+    noise_multiplier: float,
+    clip: float,
+    dimension: int,
+    contributors: int,
+    floor: int,
+    colluders: int,
+    ring_bits: int,
+) -> SkellamScale:
+    """The scale and noise of a sum in which only the honest survivors' noise counts.
+
+    Of the sites in an opened sum, at least `floor` - `colluders` are honest and have added their noise. Each site
+    adds variance v = (z C s)^2 / (floor - colluders), so the noise that counts has at least the standard deviation
+    z C s. s is the largest power of two with v <= `noise.LARGEST_VARIANCE`, beyond which Skellam noise is not sampled
+    exactly, and with the sum inside the ring:
+
+        contributors (s C + 1) + 12 sqrt(contributors v) < 2^(ring_bits - 1).
+
+    A larger s means less rounding: the integer sensitivities of conditional rounding (`cloister.privacy.clip`) are
+    closer to s C.
+
+    Args:
+        noise_multiplier: z, of the noise that counts, in units of the clipping norm.
+        clip: C, L2 norm of a site's update.
+        dimension: Coordinates of an update.
+        contributors: Most sites in a sum.
+        floor: Fewest sites whose sum is opened.
+        colluders: Most of them that may work with the coordinator and add no noise.
+        ring_bits: b, of the integers modulo 2^b that are summed.
+
+    Raises:
+        AccountingError: an argument is out of range, or the ring has no room.
+    """
+    z, bound = positive("noise_multiplier", noise_multiplier), positive("clip", clip)
+    for field, value, least in (
+        ("dimension", dimension, 1),
+        ("floor", floor, 1),
+        ("contributors", contributors, floor),
+    ):
+        if value < least:
+            raise AccountingError(field, value, expected=f"{least} or more")
+    if not 0 <= colluders < floor:
+        raise AccountingError(
+            "colluders",
+            colluders,
+            expected=f"fewer than the {floor} sites of the smallest sum: one must add noise",
+        )
+    honest = floor - colluders
+    room = 2.0 ** (ring_bits - 1)
+    per_step = bound * (contributors + WRAP_DEVIATIONS * z * math.sqrt(contributors / honest))
+    if room <= contributors:
+        raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
+    largest = min((room - contributors) / per_step, math.sqrt(LARGEST_VARIANCE * honest) / (z * bound))
+    scale = 2.0 ** math.floor(math.log2(largest))
+    while contributors + scale * per_step >= room or (z * bound * scale) ** 2 > LARGEST_VARIANCE * honest:
+        scale /= 2  # the logarithm was rounded up
+    variance = (z * bound * scale) ** 2 / honest
+    l2 = rounded_l2(scale * bound, dimension)
+    event = Skellam(variance * honest, l2, rounded_l1(l2, dimension), 1)
+    return SkellamScale(scale, variance, event)

@@ -1,0 +1,209 @@
+"""Settings from TOML or JSON: a frozen section, or one line that says what is wrong.
+
+A plan, a site's configuration and a site's policy are sections: pydantic models that are frozen, strict about types and
+closed to unknown keys. `Settings` reads any of them. A refusal is one `CloisterError` about the first wrong field; it
+names the field, its value and what was expected, and for an unknown key the nearest known one ("did you mean").
+
+Refused: pydantic's own report, which spans several lines and names Python types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from cloister.protocol.errors import CloisterError
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+@dataclass(frozen=True)
+class InWords:
+    """What a string must look like, as annotation of a field with a pattern: errors show this, not the pattern."""
+
+    expected: str
+    """Such as `64 hexadecimal digits`."""
+
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class Settings(Generic[S]):
+    """Reads sections of one class.
+
+    A validator of the class may raise `error` itself; other exceptions of validators become `error` here.
+    """
+
+    section: type[S]
+    """The class to read."""
+    name: str
+    """What errors call the whole, such as `plan`."""
+    error: type[CloisterError]
+    """Class of every refusal."""
+
+    def load(self, path: Path) -> S:
+        """Read the TOML file at `path`; an error about a field begins with the path.
+
+        Raises:
+            CloisterError: of class `error`: the file cannot be read, is blank or no TOML, or a field is wrong.
+        """
+        return self.from_json(self.to_json(self.read(path), origin=str(path)), origin=str(path))
+
+    def read(self, path: Path) -> str:
+        """The text of the TOML file at `path`.
+
+        Raises:
+            CloisterError: of class `error`: the file does not exist, cannot be read, is not UTF-8, or is blank.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise self.error(self.name, str(path), expected="an existing TOML file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.error(self.name, str(path), expected=f"a readable TOML file ({error})") from error
+        if not text.strip():
+            raise self.error(self.name, str(path), expected="a TOML file with settings; this file is empty")
+        return text
+
+    def to_json(self, text: str, overrides: Iterable[str] = (), *, origin: str) -> str:
+        """TOML text as JSON, with `section.key=value` overrides on top.
+
+        Args:
+            text: The TOML.
+            overrides: What `--set` was given, in order; a value that is no TOML is taken as a string.
+            origin: Where the text is from, for errors.
+
+        Raises:
+            CloisterError: of class `error`: the text is no TOML, has a date, or an override cannot be applied.
+        """
+        try:
+            tree: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise self.error(self.name, origin, expected=f"valid TOML ({error})") from error
+        for override in overrides:
+            self._override(tree, override)
+        try:
+            return json.dumps(tree)
+        except TypeError:
+            raise self.error(
+                self.name, origin, expected="only numbers, strings, booleans and lists as values, no dates"
+            ) from None
+
+    def from_json(self, text: str | bytes, *, origin: str = "") -> S:
+        """Read a section from JSON.
+
+        Args:
+            text: The JSON, in UTF-8 where it is bytes.
+            origin: The file that an error about a field names; empty: none.
+
+        Raises:
+            CloisterError: of class `error`: the text is no JSON, or the first field that is wrong.
+        """
+        try:
+            return self.section.model_validate_json(text)
+        except ValidationError as error:
+            field, shown, expected, fix = self._first(error.errors(include_url=False)[0])
+            raise self.error(
+                f"{origin}: {field}" if origin else field, *shown, expected=expected, fix=fix
+            ) from error
+        except self.error as error:  # from a validator of the class
+            if not origin:
+                raise
+            raise self.error(
+                f"{origin}: {error.field}", error.value, expected=error.expected, fix=error.fix
+            ) from error
+
+    def _override(self, tree: dict[str, Any], override: str) -> None:
+        dotted, equals, text = override.partition("=")
+        keys = [key.strip() for key in dotted.split(".")]
+        if not equals or len(keys) < 2 or not all(keys):
+            raise self.error("--set", override, expected="section.key=value, such as local.steps=50")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()  # a bare word is a string: --set model.name=gpt2
+        for key in keys[:-1]:
+            below = tree.setdefault(key, {})
+            if not isinstance(below, dict):
+                raise self.error(
+                    "--set", override, expected=f"a section before the last dot; {key} is a single value"
+                )
+            tree = below
+        tree[keys[-1]] = value
+
+    def _first(self, error: ErrorDetails) -> tuple[str, tuple[Any, ...], str, str]:
+        """Pydantic's complaint in the section's words: field, its value if that helps, what was expected, fix."""
+        location, value = error["loc"], error["input"]
+        field = _dotted(location)
+        match error["type"]:
+            case "extra_forbidden":
+                expected, fix = self._known(location)
+                return field, (), expected, fix
+            case "json_invalid":
+                return self.name, (), f"whole JSON in UTF-8 ({error['ctx']['error']})", ""
+            case "missing":
+                return field, (), "a value; none is given", ""
+            case "model_type":
+                return field or self.name, (value,), "a section with keys of its own", ""
+            case "string_pattern_mismatch" | "string_too_short" if words := self._in_words(location):
+                return field, (value,), words, ""
+        # "Input should be a valid integer", "String should have at most 64 characters"
+        message = re.sub(r"^\w+ should (be|have) ", "", error["msg"])
+        message = re.sub(r"^a valid (?=(\w))", lambda match: "an " if match[1] in "aeiou" else "a ", message)
+        return field or self.name, (value,), message[0].lower() + message[1:], ""
+
+    def _known(self, location: tuple[int | str, ...]) -> tuple[str, str]:
+        """The keys that are known where an unknown one is, and the known key that was probably meant."""
+        path = tuple(
+            part for part in location[:-1] if isinstance(part, str)
+        )  # lists of sections are numbered
+        known = {at: set(section.model_fields) for at, section in _sections(self.section, ())}
+        here, name = known[path], str(location[-1])
+        nearest = difflib.get_close_matches(name, here, n=1)
+        meant = [_dotted((*location[:-1], key)) for key in nearest]
+        meant += [_dotted((*at, name)) for at, names in known.items() if name in names]
+        if path:
+            where = f"the keys of [{'.'.join(path)}]"
+        else:
+            where = "the sections" if all((key,) in known for key in here) else "the keys"
+        return f"one of {where} ({', '.join(sorted(here))})", f"did you mean {meant[0]}?" if meant else ""
+
+    def _in_words(self, location: tuple[int | str, ...]) -> str:
+        path = tuple(part for part in location[:-1] if isinstance(part, str))
+        section = dict(_sections(self.section, ())).get(path)
+        field = section.model_fields.get(str(location[-1])) if section else None
+        return (
+            next((each.expected for each in field.metadata if isinstance(each, InWords)), "") if field else ""
+        )
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """A place in the settings, such as `simulation.profiles[1].speed`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _sections(
+    section: type[BaseModel], path: tuple[str, ...]
+) -> Iterable[tuple[tuple[str, ...], type[BaseModel]]]:
+    """A section and every section below it, by their path."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _sections(kind, (*path, name))

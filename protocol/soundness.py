@@ -1,0 +1,269 @@
+"""The only ways to a plan: read it, then check that its sections agree with each other.
+
+`load`, `parse` and `from_json` return a sound `Plan` or raise `PlanError` with the field, its value, what was expected
+and the fix. `protocol/settings.py` checks each field on its own; the checks here are across sections: settings that
+each section allows, but that together break a guarantee, cannot run, or have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from cloister.protocol.errors import ParameterError, PlanError
+from cloister.protocol.plan import SIMULATED_PUBLIC, SMALLEST_COHORT, Plan, PrivacySection
+from cloister.protocol.settings import Section, Settings
+from cloister.protocol.threshold import LARGEST
+
+_SETTINGS = Settings(Plan, "plan", PlanError)
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
+    """Read the TOML plan at `path`, with `section.key=value` overrides on top, and check it.
+
+    Raises:
+        PlanError: the file cannot be read, is blank or no TOML, or the plan is not sound.
+    """
+    return parse(_SETTINGS.read(path), overrides, origin=str(path))
+
+
+def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
+    """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
+
+    Raises:
+        PlanError: the text is no TOML, or the plan is not sound.
+    """
+    return from_json(_SETTINGS.to_json(text, overrides, origin=origin))
+
+
+def from_json(text: str | bytes) -> Plan:
+    """Read a plan from JSON and check it.
+
+    Raises:
+        PlanError: the text is no JSON, or the plan is not sound.
+    """
+    plan = _SETTINGS.from_json(text)
+    _check_sound(plan)
+    return plan
+
+
+def _check_sound(plan: Plan) -> None:
+    """Refuse settings that each section allows but that contradict each other."""
+    sites, bits = plan.cohort.sites, plan.aggregation.ring_bits
+    if sites * 2 > 2 ** (bits - 1) - 1:
+        raise PlanError(
+            "aggregation.ring_bits",
+            bits,
+            expected=f"a ring in which the sum of {sites} sites cannot overflow",
+            fix="set aggregation.ring_bits = 32",
+        )
+    if plan.aggregation.secure:
+        _check_secure(plan)
+    if plan.privacy.unit == "none":
+        _check_not_private(plan)
+    else:
+        _check_private(plan)
+    if (plan.server.evaluation == SIMULATED_PUBLIC) != (plan.simulation.public > 0):
+        raise PlanError(
+            "simulation.public",
+            plan.simulation.public,
+            expected=f'more than 0 if and only if server.evaluation = "{SIMULATED_PUBLIC}", not '
+            f"{plan.server.evaluation!r}",
+            fix=f'set server.evaluation = "{SIMULATED_PUBLIC}", or simulation.public = 0'
+            if plan.simulation.public
+            else "set simulation.public = 0.1, or other records in server.evaluation",
+        )
+    if plan.model.config and not plan.model.name.startswith("builtin:"):
+        raise PlanError(
+            "model.config",
+            dict(plan.model.config),
+            expected="no value; only valid with a builtin: model: a loaded model has its own configuration",
+            fix="remove [model.config], or set model.name to a builtin: model",
+        )
+    if plan.local.warmup_steps >= plan.run.rounds * plan.local.steps and plan.local.warmup_steps:
+        raise PlanError(
+            "local.warmup_steps",
+            plan.local.warmup_steps,
+            expected=f"fewer than the run's {plan.run.rounds * plan.local.steps} local steps",
+            fix="lower local.warmup_steps or raise run.rounds",
+        )
+    if plan.model.adapter.scheme == "rolora" and plan.local.optimizer_state == "keep":
+        raise PlanError(
+            "local.optimizer_state",
+            "keep",
+            expected='"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
+            fix='set local.optimizer_state = "reset"',
+        )
+    if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
+        raise PlanError(
+            "server.optimizer",
+            plan.server.optimizer,
+            expected='"fedavg" with model.adapter.scheme = "rolora"; momentum would change the frozen factor',
+            fix='set server.optimizer = "fedavg"',
+        )
+    if plan.data.held_out == 0 and not plan.server.evaluation:
+        raise PlanError(
+            "data.held_out",
+            0.0,
+            expected="more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
+            fix='set data.held_out = 0.1, or set server.evaluation to public records or "none"',
+        )
+    if sum(profile.share for profile in plan.simulation.profiles) > 1 + 1e-9:
+        raise PlanError(
+            "simulation.profiles",
+            sum(profile.share for profile in plan.simulation.profiles),
+            expected="shares that add up to at most 1",
+            fix="lower the shares",
+        )
+
+
+def _check_not_private(plan: Plan) -> None:
+    """Refuse privacy settings without a privacy unit: they have no effect, but suggest a guarantee."""
+    default = PrivacySection()
+    for name in PrivacySection.model_fields:
+        value = getattr(plan.privacy, name)
+        if value != getattr(default, name):
+            raise PlanError(
+                f"privacy.{name}",
+                value if not isinstance(value, Section) else "set",
+                expected='no value; only valid with privacy.unit = "record" or "site"',
+                fix=f'set privacy.unit = "record" or "site", or remove privacy.{name}',
+            )
+    if plan.local.sampler == "poisson":
+        raise PlanError(
+            "local.sampler",
+            "poisson",
+            expected='"shuffle" or "auto"; "poisson" is only valid with privacy.unit = "record"',
+            fix='set local.sampler = "auto"',
+        )
+
+
+def _check_private(plan: Plan) -> None:
+    """Refuse a plan that would not keep its guarantee, or that would release values that no ledger is charged for."""
+    privacy, local = plan.privacy, plan.local
+    record = privacy.unit == "record"
+    given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(privacy, name) is not None]
+    if len(given) != 1:
+        both = given or ["neither"]
+        raise PlanError(
+            "privacy",
+            " and ".join(both),
+            expected="exactly one of noise_multiplier and target_epsilon; each determines the other",
+            fix="keep one of them"
+            if given
+            else "set one of them; `cloister budget` shows the epsilon or the noise",
+        )
+    if privacy.budget is not None and privacy.target_epsilon is not None:
+        raise PlanError(
+            "privacy.budget",
+            privacy.budget,
+            expected="no budget together with privacy.target_epsilon, which is the budget",
+            fix="remove privacy.budget",
+        )
+    if plan.aggregation.weighting != "uniform":
+        raise PlanError(
+            "aggregation.weighting",
+            plan.aggregation.weighting,
+            expected='"uniform" with a privacy unit; weights by tokens depend on the data, which breaks the '
+            "sensitivity of the mean",
+            fix='set aggregation.weighting = "uniform"',
+        )
+    if not plan.server.evaluation:
+        raise PlanError(
+            "server.evaluation",
+            "",
+            expected='public records or "none" with a privacy unit; losses on the sites\' own records would be '
+            "released without a charge to the ledger",
+            fix='set server.evaluation to public records, or to "none"',
+        )
+    if record and privacy.sampling_rate is None:
+        raise PlanError(
+            "privacy.sampling_rate",
+            expected='a value with privacy.unit = "record": the probability that a record is in a batch',
+            fix="set privacy.sampling_rate to the expected batch size divided by the number of records of a site",
+        )
+    if record and local.sampler == "shuffle":
+        raise PlanError(
+            "local.sampler",
+            "shuffle",
+            expected='"poisson" with privacy.unit = "record"; the accountant assumes it',
+            fix='set local.sampler = "auto"',
+        )
+    if not record and local.sampler == "poisson":
+        raise PlanError(
+            "local.sampler",
+            "poisson",
+            expected='"shuffle" or "auto"; "poisson" is only valid with privacy.unit = "record"',
+            fix='set local.sampler = "auto"',
+        )
+    if not record and privacy.sampling_rate is not None:
+        raise PlanError(
+            "privacy.sampling_rate",
+            privacy.sampling_rate,
+            expected='no value; only valid with privacy.unit = "record": cohorts are public, so sampling '
+            "them amplifies nothing",
+            fix="remove privacy.sampling_rate",
+        )
+    for name, default in (("record", "record"), ("windows", 4), ("method", "auto")):
+        if not record and getattr(privacy, name) != default:
+            raise PlanError(
+                f"privacy.{name}",
+                getattr(privacy, name),
+                expected='no value; only valid with privacy.unit = "record"',
+                fix=f"remove privacy.{name}",
+            )
+    if record and privacy.record == "window" and plan.data.format != "text":
+        raise PlanError(
+            "privacy.record",
+            "window",
+            expected=f'"record" with data.format = "{plan.data.format}"; "window" is only valid with '
+            'data.format = "text"',
+            fix='set privacy.record = "record"',
+        )
+    if not record and plan.model.adapter.scheme == "rolora":
+        raise PlanError(
+            "model.adapter.scheme",
+            "rolora",
+            expected='another scheme with privacy.unit = "site"; the noise would change the frozen factor',
+            fix='set model.adapter.scheme = "ffa-lora"',
+        )
+    if record and (privacy.trusted_coordinator or privacy.adaptive is not None):
+        name = "trusted_coordinator" if privacy.trusted_coordinator else "adaptive"
+        raise PlanError(
+            f"privacy.{name}",
+            "set",
+            expected='no value; only valid with privacy.unit = "site"',
+            fix=f"remove privacy.{name}",
+        )
+    if not record and not privacy.trusted_coordinator and not plan.aggregation.secure:
+        raise PlanError(
+            "aggregation.secure",
+            False,
+            expected='true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
+            "does not protect its update",
+            fix="set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
+        )
+
+
+def _check_secure(plan: Plan) -> None:
+    """Refuse a secure sum over too few or too many sites, or with a threshold that the survivors cannot meet."""
+    if plan.cohort.sites > LARGEST:
+        raise PlanError(
+            "cohort.sites",
+            plan.cohort.sites,
+            expected=f"at most {LARGEST} sites with aggregation.secure = true",
+            fix="lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
+        )
+    for field, n in (("cohort.sites", plan.cohort.sites), ("cohort.fraction", plan.cohort.size())):
+        if n < SMALLEST_COHORT:
+            raise PlanError(
+                field,
+                plan.cohort.fraction if field == "cohort.fraction" else n,
+                expected=f"a cohort of at least {SMALLEST_COHORT} sites with aggregation.secure = true, not {n}; "
+                "each of two sites could compute the other's update from the sum",
+                fix=f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
+            )
+        try:
+            plan.threshold(n)
+        except ParameterError as error:
+            raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error

@@ -1,0 +1,133 @@
+"""What the journal says of a run: its identity, how far it has come, and what happened in its rounds."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloister.protocol.errors import RunFolderError
+from cloister.protocol.roster import Roster
+from cloister.server import journal as steps
+from cloister.server.folder import RunFiles, stored_checkpoints
+from cloister.server.journal import Journal
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What the journal says of a run, finished or under way."""
+
+    run: str
+    """Its identity."""
+    roster_hash: str | None
+    """Hash of the roster with which the run was created, in hex; None if it has none."""
+    done: Mapping[int, Mapping[str, Any]]
+    """The rounds that are done, without the initial model, and their facts; a round given up has no `sites`."""
+    asked: Mapping[str, frozenset[int]]
+    """For each site the rounds in which an attempt began with it."""
+    survivors: Mapping[int, frozenset[str]]
+    """Under masks: for each round the sites that were last asked for shares."""
+    refusals: Mapping[str, tuple[str, ...]]
+    """For each site its refusals, in words, each once."""
+    finished: bool
+    """Whether the run has come to its end."""
+    stopped: str
+    """Why it ended before its last round: `budget` or `refused`; empty if it did not."""
+
+    @property
+    def summed(self) -> list[int]:
+        """The rounds whose sum was opened, in order."""
+        return sorted(number for number, facts in self.done.items() if facts.get("sites"))
+
+
+def run_history(files: RunFiles) -> RunHistory:
+    """Read the journal of a run, without a lock.
+
+    Raises:
+        RunFolderError: the run has not begun, or its journal is damaged.
+    """
+    begun = RunFolderError(
+        str(files.path),
+        expected="a run that has begun, with its journal",
+        fix=f"run it first: cloister resume {shlex.quote(str(files.path))}",
+    )
+    if not files.journal.exists():
+        raise begun
+    with Journal(files.journal) as journal:
+        entries = journal.entries()
+    created = next((entry.detail for entry in entries if entry.step == steps.CREATED), None)
+    if created is None:
+        raise begun
+    asked: defaultdict[str, set[int]] = defaultdict(set)
+    refusals: defaultdict[str, list[str]] = defaultdict(list)
+    survivors: dict[int, frozenset[str]] = {}
+    for entry in entries:
+        if entry.step == f"train {steps.BEGUN}":
+            for site in entry.detail["cohort"]:
+                asked[site].add(entry.round)
+        elif entry.step == f"train {steps.UNMASKING}":
+            survivors[entry.round] = frozenset(entry.detail["survivors"])
+        elif entry.step == steps.REFUSED:
+            when = f"after round {entry.round}" if entry.round else "before the first round"
+            refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
+    end = next((entry.detail for entry in reversed(entries) if entry.step == steps.FINISHED), None)
+    return RunHistory(
+        run=str(created["run"]),
+        roster_hash=created.get("roster"),
+        done={entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round},
+        asked={site: frozenset(rounds) for site, rounds in asked.items()},
+        survivors=survivors,
+        refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
+        finished=end is not None,
+        stopped="" if end is None else end.get("stopped", ""),
+    )
+
+
+def reached(files: RunFiles, step: str) -> bool:
+    """Whether the journal has an entry of a step; no journal has none."""
+    if not files.journal.exists():
+        return False
+    with Journal(files.journal) as journal:
+        return journal.newest(step) is not None
+
+
+def identity(files: RunFiles, roster: Roster | None = None) -> str:
+    """The run's identity: 16 random bytes in hex, drawn once and journaled.
+
+    It distinguishes the messages of this run from those of every other run of the same plan.
+
+    Args:
+        files: The run folder.
+        roster: The sites' identities, whose hash is journaled with a new identity.
+
+    Raises:
+        RunFolderError: the folder holds a run, and its journal is gone.
+    """
+    with Journal(files.journal) as journal:
+        if journal.newest(steps.CREATED) is None:
+            _check_nothing_lost(files)
+            facts = {"run": secrets.token_hex(16)}
+            if roster is not None:
+                facts["roster"] = roster.hash.hex()
+            journal.record(0, 0, steps.CREATED, facts)
+        created = journal.newest(steps.CREATED)
+    assert created is not None
+    return str(created.detail["run"])
+
+
+def _check_nothing_lost(files: RunFiles) -> None:
+    """Refuse an empty journal beside the checkpoints or metrics of finished rounds: it is not that run's journal.
+
+    Raises:
+        RunFolderError: there are such checkpoints or metrics; nothing was changed.
+    """
+    later = [number for number in stored_checkpoints(files.checkpoints) if number > 0]
+    if later or files.metrics():
+        raise RunFolderError(
+            str(files.journal),
+            expected="the journal of this run, and it is gone",
+            fix="bring it back from a copy, or start a new run with another --out",
+        )

@@ -1,0 +1,137 @@
+"""Who takes part in a run: the sites that have joined, and whose refusal is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cloister.lm.layout import Vector
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import EngineError, SecureSumError
+from cloister.protocol.messages import Failed, Join, Joined, Refused, Reply, Request
+from cloister.protocol.plan import Plan
+from cloister.protocol.refusal import printable, verify_refusal
+from cloister.protocol.roster import Roster
+from cloister.server.channel import Channel, Failure
+
+
+class Members:
+    """The sites that have joined a run, by name.
+
+    Args:
+        channel: Carries the messages.
+        plan: The plan that every site is asked to join.
+        run: Identity of the run.
+        refused: Told of each site that does not join, and why.
+        base: Frozen parameters that sites are to use in the place of those that the plan gives.
+        roster: The sites' identities, by which a refusal is believed; None where the plan sums in clear.
+
+    Raises:
+        EngineError: too few sites join for any cohort to reach its quorum.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        run: str,
+        refused: Callable[[Failure], None],
+        *,
+        base: Vector | None = None,
+        roster: Roster | None = None,
+    ) -> None:
+        self._channel = channel
+        self._plan = bytes.fromhex(plan.digest())
+        self._run = run
+        self._roster = roster
+        self._nodes: dict[str, int] = {}
+        self._refusals: list[Failure] = []
+        base_hash = b"" if base is None else vector_hash(base)
+        join = Join(run, plan.to_json(), base_hash, np.empty(0, np.float32) if base is None else base)
+        reasons = []
+        for node, reply in channel.ask(
+            dict.fromkeys(channel.nodes(), join), plan.cohort.deadline_s, group="join"
+        ):
+            if not isinstance(reply, Joined):
+                failure = self._failure(f"node {node}", reply)
+            elif not reply.site or not reply.site.isprintable():
+                failure = Failure(f"node {node}", "a name that cannot be shown")
+            elif reply.site in self._nodes:
+                failure = Failure(f"node {node}", "a name already taken")
+            else:
+                self._nodes[reply.site] = node
+                continue
+            reasons.append(failure.reason)
+            if failure.refused:
+                self._refusals.append(failure)
+            refused(failure)
+        if len(self._nodes) < plan.cohort.needed():
+            why = f" ({reasons[0]})" if reasons else ""
+            raise EngineError(
+                "sites",
+                len(self._nodes),
+                expected=f"at least {plan.cohort.needed()} of {plan.cohort.sites} to join{why}",
+            )
+
+    @property
+    def sites(self) -> Sequence[str]:
+        """Names of the sites that have joined, sorted."""
+        return sorted(self._nodes)
+
+    @property
+    def refusals(self) -> Sequence[Failure]:
+        """Sites that refused to join, by their own policy or budget."""
+        return self._refusals
+
+    def ask(
+        self, requests: Mapping[str, Request], deadline_s: float, *, group: str
+    ) -> Iterator[Reply | Failure]:
+        """Send each site its request; yield one answer for each as it comes: a reply in its own name, or a failure.
+
+        Args:
+            requests: By site.
+            deadline_s: Seconds after which a site that has not answered is a failure.
+            group: What the requests have in common, for logs.
+        """
+        names = {self._nodes[site]: site for site in requests}
+        by_node = {node: requests[site] for node, site in names.items()}
+        for node, reply in self._channel.ask(by_node, deadline_s, group=group):
+            name = names[node]
+            if isinstance(reply, Failure | Failed | Refused):
+                yield self._failure(name, reply)
+            elif reply.site != name:
+                yield _under_another_name(name, reply.site)
+            else:
+                yield reply
+
+    def _failure(self, name: str, reply: Reply | Failure) -> Failure:
+        """Why a site named `name` does not do what it was asked, in words; whether the site itself has signed it."""
+        match reply:
+            case Failure():
+                return Failure(name, reply.reason, reply.refused)
+            case Failed():
+                return Failure(name, printable(reply.reason) or "no reason given")
+            case Refused():
+                return self._refusal(name, reply)
+            case _:
+                return Failure(name, f"it answered with {type(reply).__name__}")
+
+    def _refusal(self, name: str, refused: Refused) -> Failure:
+        joined = name in self._nodes
+        if self._roster is None:  # nothing is signed, so a site that has joined speaks for itself alone
+            if joined and refused.site != name:
+                return _under_another_name(name, refused.site)
+            reason = f"it refuses: {printable(refused.reason)}"
+            return Failure(printable(refused.site) or name, reason, refused=True)
+        try:
+            verify_refusal(refused, self._roster, run=self._run, plan=self._plan)
+        except SecureSumError as error:
+            return Failure(name, f"a refusal that is not its own: {error}")
+        if joined and refused.site != name:
+            return Failure(name, f"a refusal that {refused.site} has signed")
+        return Failure(refused.site, f"it refuses, signed: {refused.reason}", refused=True)
+
+
+def _under_another_name(name: str, given: str) -> Failure:
+    return Failure(name, f"it answered under the name {printable(given)!r}")

@@ -1,0 +1,88 @@
+"""What a finished run came to: its figures, and its final model."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from cloister.lm.model import load_model, save_pretrained
+from cloister.protocol.errors import RunFolderError
+from cloister.server import journal as steps
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.folder import RunFiles, RunFolder
+from cloister.server.journal import Journal
+from cloister.server.public import base_of, public_model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run came to."""
+
+    rounds: int
+    initial_loss: float | None
+    final_loss: float | None
+    """Held-out loss, nats per token; None, as the next three, if the final model was not evaluated."""
+    perplexity: float | None
+    accuracy: float | None
+    bits_per_byte: float | None
+    tokens: int
+    """Tokens that were trained on, over all rounds and sites."""
+    seconds: float
+    """Time in rounds, from the first request to the decoded mean, over all processes that worked on the run."""
+    params_sha256: str
+    epsilon: float | None = None
+    """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
+    stopped: str = ""
+    """Why the run ended before its last round: `budget` or `refused`; empty if it did not."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that were trained on per second of a round."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def outcome(files: RunFiles) -> Outcome:
+    """Read the figures of a finished run from its journal and metrics.
+
+    Raises:
+        RunFolderError: the run has not come to its end.
+    """
+    with Journal(files.journal) as journal:
+        end = journal.newest(steps.FINISHED)
+        known = {entry.round: entry.detail for entry in journal.entries() if entry.step == steps.DONE}
+    reported = {row["round"]: row for row in files.metrics()}
+    rows = [known[number] | reported.get(number, {}) for number in sorted(known)]
+    evaluated = [row for row in rows if "loss" in row]
+    if end is None:
+        raise RunFolderError(
+            str(files.path),
+            expected="a run that has come to its end",
+            fix=f"cloister resume {shlex.quote(str(files.path))}",
+        )
+    initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
+    final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
+    return Outcome(
+        rounds=end.round,
+        initial_loss=initial,
+        final_loss=final.get("loss"),
+        perplexity=final.get("perplexity"),
+        accuracy=final.get("accuracy"),
+        bits_per_byte=final.get("bits_per_byte"),
+        tokens=sum(row.get("tokens") or 0 for row in rows),
+        seconds=sum(row.get("seconds", 0.0) for row in rows),
+        params_sha256=end.detail["params_sha256"],
+        epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
+        stopped=end.detail.get("stopped", ""),
+    )
+
+
+def finish(folder: RunFolder) -> None:
+    """Write the final model from the last checkpoint of a finished run.
+
+    Raises:
+        RunFolderError: the checkpoint is missing or damaged.
+        StorageError: the disk is full.
+    """
+    model = load_model(folder.plan, base_of(folder.plan, public_model(folder, lambda _event: None)))
+    checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
+    save_pretrained(model, checkpoints.load(outcome(folder).rounds).weights, folder.final)

@@ -1,0 +1,281 @@
+"""The audit with unit record: one run of DP-SGD with gradient canaries, and guesses of the coins that included them.
+
+Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the first
+site's own units, each included by its own fair coin. A canary is drawn into batches as every unit is. Its gradient is
+`FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
+sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
+canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
+log-likelihood ratio of what is left at that coordinate over the steps, for the noise multiplier z and the sampling rate
+q that are claimed:
+
+    sum over steps of ln(1 - q + q exp((x - 1/2) / z^2)),    x in units of the clipping norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
+from cloister.lm.data import Sequences
+from cloister.lm.layout import Layout, Vector
+from cloister.lm.model import LanguageModel
+from cloister.lm.train import Named
+from cloister.privacy.accounting import epsilon_of
+from cloister.privacy.audit import count, guess, lower_bound
+from cloister.privacy.events import SampledGaussian
+from cloister.privacy.noise import NoiseStream
+from cloister.privacy.report import AuditRow
+from cloister.privacy.terms import Terms
+from cloister.protocol.errors import CloisterError
+from cloister.protocol.plan import Plan
+from cloister.simulations.audited import FAR, Audited, Progress, Streams
+from cloister.simulations.partition import site_name
+
+_MOST_CANARIES = 10_000
+_REHEARSALS = 5
+_REHEARSED = 20_000_000
+"""Scores of single steps that all rehearsals together may take."""
+
+
+class WatchedSum(ClippedSum):
+    """A clipped sum that is released like every other and shown to the adversary.
+
+    Args:
+        layout: As for `ClippedSum`, like what follows.
+        names: Parameters.
+        clip: L2 norm C.
+        device: Where gradients lie.
+        watch: Receives the released sum less what the adversary knows, float32 of shape (layout.size,).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        names: Sequence[str],
+        clip: float,
+        device: torch.device,
+        watch: Callable[[torch.Tensor], None],
+    ) -> None:
+        super().__init__(layout, names, clip, device)
+        self._watch = watch
+        self.known = torch.zeros(())
+        """(layout.size,) float32: what the adversary knows of the sum."""
+
+    def know(self) -> None:
+        """Let the adversary know what was added until now."""
+        assert self._sum is not None
+        self.known = self._sum.clone()
+
+    def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
+        """As `ClippedSum.release`; the adversary sees the result."""
+        released = super().release(noise, sigma, threads)
+        self._watch(released - self.known)
+        return released
+
+
+class CanaryTrainer(PrivateTrainer):
+    """Takes the unchanged steps of `PrivateTrainer`, with canaries appended to the real units.
+
+    Args:
+        plan: As for `PrivateTrainer`.
+        model: As for `PrivateTrainer`.
+        device: As for `PrivateTrainer`.
+        included: (M,) bool: the coins.
+        places: Draws the canaries' coordinates in each round; public.
+        score: What is left of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> the
+            increase of their scores (M,).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: LanguageModel,
+        device: torch.device,
+        included: npt.NDArray[np.bool_],
+        places: np.random.Generator,
+        score: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
+    ) -> None:
+        super().__init__(plan, model, device)
+        self.scores: npt.NDArray[np.float64] = np.zeros(len(included))
+        """(M,): the scores over the steps that were taken."""
+        self._included = np.flatnonzero(included)
+        self._layout = model.layout
+        self._random = places
+        self._score = score
+        self._clip = plan.privacy.clip
+        self._rows = plan.local.batch_size
+        self._coordinates: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._real = 0
+
+    def among(self, sequences: Sequences) -> Sequences:
+        """The sequences, with the included canaries appended as units without tokens."""
+        assert sequences.starts is not None
+        self._real = len(sequences.starts) - 1
+        end = np.full(len(self._included), sequences.starts[-1])
+        return replace(sequences, starts=np.append(sequences.starts, end))
+
+    @contextmanager
+    def _gradients(self, trained: Named) -> Iterator[PerUnit]:
+        begins = dict(zip(self._layout.names, self._layout.offsets, strict=False))
+        theirs = np.concatenate([np.arange(p.numel()) + begins[name] for name, p in trained])
+        chosen = self._random.choice(len(theirs), len(self.scores), replace=False)
+        self._coordinates = theirs[chosen]
+        sizes, shapes = [p.numel() for _, p in trained], [p.shape for _, p in trained]
+        device = trained[0][1].device
+
+        def planted(canaries: npt.NDArray[np.int64]) -> UnitGradients:
+            flat = torch.zeros(len(canaries), len(theirs), device=device)
+            flat[torch.arange(len(canaries)), torch.from_numpy(chosen[canaries])] = FAR * self._clip
+            parts = torch.split(flat, sizes, dim=1)
+            gradients = [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+            return UnitGradients(gradients, torch.zeros(len(canaries)), np.zeros(len(canaries), np.int64))
+
+        with super()._gradients(trained) as real:
+
+            def both(sequences: Sequences, units: npt.NDArray[np.int64]) -> Iterator[UnitGradients]:
+                yield from real(sequences, units[units < self._real])
+                self.watched.know()
+                canaries = self._included[units[units >= self._real] - self._real]
+                for first in range(0, len(canaries), self._rows):
+                    yield planted(canaries[first : first + self._rows])
+
+            yield both
+
+    def _new_sum(self, names: Sequence[str]) -> ClippedSum:
+        self.watched = WatchedSum(self._layout, names, self._clip, self._device, self.see)
+        return self.watched
+
+    def see(self, left: torch.Tensor) -> None:
+        """Score the canaries by what is left of a step's released sum, float32 of shape (layout.size,)."""
+        self.scores += self._score(left.cpu().numpy()[self._coordinates].astype(np.float64) / self._clip)
+
+
+@dataclass(frozen=True)
+class RecordGame:
+    """One run of DP-SGD with canaries."""
+
+    plan: Plan
+    terms: Terms
+    model: LanguageModel
+    sequences: Sequences
+    """The site's real units."""
+    start: Vector
+    """The run's initial model."""
+    device: torch.device
+
+    def audit(
+        self,
+        rounds: int,
+        canaries: int | None,
+        steps: int | None,
+        confidence: float,
+        streams: Streams,
+        progress: Progress,
+    ) -> Audited:
+        """Take the steps, guess the coins, and bound epsilon; arguments as in `simulations.audit.audit`.
+
+        After a round the model continues from the site's own update: the server step is post-processing.
+        """
+        plan, terms = self.plan, self.terms
+        m = self._canaries(canaries)
+        each = min(plan.local.steps, steps or plan.local.steps)
+        rounds_played = min(rounds, (steps or rounds * each) // each)
+        taken = rounds_played * each
+        k, at_half_noise = self._rehearsed(m, taken, confidence)
+        included = streams().child("coins").generator().random(m) < 0.5
+        shorter = plan.model_copy(update={"local": plan.local.model_copy(update={"steps": each})})
+        places = np.random.Generator(np.random.Philox(plan.run.seed))
+        trainer = CanaryTrainer(shorter, self.model, self.device, included, places, self._score)
+        sequences, weights = trainer.among(self.sequences), self.start
+        for number in range(1, rounds_played + 1):
+            before = (number - 1) * each
+
+            def tell(step: int, before: int = before) -> None:
+                progress(before + step, taken)
+
+            update = trainer.train(
+                weights,
+                sequences,
+                round=number,
+                noise=streams(),
+                noise_multiplier=terms.noise_multiplier,
+                progress=tell,
+            )
+            weights = weights + update.vector
+        correct, guesses = count(guess(trainer.scores, k, 0), included)
+        bound = lower_bound(correct, guesses, m, terms.delta, confidence)
+        claimed = self._claimed(taken)
+        what = f"{m} gradient canaries among the records of {site_name(0)}, over {taken} steps of DP-SGD, each seen"
+        return Audited(
+            what,
+            AuditRow(m, guesses, correct, confidence, bound, claimed, what),
+            claimed,
+            terms.epsilon(rounds),
+            terms.delta,
+            at_half_noise,
+        )
+
+    def _claimed(self, steps: int) -> float:
+        event = SampledGaussian(self.terms.noise_multiplier, self._rate, steps)
+        return epsilon_of((event,), self.terms.delta, self.terms.accountant)
+
+    @property
+    def _rate(self) -> float:
+        rate = self.plan.privacy.sampling_rate
+        assert rate is not None, "a sound plan has it"
+        return rate
+
+    def _canaries(self, wanted: int | None) -> int:
+        """The number of canaries; each needs its own coordinate in every round."""
+        rounds = range(1, min(2, self.plan.run.rounds) + 1)
+        most = min(sum(p.numel() for _, p in self.model.trainable_in_round(number)) for number in rounds)
+        if wanted is None:
+            return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
+        if wanted > most:
+            raise CloisterError(
+                "--canaries", wanted, expected=f"at most the {most} coordinates that every round trains"
+            )
+        return wanted
+
+    def _score(self, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The log-likelihood ratio of one step, (M,) -> (M,)."""
+        z, q = self.terms.noise_multiplier, self._rate
+        absent = math.log1p(-q) if q < 1 else -math.inf
+        ratio: npt.NDArray[np.float64] = np.logaddexp(absent, math.log(q) + (seen - 0.5) / z**2)
+        return ratio
+
+    def _rehearsed(self, m: int, steps: int, confidence: float) -> tuple[int, float]:
+        """The number of guesses that gives the largest bound if the noise is half of the claimed, and that bound.
+
+        It simulates the scores, with separate coins, batches and noise.
+        """
+        random = np.random.Generator(np.random.Philox(0))
+        rehearsals = max(1, min(_REHEARSALS, _REHEARSED // (m * steps)))
+        numbers = sorted({max(1, round(m / 2 * 0.75**power)) for power in range(32)})
+        right = np.zeros(len(numbers))
+        for _ in range(rehearsals):
+            included = random.random(m) < 0.5
+            scores = np.zeros(m)
+            for _ in range(steps):
+                seen = random.normal(0, self.terms.noise_multiplier / 2, m)
+                scores += self._score(seen + (included & (random.random(m) < self._rate)))
+            best_first = included[np.argsort(-scores)]
+            right += np.cumsum(best_first)[np.array(numbers) - 1] / rehearsals
+        bounds = [
+            lower_bound(int(correct), k, m, self.terms.delta, confidence)
+            for correct, k in zip(right, numbers, strict=True)
+        ]
+        best = int(np.argmax(bounds))
+        if not bounds[
+            best
+        ]:  # no bound to maximise: guess most of the canaries that are expected in some batch
+            drawn = 1 - (1 - self._rate) ** steps
+            return max(1, round(0.6 * drawn * m / 2)), 0.0
+        return numbers[best], bounds[best]

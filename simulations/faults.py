@@ -1,0 +1,92 @@
+"""What goes wrong in a simulation because its plan says so: dropouts at any step, and slower hardware.
+
+It stands around a site that knows nothing of it, and is drawn from the run's seed, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+
+from cloister.clients.serve import Served
+from cloister.protocol.errors import BudgetError, FaultError, PolicyError
+from cloister.protocol.messages import (
+    TRAIN,
+    Agree,
+    Begin,
+    Contribute,
+    Join,
+    Peers,
+    Refused,
+    Reply,
+    Request,
+    Step,
+    Survivors,
+    Unmask,
+)
+from cloister.protocol.plan import Plan
+
+_STEPS: dict[type, Step] = {
+    Begin: Step.ADVERTISE,
+    Peers: Step.SHARE,
+    Survivors: Step.CONFIRM,
+    Unmask: Step.UNMASK,
+}
+
+
+class Faulty:
+    """A site that drops out where `[faults]` says so, and whose hardware may be slower than this machine.
+
+    Args:
+        site: The site.
+        plan: The plan, with `[faults]`.
+        speed: Speed of its hardware relative to this machine, from above 0 to 1.
+    """
+
+    def __init__(self, site: Served, plan: Plan, speed: float) -> None:
+        self._site = site
+        self._plan = plan
+        self._speed = speed
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self._site.name
+
+    def answer(self, request: Request) -> Reply:
+        """Answer as the site does, or drop out before; after training, only when hardware of its speed would have.
+
+        Raises:
+            FaultError: the site drops out.
+            CloisterError: what the site raises.
+        """
+        if isinstance(request, Join):
+            return self._site.answer(request)
+        step = Step.UPDATE if isinstance(request, Contribute) else _STEPS[type(request.told)]
+        self._maybe_drop_out(step, request)
+        started = time.monotonic()
+        reply = self._site.answer(request)
+        if step is Step.UPDATE and request.sum.purpose == TRAIN:
+            spent = time.monotonic() - started
+            threading.Event().wait(spent * (1 / self._speed - 1))
+        return reply
+
+    def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
+        """The site's own refusal."""
+        return self._site.refuse(request, error)
+
+    def _maybe_drop_out(self, step: Step, request: Agree | Contribute) -> None:
+        chance = getattr(self._plan.faults, step.label)
+        sum_id = request.sum
+        drawn = _draw(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, sum_id.tries)
+        if chance and drawn < chance:
+            raise FaultError(
+                "site", self.name, expected=f"it to answer, but [faults] {step.label} took it out"
+            )
+
+
+def _draw(*parts: str | int) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,0 +1,332 @@
+"""The one tiny plan, and the one federation in this process: real sites, real messages, no processes and no sockets.
+
+`Loopback` is a `Channel` like any other: every message goes through its bytes and every site is served as by a carrier.
+It can take sites down at a step, show requests before they arrive and change replies: what attacks in these tests need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.clients.attempt import Attempts
+from cloister.clients.config import read_config
+from cloister.clients.resident import Resident
+from cloister.clients.serve import Served, serve
+from cloister.clients.site import Noise, Site
+from cloister.lm.layout import Layout, Vector
+from cloister.lm.model import load_model
+from cloister.privacy.accounting import composed
+from cloister.privacy.ledger import Entry, Ledger
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import BudgetError, PolicyError
+from cloister.protocol.messages import (
+    TRAIN,
+    Agree,
+    Begin,
+    Contribute,
+    Contribution,
+    Inbox,
+    Join,
+    Joined,
+    Peers,
+    Purpose,
+    Refused,
+    Reply,
+    Request,
+    Step,
+    SumId,
+    Survivors,
+    Unmask,
+)
+from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Roster, load_roster
+from cloister.protocol.soundness import parse
+from cloister.protocol.wire import decode_reply, encode
+from cloister.server.channel import Failure
+from cloister.server.members import Members
+from cloister.simulations.federation import lay_out
+
+RUN = "0a1b2c"
+
+TINY = """
+[run]
+name = "tiny"
+rounds = 3
+
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+
+[data]
+sequence_length = 16
+held_out = 0.2
+
+[local]
+steps = 2
+batch_size = 4
+learning_rate = 3e-3
+
+[cohort]
+sites = 4
+
+[simulation]
+partition = "iid"
+"""
+"""A model of a few thousand parameters for four sites; without a privacy unit, summed under masks."""
+
+PRIVATE = [
+    "data.held_out=0.0",
+    "aggregation.weighting=uniform",
+    "server.evaluation=none",
+    "privacy.noise_multiplier=1.0",
+    "privacy.delta=1e-3",
+]
+RECORD = [*PRIVATE, "aggregation.secure=false", "privacy.unit=record", "privacy.sampling_rate=0.5"]
+"""Settings that make it private by record."""
+CENTRAL = [*PRIVATE, "aggregation.secure=false", "privacy.unit=site", "privacy.trusted_coordinator=true"]
+"""Private by site, with noise of the coordinator."""
+SKELLAM = [*PRIVATE, "privacy.unit=site"]
+"""Private by site, with noise of the sites."""
+
+STEPS: dict[type, Step] = {
+    Begin: Step.ADVERTISE,
+    Peers: Step.SHARE,
+    Survivors: Step.CONFIRM,
+    Unmask: Step.UNMASK,
+}
+
+
+def tiny(*settings: str) -> Plan:
+    """The tiny plan with some settings changed."""
+    return parse(TINY, settings)
+
+
+def changed(plan: Plan, section: str, **values: Any) -> Plan:
+    """A plan with fields of one section changed, unchecked."""
+    return plan.model_copy(update={section: getattr(plan, section).model_copy(update=values)})
+
+
+def write_records(path: Path, count: int = 40) -> Path:
+    """Short records that nobody else should see, as JSONL."""
+    records = [{"text": f"patient {number} was seen on day {number * 7}. " * 2} for number in range(count)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def step_of(request: Request) -> str:
+    """The label of the step that a request is of, or `join`."""
+    match request:
+        case Join():
+            return "join"
+        case Contribute():
+            return Step.UPDATE.label
+        case Agree():
+            return STEPS[type(request.told)].label
+
+
+class Loopback:
+    """A `Channel` to sites in this process.
+
+    Args:
+        sites: For each site, in the order of their nodes, what finds it for one message.
+    """
+
+    def __init__(self, sites: Mapping[str, Callable[[], Served]]) -> None:
+        self.names = list(sites)
+        self.sites = dict(sites)
+        self.down: Callable[[str, str, Request], bool] = lambda _site, _step, _request: False
+        """Given site and step: whether the site does not answer."""
+        self.before: Callable[[str, Request], None] = lambda _site, _request: None
+        """Told of each request before the site is asked."""
+        self.tamper: Callable[[str, Reply], Reply] = lambda _step, reply: reply
+        """Given step and reply: the reply that arrives."""
+        self.asked: list[tuple[str, str]] = []
+        """(step, site) of every request."""
+        self.explain: Callable[[Exception], str] = str
+        """The line that the coordinator gets for an error; a deployed site's app takes `reticent`."""
+
+    def nodes(self) -> range:
+        return range(len(self.names))
+
+    def ask(
+        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        for node, request in requests.items():
+            name, step = self.names[node], step_of(request)
+            self.asked.append((step, name))
+            if self.down(name, step, request):
+                yield node, Failure(name, "it is down")
+                continue
+            self.before(name, request)
+            frames = serve(self.sites[name], encode(request), self.explain)
+            yield node, self.tamper(step, decode_reply(frames))
+
+    def lose(self, *lost: tuple[str, str, int]) -> None:
+        """Let a site not answer: (site, step, try)."""
+        gone = set(lost)
+
+        def down(site: str, step: str, request: Request) -> bool:
+            return not isinstance(request, Join) and (site, step, request.sum.tries) in gone
+
+        self.down = down
+
+
+class Federation:
+    """The sites of a plan in folders of their own, and what a coordinator, honest or not, may send them.
+
+    Args:
+        folder: Where the sites' folders are made.
+        plan: The plan; without a source of records it gets forty short ones.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if plan.simulation.source.startswith("builtin:"):
+            source = write_records(folder / "records.jsonl")
+            plan = changed(plan, "simulation", source=str(source))
+        self.folder = folder
+        self.plan = plan
+        self.sites_folder = folder / "sites"
+        lay_out(plan, self.sites_folder)
+        self.roster: Roster = load_roster(self.sites_folder / "roster.toml")
+        self.resident = Resident()
+        loaded = load_model(plan)
+        self.layout: Layout = loaded.layout
+        self.model: Vector = loaded.layout.flatten(loaded.module)
+        self.channel = Loopback({name: self._opener(name) for name in self.roster.names})
+
+    def _opener(self, name: str) -> Callable[[], Site]:
+        return lambda: self.site(self.roster.names.index(name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sites' names, sorted."""
+        return tuple(self.roster.names)
+
+    def site(
+        self,
+        index: int = 0,
+        *,
+        policy: str = "",
+        pinned: bool = True,
+        resident: Resident | None = None,
+        noise: Noise | None = None,
+        **config: Any,
+    ) -> Site:
+        """A site, with some of its configuration changed; its ledger outlives its state folder.
+
+        Args:
+            index: Its number.
+            policy: Its policy, as TOML; empty: it has none.
+            pinned: Whether its TOML names the federation's plan; otherwise the first that it joins is the only one.
+            resident: What its process has in memory; by default all sites share one process.
+            noise: Source of its noise.
+            config: Fields of its `SiteConfig`.
+        """
+        home = self.sites_folder / self.names[index]
+        config = {"ledger": str(home / "ledger.sqlite"), **config}
+        if not pinned:
+            config["plan"] = ""
+        if policy:
+            (home / "policy.toml").write_text(policy)
+            config["policy"] = str(home / "policy.toml")
+        changed_config = read_config(home / "site.toml").model_copy(update=config)
+        if noise is None:
+            return Site(changed_config, resident or self.resident)
+        return Site(changed_config, resident or self.resident, noise=noise)
+
+    def entries(self, index: int = 0) -> tuple[Entry, ...]:
+        """What a site's ledger has, read by another connection: what is committed."""
+        name = self.names[index]
+        path = self.sites_folder / name / "ledger.sqlite"
+        return Ledger(path, name, composed).entries() if path.exists() else ()
+
+    def joined(self, index: int = 0, *, plan: Plan | None = None, run: str = RUN, **options: Any) -> Site:
+        """A site that has joined the run."""
+        site = self.site(index, **options)
+        site.join(self.join_request(plan, run))
+        return site
+
+    # What a coordinator may send.
+
+    def join_request(self, plan: Plan | None = None, run: str = RUN, base: Vector | None = None) -> Join:
+        """The request to join."""
+        base_hash = b"" if base is None else vector_hash(base)
+        return Join(
+            run, (plan or self.plan).to_json(), base_hash, np.empty(0, np.float32) if base is None else base
+        )
+
+    def sum_id(
+        self,
+        *,
+        plan: Plan | None = None,
+        run: str = RUN,
+        purpose: Purpose = TRAIN,
+        number: int = 1,
+        tries: int = 1,
+    ) -> SumId:
+        """What a message is about."""
+        return SumId(run, bytes.fromhex((plan or self.plan).digest()), purpose, number, tries)
+
+    def request(
+        self,
+        *,
+        model: Vector | None = None,
+        clip: float | None = None,
+        inbox: Inbox | None = None,
+        **about: Any,
+    ) -> Contribute:
+        """The request for a contribution; its model hash is right."""
+        weights = self.model if model is None else model
+        if clip is None:
+            clip = self.plan.privacy.clip if self.plan.privacy.unit == "site" else 0.0
+        return Contribute(self.sum_id(**about), vector_hash(weights), clip, inbox, weights)
+
+    # An honest coordinator.
+
+    def members(self, run: str = RUN, refused: Callable[[Failure], None] = lambda _failure: None) -> Members:
+        """The sites, joined."""
+        return Members(self.channel, self.plan, run, refused, roster=self.roster)
+
+
+class VectorSite:
+    """A site without a model: its part in the secure sum is real, and its vector is given.
+
+    Args:
+        name: Its name.
+        attempts: Its side of the secure sum.
+        vector: Makes its ring vector.
+        secure: Whether it masks the vector.
+    """
+
+    def __init__(self, name: str, attempts: Attempts, vector: Callable[[], Any], *, secure: bool) -> None:
+        self.name = name
+        self.attempts = attempts
+        self._vector = vector
+        self._secure = secure
+
+    def answer(self, request: Request) -> Reply:
+        match request:
+            case Join():
+                return Joined(self.name, 0)
+            case Agree():
+                return self.attempts.agree(request.told, request.sum.round)
+            case Contribute():
+                statement, vector = None, self._vector()
+                if self._secure:
+                    assert request.inbox is not None
+                    statement, vector = self.attempts.mask(
+                        request.inbox, request.sum.round, vector_hash(request.model), 1, self._vector
+                    )
+                return Contribution(self.name, request.sum, request.model_hash, statement, vector)
+
+    def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
+        raise AssertionError("a site without a policy refuses nothing")

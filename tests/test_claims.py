@@ -1,0 +1,93 @@
+"""A guarantee in words: each sentence follows the plan that it belongs to."""
+
+from cloister.privacy import claims
+from cloister.privacy.terms import terms_of
+from cloister.protocol.plan import DataSection, PrivacySection
+from cloister.protocol.soundness import parse
+
+
+def words(*overrides: str) -> str:
+    plan = parse("", overrides)
+    terms = terms_of(plan, 10_000)
+    said = [claims.unit(plan), claims.relation(plan), claims.mechanism(plan, terms), claims.method(plan)]
+    said += claims.assumptions(plan, terms, simulated=False)
+    said += claims.trusted(plan, simulated=False)
+    said += claims.not_covered(plan)
+    return "\n".join(said)
+
+
+TEXTS = ("privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.01")
+COMMON = ("aggregation.weighting=uniform", "server.evaluation=none")
+
+
+def test_what_is_said_follows_the_plan() -> None:
+    window = words(*TEXTS, *COMMON, "privacy.record=window", "data.sequence_length=64")
+    assert "a window of 64 tokens of a text" in window
+    assert "is not protected as a whole by this epsilon" in window
+    whole = words(*TEXTS, *COMMON, "privacy.windows=2", "data.sequence_length=64")
+    assert "as a whole by this epsilon" not in whole
+    assert "uses nothing of a text beyond its first 128 tokens" in whole
+    assert "divided by 16" in whole
+    chat = words(*TEXTS, *COMMON, "data.format=messages", "privacy.method=reference")
+    assert "one such chat at one site" in chat
+    assert "one gradient at a time" in chat
+    assert "Opacus" not in chat
+    for record in (window, whole, chat):
+        assert "The guarantee does not depend on the coordinator or on the secure sum" in record
+        assert "fully" not in record
+        assert "one machine" not in record
+        assert "were not read for this report" in record
+
+
+def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
+    base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
+    distributed = words(*base)
+    assert (
+        "at least 6 sites, and at least 5 of them added their noise" in distributed
+    )  # 8 sites, quorum 0.75, colluders 0.1
+    assert "noise of at most 1 of the sites" in distributed
+    assert "fully" not in distributed
+    alone = words(*base, "aggregation.colluders=0.0")
+    assert "at least 6 sites, and at least 6 of them added their noise" in alone
+    assert "against that site the guarantee is weaker" in alone
+    central = words(*base, "privacy.trusted_coordinator=true")
+    assert "The coordinator, fully: it receives every sum without its noise" in central
+    assert "Skellam" not in central
+    assert "X25519" not in central
+    clear = words(*base, "privacy.trusted_coordinator=true", "aggregation.secure=false")
+    assert "it receives every site's update without noise" in clear
+    adaptive = words(*base, "privacy.adaptive={count_noise=2.0}")
+    assert "C follows a quantile" in adaptive
+    for text in (distributed, central, clear, adaptive):
+        assert "replacement of one site's updates by zeros" in text
+        assert "Opacus" not in text
+
+
+def test_public_records_and_base_models_are_named_as_not_covered() -> None:
+    text = words(
+        *TEXTS,
+        *COMMON,
+        "public.source=builtin:python-docs",
+        "model.name=gpt2",
+        "server.evaluation=held.jsonl",
+    )
+    assert "was trained before the first round: builtin:python-docs." in text
+    assert "base model learned before the run, and from which data: gpt2." in text
+    assert "on which the coordinator evaluates: held.jsonl." in text
+    plain = words(*TEXTS, *COMMON)
+    assert "before the first round" not in plain
+    assert "base model" not in plain
+    assert "coordinator evaluates" not in plain
+    nothing = words()
+    assert "Nothing here bounds" in nothing
+    assert "epsilon" not in nothing
+
+
+def test_a_unit_is_named_after_its_file_and_format() -> None:
+    data = DataSection(sequence_length=128)
+    private = PrivacySection(unit="record", windows=4)
+    used = "of which the first 512 tokens are used"
+    assert claims.unit_in_words(data, private) == f"one text, {used}"
+    assert claims.unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
+    window = PrivacySection(unit="record", record="window")
+    assert claims.unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
