@@ -41,7 +41,8 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
     terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
         bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
-        return SumLayout(Ring(bits, bound, cohort), terms.mechanism.size, (WEIGHT,))
+        extra = terms.mechanism.size - parameters
+        return SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
     heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
     counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
     return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)
@@ -72,7 +73,14 @@ def contract_for(purpose: str, plan: Plan, roster: Roster, run: str, parameters:
     layout = layout_for(purpose, plan, parameters)
     ring = layout.ring
     meaning = pack(
-        purpose, layout.size, layout.counters, layout.heaviest, ring.terms, float(ring.bound).hex(), model
+        purpose,
+        layout.size,
+        layout.extra,
+        layout.counters,
+        layout.heaviest,
+        ring.terms,
+        float(ring.bound).hex(),
+        model,
     )
     return Contract(
         run=f"{run}/{purpose}",

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.privacy.clip import clip
-from cloister.privacy.noise import BLOCK, NoiseStream, Samples
+from cloister.privacy.noise import NoiseStream, Samples
+from cloister.protocol.blocks import BLOCK
 
 SIGMA, VARIANCE = 1.3, 2.0**30
 

@@ -43,7 +43,7 @@ from cloister.aggregation.sums import (
 from cloister.clients.attempt import ADVERTISE, Attempts, Live, Member
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.pins import Pins
-from cloister.clients.release import Finished, for_site_unit, in_clear_units
+from cloister.clients.release import Finished, code_for, contribution
 from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_in_words, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model
@@ -534,9 +534,7 @@ class Site:
         again would release twice.
         """
         plan, terms = resident.plan, resident.terms
-        layout = training_layout(plan, resident.model.layout.size)
         noise = None
-        vector: RingVector
         if terms is not None:
             self._pay(plan, terms, request.run, request.round)
             noise = self._noise(plan, request.run, request.round)
@@ -548,13 +546,15 @@ class Site:
             # That an update is not finite tells of the data, and would be seen: zeros with noise tell nothing.
             _log.warning("round %d: zeros are sent: %s", request.round, error)
             finished = Finished(np.zeros_like(request.model), 0, 0.0)
-        if terms is not None and terms.mechanism is not None:
-            assert noise is not None
-            vector = for_site_unit(finished, layout, terms.mechanism, request.clip, noise)
-        else:
-            # Public, so that a second attempt rounds alike: what hides the vector is its mask.
-            random = np.random.Generator(np.random.SFC64(self._seed(plan, "rounding", request.round)))
-            vector = in_clear_units(finished, layout, random, weighted=plan.aggregation.weighting == "tokens")
+        code = code_for(
+            plan,
+            terms,
+            resident.model.layout.size,
+            rounding=self._seed(plan, "rounding", request.round),
+            clip_norm=request.clip,
+            noise=noise,
+        )
+        vector = contribution(code, finished)
         facts = {
             "plan": plan.digest(),
             "run": request.run,

@@ -10,9 +10,10 @@ stream has an AES key of its own, from the stream's key by HKDF-SHA256 (RFC 5869
 as AES-128's output: a guarantee against a party that computes, not against an unbounded one.
 
 Both samplers reject, so the number of draws behind a sample varies. To be entered anywhere, a sequence is cut
-into blocks of `BLOCK` elements and block i starts at its own far place of the counter: a vector made in one
-piece, shard by shard or by several threads gets the same bytes. The draws are integers and the same everywhere;
-samples may differ in the last bit between builds of NumPy, so ranks that share a stream share a build.
+into the blocks of `protocol/blocks.py` and block i starts at its own far place of the counter: a vector made in one
+piece, span by span or by several threads gets the same bytes. Uniform numbers take one draw each and need no blocks.
+The draws are integers and the same everywhere; samples may differ in the last bit between builds of NumPy, so ranks
+that share a stream share a build.
 
 What a sample is, exactly, and accounting does not see: a float64 normal has 2^52 magnitudes in each of the
 ziggurat's 256 layers, and its support has gaps whose pattern can, in principle, betray what it was added to
@@ -38,6 +39,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from randomgen import AESCounter
 
+from cloister.protocol.blocks import BLOCK, cut
 from cloister.protocol.encoding import pack
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
@@ -47,8 +49,6 @@ PROTOCOL = "cloister/noise/1"
 """First part of everything that is derived from a key; it changes when the sequences do."""
 KEY = 32
 """Bytes of a stream's key."""
-BLOCK = 2**15
-"""Elements of a block: 256 KiB of float64, which stay in a core's cache."""
 LARGEST_VARIANCE = 2.0**33
 """Largest variance of Skellam noise: that of two Poisson variables with mean 2^32."""
 
@@ -111,6 +111,28 @@ class NoiseStream:
         Two calls give two generators of the same numbers: take a child for each use.
         """
         return np.random.Generator(self._keystream("generator"))
+
+    def uniform(self, size: int, offset: int = 0) -> Iterator[npt.NDArray[np.float64]]:
+        """Uniform numbers in [0, 1), multiples of 2^-53: elements [offset, offset + size) of this stream's sequence.
+
+        Element e is draw e of the keystream, so any part of the sequence is entered directly.
+
+        Args:
+            size: d, the number of samples.
+            offset: Element of the whole vector where the result starts.
+
+        Returns:
+            The samples of one block of `protocol.blocks` after the other, float64. The array is reused: take what is
+            needed from it before the next.
+
+        Raises:
+            ValueError: an argument is not as said above.
+        """
+        _check_offset(offset, _size(size))
+        keystream = self._keystream("uniform")
+        keystream.advance(offset)
+        generator, buffer = np.random.Generator(keystream), np.empty(min(BLOCK, size))
+        return (generator.random(out=buffer[: end - begin]) for begin, end, _, _ in cut(offset, size))
 
     def gaussian(
         self, into: int | Floats, sigma: float, offset: int = 0, *, threads: int = 1
@@ -202,7 +224,7 @@ class NoiseStream:
 
         def make(part: Samples, start: int) -> None:
             source = _Blocks(self._keystream("skellam"))
-            for begin, end, number, skip in _cut(start, part.size):
+            for begin, end, number, skip in cut(start, part.size):
                 count = skip + end - begin
                 positive = source.at(2 * number).poisson(variance / 2, count)
                 negative = source.at(2 * number + 1).poisson(variance / 2, count)
@@ -217,7 +239,7 @@ class NoiseStream:
         """Each block of `vector`, with standard normals in it or, where there is a buffer, in that."""
         dtype = vector.dtype if buffer is None else buffer.dtype
         source = _Blocks(self._keystream(f"gaussian/{dtype.name}"))
-        for begin, end, number, skip in _cut(offset, vector.size):
+        for begin, end, number, skip in cut(offset, vector.size):
             block = vector[begin:end]
             samples = block if buffer is None else buffer[: end - begin]
             generator = source.at(number)
@@ -248,20 +270,9 @@ def _derive(key: bytes, length: int, *what: str | int) -> bytes:
     return HKDF(SHA256(), length, None, pack(PROTOCOL, *what)).derive(key)
 
 
-def _cut(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """The blocks under elements [offset, offset + size): begin and end in the vector, the block's number, and
-    how many elements of it come before the vector's first."""
-    begin = 0
-    while begin < size:
-        number, skip = divmod(offset + begin, BLOCK)
-        end = min(size, begin + BLOCK - skip)
-        yield begin, end, number, skip
-        begin = end
-
-
 def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int, threads: int) -> None:
     """Call `work` on parts of `vector` that meet where blocks do, with the element each starts at."""
-    edges = [begin for begin, _, _, _ in _cut(offset, vector.size)]
+    edges = [begin for begin, _, _, _ in cut(offset, vector.size)]
     count = max(1, min(threads, len(edges)))
     if count == 1:
         work(vector, offset)

@@ -44,7 +44,7 @@ from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.graph import assumed
 from cloister.aggregation.sums import training_layout
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
-from cloister.clients.release import Finished, for_site_unit
+from cloister.clients.release import Finished, Protected, contribution
 from cloister.clients.site import load_site
 from cloister.lm.data import Prepared, Sequences, cached, prepare, prepared_key, unit_rule
 from cloister.lm.layout import Layout, Vector
@@ -467,7 +467,7 @@ def audit_sites(
     """
     assert terms.mechanism is not None, "unit site has a mechanism"
     mechanism = replace(terms.mechanism, dimension=_WIDTH)
-    layout = replace(training_layout(plan, dimension), size=mechanism.size)
+    layout = replace(training_layout(plan, dimension), size=_WIDTH)
     sites = plan.cohort.needed()
     if mechanism.variance:
         sites -= assumed(plan.cohort.size(), plan.aggregation.colluders)
@@ -478,12 +478,13 @@ def audit_sites(
     for first in range(0, runs, _WIDTH):
         others = np.zeros(layout.length, layout.ring.dtype)
         for _ in range(sites - 1):
-            np.add(others, for_site_unit(zero, layout, mechanism, clip, streams()), out=others)
+            np.add(others, contribution(Protected(layout, mechanism, clip, streams()), zero), out=others)
         for run in range(first, min(runs, first + _WIDTH)):
             place = run - first
             update = zero.vector.copy()
             update[place] = _FAR * clip if included[run] else 0.0
-            own = for_site_unit(Finished(update, 0, 0.0), layout, mechanism, clip, streams())
+            code = Protected(layout, mechanism, clip, streams())
+            own = contribution(code, Finished(update, 0, 0.0))
             opened = layout.open(np.add(others, own))
             summed = opened.counters[WEIGHT]
             mean, _ = mechanism.decode(opened.mean, summed, clip, streams())

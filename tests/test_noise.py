@@ -20,7 +20,8 @@ from randomgen import AESCounter
 from scipy import stats
 
 from cloister.privacy import noise
-from cloister.privacy.noise import BLOCK, LARGEST_VARIANCE, NoiseStream
+from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.encoding import pack
 
 WRONG = 1e-9
@@ -385,3 +386,19 @@ def test_a_mean_beyond_the_samplers_precision_is_refused() -> None:
 def test_a_key_has_32_bytes(size: int) -> None:
     with pytest.raises(ValueError, match=f"key has {size} bytes"):
         NoiseStream(bytes(size))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 7, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_uniform_numbers_are_one_draw_each_and_are_entered_anywhere(offset: int) -> None:
+    """Element e is draw e of the keystream, whose upper 53 bits are the number."""
+    size = BLOCK + 100
+    whole = np.concatenate([block.copy() for block in STREAM.uniform(3 * BLOCK + 105)])
+    part = np.concatenate([block.copy() for block in STREAM.uniform(size, offset)])
+    np.testing.assert_array_equal(part, whole[offset : offset + size])
+    draws = STREAM._keystream("uniform").random_raw(offset + size)[offset:]
+    np.testing.assert_array_equal(part, (draws >> np.uint64(11)) * 2.0**-53)
+    assert abs(float(part.mean()) - 0.5) < 6.1 / math.sqrt(12 * size)  # 1e-9 of a normal lies beyond
+    with pytest.raises(ValueError, match="offset is"):
+        STREAM.uniform(5, -1)
+    with pytest.raises(ValueError, match="size is"):
+        STREAM.uniform(-1)

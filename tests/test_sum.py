@@ -62,8 +62,9 @@ class Sites:
     def vector(self, name: str) -> np.ndarray:
         layout = training_layout(self.plan, LAYOUT.size)
         counters = {"tokens": 100 + NAMES.index(name), "loss": 7}
-        random = np.random.Generator(np.random.Philox(NAMES.index(name)))
-        return layout.contribution(update_of(name), counters["tokens"], counters, random)
+        values, clipped = layout.encode(update_of(name), counters["tokens"], NAMES.index(name))
+        tail = layout.tail({"weight": counters["tokens"], "clipped": clipped, **counters})
+        return np.concatenate([values, tail])
 
     def ask(
         self,
