@@ -1,23 +1,25 @@
 """The weighted mean of updates, and exact totals of counters, from one sum of ring vectors.
 
-A site's contribution is one vector: its weighted, coded update and then its counters. The coordinator adds
-contributions into one accumulator as they come and opens the total once, so its memory does not grow with the number
-of sites and nothing about one site stands apart from the vector:
+A site's contribution is one vector: its weighted, coded update and then a tail with its counters. The update may be
+coded in any number of spans, because values are keyed by their offset. The tail has one owner and is a span of its own.
+The coordinator adds contributions to one accumulator as they arrive and opens the total once, so its memory does
+not grow with the number of sites, and a site sends no figures outside of the vector:
 
     mean = (sum_i w_i x_i) / (sum_i w_i)        (McMahan et al. 2017, algorithm 1)
 
-with weights carried as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
+with weights represented as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.ring import Ring, RingVector
+from cloister.aggregation.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import UpdateError
 
 WEIGHT = "weight"
@@ -26,73 +28,101 @@ CLIPPED = "clipped"
 
 @dataclass(frozen=True)
 class SumLayout:
-    """What a summed vector holds: `size` coded values, then one counter for each name.
+    """What a summed vector holds: `size` values of the update, `extra` values beside it, and the counters.
 
     Args:
         ring: The ring and its fixed-point code.
-        size: Number of values; 0 for a sum of counters alone.
+        size: Values of the update; 0 for a sum of counters alone.
         counters: Names of the counters, in their order.
         heaviest: The largest weight a site can have.
+        extra: Values that a mechanism sums beside the update, coded as the update is.
     """
 
     ring: Ring
     size: int
     counters: tuple[str, ...]
     heaviest: int = 1
+    extra: int = 0
 
     @property
     def length(self) -> int:
-        """Ring elements in a vector of this layout."""
-        return self.size + len(self.counters) * self.ring.limbs
+        """Ring elements in a vector of this layout: the update in [0, size), the tail in [size, length)."""
+        return self.size + self.extra + len(self.counters) * self.ring.limbs
 
-    def contribution(
+    def encode(
         self,
         values: npt.NDArray[np.float32],
         weight: int,
-        counters: Mapping[str, int],
-        random: np.random.Generator,
-    ) -> RingVector:
-        """A site's part of a weighted mean.
+        seed: int,
+        offset: int = 0,
+        out: RingVector | None = None,
+    ) -> tuple[RingVector, int]:
+        """One span of a site's part of a weighted mean.
 
         Args:
-            values: (size,) float32, the update.
-            weight: The site's weight, from 1 to `heaviest`; fills the counter `weight`.
-            counters: The other counters; `clipped` is filled in here where the layout has it.
-            random: Source of the stochastic rounding.
+            values: (d,) float32: elements [offset, offset + d) of the update.
+            weight: The site's weight, from 1 to `heaviest`.
+            seed: Of the stochastic rounding, as in `Ring.encode`: the same for all spans of an update.
+            offset: Element of the update where `values` starts.
+            out: (d,) ring integers to write into.
 
         Returns:
-            (length,) ring integers.
+            (d,) ring integers, and the number of values that were beyond the ring's bound.
 
         Raises:
-            UpdateError: the update is not finite, has another length, or its weight is out of range.
+            UpdateError: the values are not finite, end beyond the update, or the weight is out of range.
         """
-        if values.shape != (self.size,):
-            raise UpdateError("update", values.shape, expected=f"a vector of {self.size} values")
+        self._check_span(values.shape, offset)
         if not 0 < weight <= self.heaviest:
             raise UpdateError("weight", weight, expected=f"from 1 to {self.heaviest}")
-        vector: RingVector = np.empty(self.length, dtype=self.ring.dtype)
-        _, clipped = self.ring.encode(values, random, factor=weight / self.heaviest, out=vector[: self.size])
-        known = {**counters, WEIGHT: weight, CLIPPED: clipped}
-        vector[self.size :] = self.ring.encode_counters([known[name] for name in self.counters])
-        return vector
+        return self.ring.encode(values, seed, offset, factor=weight / self.heaviest, out=out)
 
-    def whole(self, steps: npt.NDArray[np.int64]) -> RingVector:
-        """A site's part of a mean of vectors that are whole numbers of steps already, with the weight 1.
+    def whole(
+        self, steps: npt.NDArray[np.int64], offset: int = 0, out: RingVector | None = None
+    ) -> RingVector:
+        """One span of a site's part of a mean of vectors that are already whole numbers of steps, with the weight 1.
 
         Args:
-            steps: (size,) int64; what is beyond the ring is taken modulo 2^bits.
+            steps: (d,) int64: elements [offset, offset + d); values beyond the ring are reduced modulo 2^bits.
+            offset: Element of the update where `steps` starts.
+            out: (d,) ring integers to write into.
 
         Returns:
-            (length,) ring integers.
+            (d,) ring integers.
+
+        Raises:
+            UpdateError: the steps end beyond the update.
         """
-        if steps.shape != (self.size,):
-            raise UpdateError("update", steps.shape, expected=f"a vector of {self.size} values")
-        vector: RingVector = np.empty(self.length, dtype=self.ring.dtype)
-        vector[: self.size] = steps.astype(self.ring.dtype)
-        vector[self.size :] = self.ring.encode_counters(
-            [1 if name == WEIGHT else 0 for name in self.counters]
-        )
+        self._check_span(steps.shape, offset)
+        coded: RingVector = np.empty(steps.shape, self.ring.dtype) if out is None else out
+        np.copyto(coded, steps, casting="unsafe")
+        return coded
+
+    def tail(self, counters: Mapping[str, int], extra: npt.ArrayLike = ()) -> RingVector:
+        """The span [size, length): the extra values, as whole numbers of steps, and then the counters.
+
+        Args:
+            counters: The exact counters, at least those of the layout.
+            extra: The extra values; those beyond the ring are reduced modulo 2^bits.
+
+        Returns:
+            (length - size,) ring integers.
+
+        Raises:
+            UpdateError: there are more or fewer extra values than the layout has.
+        """
+        steps = np.asarray(extra, np.int64)
+        if steps.shape != (self.extra,):
+            raise UpdateError("extra values", steps.shape, expected=f"a vector of {self.extra} values")
+        coded = self.ring.encode_counters([counters[name] for name in self.counters])
+        vector: RingVector = np.concatenate([steps.astype(self.ring.dtype), coded])
         return vector
+
+    def _check_span(self, shape: tuple[int, ...], offset: int) -> None:
+        if len(shape) != 1 or offset < 0 or offset + shape[0] > self.size:
+            raise UpdateError(
+                "update", f"{shape} at {offset}", expected=f"a span of a vector of {self.size} values"
+            )
 
     def open(self, total: RingVector) -> Opened:
         """Decode a finished sum.
@@ -100,12 +130,13 @@ class SumLayout:
         Raises:
             UpdateError: the sum of weights is 0.
         """
-        counters = dict(zip(self.counters, self.ring.decode_counters(total[self.size :]), strict=True))
-        if not self.size:
+        values = self.size + self.extra
+        counters = dict(zip(self.counters, self.ring.decode_counters(total[values:]), strict=True))
+        if not values:
             return Opened(np.empty(0, dtype=np.float32), counters)
         if counters[WEIGHT] == 0:
             raise UpdateError("sum of weights", 0, expected="at least one contribution")
-        mean = self.ring.decode(total[: self.size])
+        mean = self.ring.decode(total[:values])
         mean *= self.heaviest / counters[WEIGHT]
         return Opened(mean.astype(np.float32), counters)
 
@@ -115,35 +146,32 @@ class Opened:
     """A decoded sum."""
 
     mean: npt.NDArray[np.float32]
-    """(size,) weighted mean of the updates."""
+    """(size + extra,) weighted mean of the updates, and of the extra values."""
     counters: dict[str, int]
     """Exact totals."""
 
 
 class PlainSum:
-    """The sum in clear: one accumulator, into which contributions are added in any order."""
+    """The sum in clear: one accumulator, to which contributions are added in any order."""
 
     def __init__(self, layout: SumLayout) -> None:
         self._layout = layout
         self._total: RingVector = np.zeros(layout.length, dtype=layout.ring.dtype)
         self.terms = 0
 
-    def add(self, vector: RingVector) -> None:
-        """Fold in one contribution.
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Fold in one contribution, in pieces that tile the vector.
 
         Raises:
-            UpdateError: it has another length or type than the layout; the sum is as it was.
+            UpdateError: the pieces have another type or do not tile it, or the sum already has as many contributions
+                as the ring holds; the sum is unchanged.
         """
-        ring = self._layout.ring
-        if vector.dtype != ring.dtype or vector.shape != self._total.shape:
+        check_pieces(pieces, self._layout.length, self._layout.ring.dtype)
+        if self.terms >= self._layout.ring.terms:
             raise UpdateError(
-                "update",
-                f"{vector.dtype}{list(vector.shape)}",
-                expected=f"{np.dtype(ring.dtype).name}[{self._layout.length}]",
+                "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
             )
-        if self.terms >= ring.terms:
-            raise UpdateError("number of updates", self.terms + 1, expected=f"at most {ring.terms}")
-        np.add(self._total, vector, out=self._total)
+        add_pieces(self._total, pieces)
         self.terms += 1
 
     def open(self) -> Opened:

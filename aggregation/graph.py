@@ -1,8 +1,8 @@
-"""Who masks with whom: the neighbours of every site of a cohort.
+"""The mask graph: the neighbours of every site of a cohort, with which it shares masks.
 
-In the complete graph every pair shares a mask (Bonawitz et al. 2017). In a larger cohort each site masks with k others
-only, its neighbours in a Harary graph: the sites stand on a ring in an order that nobody chose, and each is joined to
-the k / 2 nearest on either side (Bell et al. 2020). A site's cost then grows with k, which grows with log n.
+In the complete graph every pair shares a mask (Bonawitz et al. 2017). In a larger cohort each site shares masks only
+with its k neighbours in a Harary graph: the sites lie on a ring in a public pseudorandom order, and each is connected
+to the k / 2 nearest on either side (Bell et al. 2020). A site's cost then grows with k, which grows with log n.
 `protocol/threshold.py` computes k.
 """
 
@@ -20,7 +20,7 @@ class Graph:
     """The neighbours of every site of a cohort."""
 
     def __init__(self, cohort: Sequence[str], parameters: Parameters, key: bytes, round_: int) -> None:
-        """Lay out the graph.
+        """Build the graph.
 
         Args:
             cohort: Names of the n sites, distinct, in any order.

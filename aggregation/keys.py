@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cloister.protocol.encoding import Value, pack
 from cloister.protocol.errors import OneTimeKeyError, ShareError, SignatureError
 
-PROTOCOL = "cloister/secure-sum/1"
+PROTOCOL = "cloister/secure-sum/2"
 """First part of every input that is signed or from which a key is derived; it changes with the protocol."""
 KEY = 32
 """Bytes of an X25519 key, of a seed, and of a share-encryption key."""
@@ -97,8 +97,8 @@ def random_from(seed: bytes) -> Callable[[int], bytes]:
     """A random source that gives the same bytes in every process: the ChaCha20 keystream of 32 secret bytes.
 
     It lets a site's attempt survive a crash of the process. The site draws one seed for the attempt, keeps it as secret
-    as its identity key, stores each message before it replies, and rebuilds its `Site` by replaying the messages. Never
-    use a seed for two attempts.
+    as its identity key, stores each message before it replies, and rebuilds its `SecureSite` by replaying the messages.
+    Never use a seed for two attempts.
     """
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
     return lambda size: stream.update(bytes(size))

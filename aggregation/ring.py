@@ -1,10 +1,14 @@
-"""Floats as integers modulo 2^b, so that a sum does not depend on the order in which its terms arrive.
+"""Floats as integers modulo 2^b, so that a sum is independent of the order in which its terms arrive.
 
 A value is clipped to ±bound, scaled to at most `levels` steps and rounded stochastically: the result is unbiased, and
 the sum of `terms` of them cannot leave (-2^(b-1), 2^(b-1)), so it decodes without ambiguity. Counters are exact: a
-64-bit integer travels as limbs that are short enough for `terms` of them to add up without wrapping.
+64-bit integer travels as limbs that are short enough for `terms` of them to be added without wrapping.
 
-Floating-point addition was refused: it is not associative, so the mean would depend on who answered first.
+Rounding is keyed by the element's offset in the whole vector: element e takes draw e of PCG64DXSM with the seed, which
+can be advanced to any draw (O'Neill 2014; NumPy makes one double of one 64-bit draw). A vector that is coded span by
+span therefore gets the same integers. SFC64 is as fast but cannot be advanced.
+
+Refused: floating-point addition, which is not associative, so the mean would depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import UpdateError
 
 RingVector = npt.NDArray[np.unsignedinteger[Any]]
 
-_BLOCK = 1 << 15  # elements coded at a time: the float64 temporaries stay in cache
 _COUNTER_BITS = 64
 
 
@@ -31,7 +35,7 @@ class Ring:
 
     Args:
         bits: 16 or 32.
-        bound: Largest absolute value that is carried.
+        bound: Largest absolute value that can be represented.
         terms: Largest number of vectors in a sum.
     """
 
@@ -61,7 +65,8 @@ class Ring:
     def encode(
         self,
         values: npt.NDArray[np.float32],
-        random: np.random.Generator,
+        seed: int,
+        offset: int = 0,
         *,
         factor: float = 1.0,
         out: RingVector | None = None,
@@ -69,8 +74,9 @@ class Ring:
         """Code `factor` × clip(values, ±bound), rounded to one of the two nearest steps without bias.
 
         Args:
-            values: (d,) float32, finite.
-            random: Source of the rounding; public, not a secret.
+            values: (d,) float32, finite: elements [offset, offset + d) of the whole vector.
+            seed: Of the rounding, 0 or more; public, not a secret. One seed codes one vector.
+            offset: Element of the whole vector where `values` starts.
             factor: The term's weight in [0, 1].
             out: (d,) ring integers to write into.
 
@@ -80,17 +86,22 @@ class Ring:
         Raises:
             UpdateError: a value is not finite.
         """
+        source = np.random.PCG64DXSM(seed)
+        source.advance(offset)
+        random = np.random.Generator(source)
         coded: RingVector = np.empty(values.shape, dtype=self.dtype) if out is None else out
         signed = coded.view(np.int16 if self.bits == 16 else np.int32)
         clipped = 0
-        step, chance = np.empty(_BLOCK), np.empty(_BLOCK)
-        for start in range(0, values.size, _BLOCK):
-            block = values[start : start + _BLOCK]
+        step, chance = np.empty(BLOCK), np.empty(BLOCK)
+        for start in range(0, values.size, BLOCK):
+            block = values[start : start + BLOCK]
             scaled, draw = step[: block.size], chance[: block.size]
             largest = float(np.abs(block).max())
             if not math.isfinite(largest):
                 where = start + int(np.flatnonzero(~np.isfinite(block))[0])
-                raise UpdateError(f"update[{where}]", float(values[where]), expected="a finite number")
+                raise UpdateError(
+                    f"update[{offset + where}]", float(values[where]), expected="a finite number"
+                )
             np.multiply(block, self.scale * factor, out=scaled, dtype=np.float64)
             if largest >= self.bound:
                 clipped += int(np.count_nonzero(np.abs(block.astype(np.float64)) > self.bound))
@@ -100,13 +111,13 @@ class Ring:
             scaled += draw
             np.floor(scaled, out=scaled)
             if largest >= self.bound:
-                # Rounding of the product may lift the end of the range by a step: `levels` must hold, or sums wrap.
+                # Rounding of the product may exceed the range by a step; beyond `levels` a sum could wrap.
                 np.clip(scaled, -self.levels, self.levels, out=scaled)
-            signed[start : start + _BLOCK] = scaled  # whole numbers in range: the cast is exact
+            signed[start : start + BLOCK] = scaled  # whole numbers in range: the cast is exact
         return coded, clipped
 
     def decode(self, total: RingVector) -> npt.NDArray[np.float64]:
-        """The sum of the values behind a sum of coded vectors.
+        """Decode a sum of coded vectors to the sum of their values.
 
         Args:
             total: (d,) sum modulo 2^bits of at most `terms` vectors from `encode`.
@@ -134,7 +145,7 @@ class Ring:
         """
         width = self._limb_bits
         if any(not 0 <= counter < 1 << _COUNTER_BITS for counter in counters):
-            # Their values are a site's own, and an error may travel.
+            # Do not quote the values: they are private to the site, and an error may be sent.
             raise ValueError("a counter is out of range: expected integers in [0, 2^64)")
         mask = (1 << width) - 1
         limbs = [counter >> (width * limb) & mask for counter in counters for limb in range(self.limbs)]
@@ -142,7 +153,7 @@ class Ring:
         return coded
 
     def decode_counters(self, total: RingVector) -> list[int]:
-        """The exact sums of counters behind a sum of at most `terms` vectors from `encode_counters`."""
+        """Decode the exact sums of counters from a sum of at most `terms` vectors from `encode_counters`."""
         width = self._limb_bits
         limbs = [int(limb) for limb in total]
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
@@ -14,12 +14,12 @@ from cloister.aggregation.secure_sum import (
     Attempt,
     Contract,
     check_signature,
-    check_vector,
     commitment,
     ring_dtype,
     survivors_digest,
     transcript,
 )
+from cloister.aggregation.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import (
     AgreementError,
     MaskError,
@@ -28,6 +28,7 @@ from cloister.protocol.errors import (
     ShareError,
     StepError,
     TooFewSitesError,
+    UpdateError,
 )
 from cloister.protocol.messages import (
     Advertise,
@@ -48,8 +49,8 @@ from cloister.protocol.messages import (
 class SecureCoordinator:
     """The coordinator's side of one attempt.
 
-    The five pairs of methods follow the steps: the first takes one site's message and raises if it cannot
-    stand (that site is then a dropout; the attempt goes on), the second ends the step and gives what the
+    The five pairs of methods follow the steps: the first takes one site's message and raises if it is not valid
+    (that site is then a dropout; the attempt continues), the second ends the step and returns what the
     sites are sent next, or raises `TooFewSitesError`, which ends the attempt. Not thread-safe.
 
     Args:
@@ -67,7 +68,7 @@ class SecureCoordinator:
         sites = tuple(sorted(cohort))
         threshold = contract.tolerance.parameters(len(sites)).threshold
         self.begin = Begin(round_, attempt, model, sites, threshold)
-        """What each site of the cohort is sent first."""
+        """The first message to each site of the cohort."""
         self.attempt = Attempt(contract, self.begin)
         self._step: Step | None = Step.ADVERTISE
         self._probe = keys.Exchange(bytes(keys.KEY))
@@ -85,7 +86,7 @@ class SecureCoordinator:
         """Step 2: take one site's keys.
 
         Raises:
-            StaleError, SignatureError, MemberError, StepError, OneTimeKeyError: the message cannot stand.
+            StaleError, SignatureError, MemberError, StepError, OneTimeKeyError: the message is not valid.
         """
         self._check(message, Step.ADVERTISE, self.attempt.cohort, self._advertised)
         self._probe.secret(message.share_key)  # a key of low order would be refused by every other site
@@ -93,7 +94,7 @@ class SecureCoordinator:
         self._advertised[message.site] = message
 
     def peers(self) -> Peers:
-        """Step 2, end: what each site of U1 is sent."""
+        """Step 2, end: the message to each site of U1."""
         self._close(Step.ADVERTISE, self._advertised)
         messages = tuple(self._advertised[site] for site in sorted(self._advertised))
         self._transcript = transcript(self.attempt.context, messages)
@@ -114,7 +115,7 @@ class SecureCoordinator:
         self._shared[message.site] = message
 
     def inboxes(self) -> dict[str, Inbox]:
-        """Step 3, end: what each site of U2 is sent."""
+        """Step 3, end: the message to each site of U2."""
         self._close(Step.SHARE, self._shared)
         self._sharers = tuple(sorted(self._shared))
         sealed: dict[str, list[tuple[str, bytes]]] = {site: [] for site in self._sharers}
@@ -128,35 +129,33 @@ class SecureCoordinator:
 
     # 4. Mask.
 
-    def fold(self, message: Masked, vector: masks.Ring) -> None:
-        """Step 4: add one site's whole masked vector to the accumulator; it is not needed after that.
+    def fold(self, message: Masked, pieces: Sequence[Piece]) -> None:
+        """Step 4: add one site's whole masked vector to the accumulator; the vector is not needed after that.
 
-        Either all of it is added or nothing: an upload that did not come whole is not folded, and its site is
-        not in U3.
+        It is added as a whole or not at all: an incomplete upload is not folded, and its site is not in U3.
 
         Args:
-            message: The site's statement; the caller has checked its digest against the vector's bytes.
-            vector: Shape (length,), of the ring's type; may be a memory map. It is only read.
+            message: The site's statement; the caller checks the pieces against its digest (`span.check_received`).
+            pieces: Offset and elements of each span, of the ring's type, that tile the vector; they are only read.
 
         Raises:
-            StaleError, SignatureError, MemberError, StepError, MaskError: the upload cannot stand.
+            StaleError, SignatureError, MemberError, StepError, MaskError: the upload is not valid.
         """
         self._check(message, Step.UPDATE, self._shared, self._folded)
-        self._check_upload(message.site, vector)
+        self._check_upload(message.site, pieces)
         if self._accumulator is None:
             self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
-        np.add(self._accumulator, vector, out=self._accumulator)
+        add_pieces(self._accumulator, pieces)
         self._folded.add(message.site)
 
-    def _check_upload(self, site: str, vector: masks.Ring) -> None:
-        check_vector(vector, self.contract.ring_bits)
-        if vector.size != self.contract.length:
-            raise MaskError(
-                f"vector of {site}", f"{vector.size} elements", expected=f"{self.contract.length} elements"
-            )
+    def _check_upload(self, site: str, pieces: Sequence[Piece]) -> None:
+        try:
+            check_pieces(pieces, self.contract.length, ring_dtype(self.contract.ring_bits))
+        except UpdateError as error:
+            raise MaskError(f"vector of {site}", expected=f"pieces that tile it ({error})") from error
 
     def survivors(self) -> Survivors:
-        """Step 4, end: what each site of U3 is sent."""
+        """Step 4, end: the message to each site of U3."""
         self._close(Step.UPDATE, self._folded)
         self._survivors = tuple(sorted(self._folded))
         return Survivors(self.attempt.context, self._survivors)
@@ -167,7 +166,7 @@ class SecureCoordinator:
         """Step 5: take one site's signature under the survivors.
 
         Raises:
-            StaleError, SignatureError, MemberError, StepError, AgreementError: the message cannot stand.
+            StaleError, SignatureError, MemberError, StepError, AgreementError: the message is not valid.
         """
         self._check(message, Step.CONFIRM, self._folded, self._confirmed)
         if message.survivors != survivors_digest(self.attempt.context, self._survivors):
@@ -175,7 +174,7 @@ class SecureCoordinator:
         self._confirmed[message.site] = message
 
     def request(self) -> Unmask:
-        """Step 5, end: what each site of U3 is sent."""
+        """Step 5, end: the message to each site of U3."""
         self._close(Step.CONFIRM, self._confirmed, least=self.attempt.parameters.agreement)
         dropouts = tuple(site for site in self._sharers if site not in self._folded)
         signatures = tuple((site, self._confirmed[site].signature) for site in sorted(self._confirmed))
@@ -190,7 +189,7 @@ class SecureCoordinator:
             StaleError, SignatureError, MemberError, StepError, ShareError: the message cannot stand.
         """
         self._check(message, Step.UNMASK, self._folded, self._revealed)
-        held = set(self.attempt.graph.holders(message.site))  # to hold shares is mutual
+        held = set(self.attempt.graph.holders(message.site))  # holding shares is mutual
         self_shares = [site for site in self._survivors if site in held]
         mask_shares = [site for site in self._sharers if site in held and site not in self._folded]
         if [site for site, _ in message.self_shares] != self_shares or [
@@ -223,19 +222,19 @@ class SecureCoordinator:
     # 7. Sum.
 
     def sum(self, *, threads: int = 1, pool: Executor | None = None) -> masks.Ring:
-        """Step 7: reconstruct the secrets and take the masks off.
+        """Step 7: reconstruct the secrets and remove the masks.
 
         Returns:
             Shape (length,), uint16 or uint32: the sum of the survivors' vectors modulo 2^b. It is the
             accumulator.
 
         Raises:
-            TooFewSitesError: a secret has fewer than t shares; more may come. Nothing was reconstructed.
-            ReconstructionError: a site's shares, commitment or key do not fit together; it is named.
-            StepError: the sum was taken before, or it is not the time.
+            TooFewSitesError: a secret has fewer than t shares; more may arrive. Nothing was reconstructed.
+            ReconstructionError: a site's shares do not match its commitment or key; the error names the site.
+            StepError: the sum was taken before, or this is not the current step.
         """
         if self._step is not Step.UNMASK or self._accumulator is None:
-            raise StepError("sum", expected="to be taken once, after the shares were asked for")
+            raise StepError("sum", expected="it once, after the shares were requested")
         if not self.enough:
             raise TooFewSitesError(
                 "sites that revealed shares",
@@ -275,7 +274,7 @@ class SecureCoordinator:
         return self._accumulator
 
     def _reconstruct(self, site: str, shares: dict[str, bytes], fits: Callable[[str, bytes], bool]) -> bytes:
-        """The secret of `site`; with more than t shares, whatever one holder says."""
+        """The secret of `site`; with more than t shares, even if one holder's share is wrong."""
         threshold = self.attempt.parameters.threshold
         holders = sorted(
             shares, key=lambda holder: (holder in self._suspects, self.attempt.graph.index(holder))
@@ -289,14 +288,14 @@ class SecureCoordinator:
             try:
                 secret = interpolation.secret([shares[holder] for holder in chosen])
             except ShareError:
-                continue  # no field element, or no secret: one of them is wrong
+                continue  # not a field element, or not a secret: a share is wrong
             if fits(site, secret):
                 if left_out is not None:
                     self._suspects.add(left_out)
                 return secret
         raise ReconstructionError(
             f"secret of {site}",
-            expected=f"shares that fit what {site} committed to: {site} or a holder of its shares was wrong",
+            expected=f"shares that match the commitment of {site}: {site} or a holder of its shares sent wrong data",
             fix="try the round again",
         )
 
@@ -312,9 +311,9 @@ class SecureCoordinator:
         if self._step is not step:
             raise StepError(f"{step.label} of {message.site}", expected=f"a message of {self._now}")
         if message.site not in known:
-            raise MemberError("site", message.site, expected="one of the step before")
+            raise MemberError("site", message.site, expected="a site of the previous step")
         if message.site in seen:
-            raise StepError(f"{step.label} of {message.site}", expected="one message of each site")
+            raise StepError(f"{step.label} of {message.site}", expected="one message from each site")
         self._check_signature(message)
 
     def _check_signature(self, message: Signed) -> None:

@@ -60,8 +60,9 @@ Message: TypeAlias = Told | Inbox
 
 @dataclass(frozen=True)
 class Seeds:
-    """The masks of one site's vector, for its own ranks: `masks.apply(shard, seeds.add, seeds.subtract,
-    offset=...)`.
+    """The masks of one site's vector, for its own ranks.
+
+    A rank calls `masks.apply(shard, seeds.add, seeds.subtract, offset=...)`.
     """
 
     add: tuple[bytes, ...] = field(repr=False)
@@ -69,19 +70,19 @@ class Seeds:
 
 
 class SecureSite:
-    """One site's side of one attempt. A step's message handled twice gives the same reply; another message is
-    refused.
+    """One site's side of one attempt; each step is idempotent.
+
+    The same message handled twice gives the same reply; a different message for a step that is done is refused.
 
     Args:
-        contract: What the site knows by itself.
+        contract: As the site derives it from the plan and its pinned roster.
         name: Its name in the roster.
         identity: Its identity key.
-        minimum: The fewest sites whose sum it takes part in: its policy.
-        random: Gives that many bytes from a cryptographic source.
-        answered: Writes the mark durably; it is called before shares are revealed, and may raise to stop
-            that.
+        minimum: The fewest sites whose sum it takes part in, by its policy.
+        random: Returns that many bytes from a cryptographic source.
+        answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
         earlier: The mark that the site wrote in an earlier attempt at this round, if there is one.
-        newest: Round and attempt that the site joined last; an attempt not after it is refused.
+        newest: Round and attempt that the site joined last; only a later attempt is accepted.
     """
 
     def __init__(
@@ -104,9 +105,7 @@ class SecureSite:
         self.answered = answered
         self._earlier = earlier
         self._newest = newest
-        self._done: dict[
-            Step, tuple[Message, Any]
-        ] = {}  # for each step that was done: the message and the reply
+        self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masked: Masked | None = None
         self._ranges: list[tuple[int, int]] = []  # of the vector whose masks were used, sorted
         self._applied = 0  # elements that were masked to the end
@@ -118,8 +117,7 @@ class SecureSite:
         """Step 2: join the attempt with fresh one-time keys.
 
         Raises:
-            StaleError, MemberError, TooFewSitesError, ParameterError, ThresholdError, StepError: why it does
-            not.
+            StaleError, MemberError, TooFewSitesError, ParameterError, ThresholdError, StepError: it refuses.
         """
         if (reply := self._check_order(Step.ADVERTISE, begin)) is not None:
             return reply  # type: ignore[no-any-return]  # the reply of this same step
@@ -161,7 +159,7 @@ class SecureSite:
 
     def _check_threshold(self, offered: int, own: int) -> None:
         if offered != own:
-            raise ThresholdError("threshold", offered, expected=f"{own}, which the plan gives")
+            raise ThresholdError("threshold", offered, expected=f"{own}, which follows from the plan")
 
     # 3. Share.
 
@@ -169,8 +167,7 @@ class SecureSite:
         """Step 3: check the keys of U1 and share b and s among the holders.
 
         Raises:
-            StaleError, MemberError, OneTimeKeyError, SignatureError, TooFewSitesError, StepError: why it does
-            not.
+            StaleError, MemberError, OneTimeKeyError, SignatureError, TooFewSitesError, StepError: it refuses.
         """
         if (reply := self._check_order(Step.SHARE, peers)) is not None:
             return reply  # type: ignore[no-any-return]  # the reply of this same step
@@ -224,7 +221,7 @@ class SecureSite:
             check_signature(self.contract.roster, message, self.attempt.context)
 
     def _least(self) -> int:
-        """Sites that must be left for this site to go on."""
+        """Fewest remaining sites with which this site continues."""
         return max(self.minimum, self.attempt.parameters.quorum)
 
     # 4. Mask.
@@ -233,8 +230,7 @@ class SecureSite:
         """Step 4, first half: open the shares of the others and derive the masks.
 
         Raises:
-            StaleError, MemberError, TooFewSitesError, ShareError, OneTimeKeyError, StepError: why it does
-            not.
+            StaleError, MemberError, TooFewSitesError, ShareError, OneTimeKeyError, StepError: it refuses.
         """
         if self._check_order(Step.UPDATE, inbox) is not None:
             return
@@ -300,7 +296,7 @@ class SecureSite:
     ) -> None:
         """Step 4: mask elements [offset, offset + len(vector)) of the site's vector, in place.
 
-        The whole vector or its shards, in any order, each element once: two vectors under one mask give away
+        Mask the whole vector or its shards in any order, each element once: two vectors under one mask reveal
         their difference.
 
         Args:
@@ -311,9 +307,9 @@ class SecureSite:
             pool: Where they run; by default a pool for this call.
 
         Raises:
-            MaskError: wrong type or place, or part of it was masked before.
+            MaskError: wrong type or range, or part of it was masked before.
             StaleError: the vector was computed from another model than the attempt's.
-            StepError: it is not the time.
+            StepError: this is not the current step.
         """
         self._check_may_mask(model)
         check_vector(vector, self.contract.ring_bits)
@@ -337,15 +333,16 @@ class SecureSite:
         self._applied += vector.size
 
     def take_seeds(self, *, model: bytes) -> Seeds:
-        """Step 4, for a site whose ranks mask their own shards: the seeds, given once. They must not leave
-        the site.
+        """Step 4, for a site whose ranks mask their own shards: the seeds, returned only once.
+
+        They must not leave the site.
 
         Args:
             model: Hash of the global model that the vector was computed from.
 
         Raises:
             StaleError: the vector was computed from another model than the attempt's.
-            StepError: it is not the time, or they were taken, or the vector was masked here.
+            StepError: this is not the current step, or they were taken, or the vector was masked here.
         """
         self._check_may_mask(model)
         if self._ranges:
@@ -354,10 +351,10 @@ class SecureSite:
         return self._seeds
 
     def masked(self, digest: bytes) -> Masked:
-        """Step 4, end: sign the masked vector's digest; nothing can be masked from here on.
+        """Step 4, end: sign the masked vector's digest; nothing can be masked after this.
 
         Raises:
-            StepError: it is not the time, or parts of the vector are not masked.
+            StepError: this is not the current step, or parts of the vector are not masked.
         """
         if self._masked is None:
             if Step.UPDATE not in self._done:
@@ -371,10 +368,10 @@ class SecureSite:
 
     def _check_may_mask(self, model: bytes) -> None:
         if Step.UPDATE not in self._done or self._masked is not None or self._seeds_taken:
-            raise StepError("masking", expected="to come once, after the shares and before the upload")
+            raise StepError("masking", expected="it once, after the shares and before the upload")
         if model != self.attempt.model:
             raise StaleError(
-                "model", model.hex(), expected=f"{self.attempt.model.hex()}, which this attempt is about"
+                "model", model.hex(), expected=f"{self.attempt.model.hex()}, the model of this attempt"
             )
 
     def _check_not_masked(self, start: int, end: int) -> None:
@@ -387,11 +384,10 @@ class SecureSite:
     # 5. Consistency.
 
     def confirm(self, survivors: Survivors) -> Confirm:
-        """Step 5: sign the list of survivors, if this site can stand by it.
+        """Step 5: check the list of survivors and sign it.
 
         Raises:
-            StaleError, MemberError, TooFewSitesError, AnsweredError, AgreementError, StepError: why it does
-            not.
+            StaleError, MemberError, TooFewSitesError, AnsweredError, AgreementError, StepError: it refuses.
         """
         if self._masked is None:
             raise StepError("survivors", expected="the upload of this site first")
@@ -419,8 +415,8 @@ class SecureSite:
                 "survivors",
                 f"{len(survivors)} sites",
                 expected=f"the same as in attempt {self._earlier.attempt}, which this site answered: "
-                "the difference of two sums would open updates",
-                fix="go on with the next round",
+                "the difference of two sums would reveal updates",
+                fix="continue with the next round",
             )
 
     def _check_one_list(self, survivors: tuple[str, ...]) -> None:
@@ -435,8 +431,9 @@ class SecureSite:
         """Step 6: reveal one share of one secret of each peer, after the mark is written.
 
         Raises:
-            StaleError, AgreementError, SignatureError, MemberError, ExclusiveError, AnsweredError, StepError:
-            why not. Exception: what `answered` raised; nothing was revealed.
+            StaleError, AgreementError, SignatureError, MemberError, ExclusiveError, AnsweredError, StepError: it
+                refuses.
+            Exception: whatever `answered` raised; nothing was revealed.
         """
         self._check_context(request.context)
         if (reply := self._check_repeat(request)) is not None:
@@ -482,18 +479,20 @@ class SecureSite:
     def _check_exclusive(self, request: Unmask) -> None:
         both = sorted(set(request.survivors) & set(request.dropouts))
         if both:
-            raise ExclusiveError("survivors and dropouts", both, expected="each site in one of the two lists")
+            raise ExclusiveError(
+                "survivors and dropouts", both, expected="each site in only one of the two lists"
+            )
         if sorted(request.survivors + request.dropouts) != sorted(self._sharers):
-            raise MemberError("survivors and dropouts", expected="exactly the sites that shared between them")
+            raise MemberError("survivors and dropouts", expected="together exactly the sites that shared")
 
     # All steps.
 
     def _check_order(self, step: Step, message: Message) -> Any:
-        """The reply that was given to this same message before; None if the step is next."""
+        """The earlier reply to this same message; None if the step is the next one."""
         if step in self._done:
             before, reply = self._done[step]
             if before != message:
-                raise StepError(step.label, expected="to be asked for once in an attempt")
+                raise StepError(step.label, expected="one request in an attempt")
             return reply
         due = Step(Step.ADVERTISE + len(self._done))
         if step is not due:
@@ -506,7 +505,7 @@ class SecureSite:
     def _check_within(self, what: str, sites: Iterable[str], known: Iterable[str]) -> None:
         extra = sorted(set(sites).difference(known))
         if extra:
-            raise MemberError(what, extra[0], expected="only sites of the step before")
+            raise MemberError(what, extra[0], expected="only sites of the previous step")
 
     def _check_includes_me(self, what: str, sites: Iterable[str]) -> None:
         if self.name not in sites:

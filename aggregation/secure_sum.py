@@ -3,27 +3,27 @@
 After Bonawitz et al. 2017 ("Practical secure aggregation", the malicious-server variant with a consistency step), with
 the graph of Bell et al. 2020 above 64 sites. n sites, at most A of them colluding with the coordinator, at most D
 dropping out. Everything a site sends is signed with the identity key that the roster holds (`protocol.roster`), over
-the protocol's name, the step and `ctx`, the hash of all that the parties must agree on about this attempt
+the protocol's name, the step and `ctx`, the hash of everything that the parties must agree on about this attempt
 (`Attempt.context`). The steps are those of a round (`protocol.messages.Step`, `server/round.py`), which draws the
 cohort in step 1.
 
-2. Advertise. A site checks what it is asked to join (2a-2d) and answers with two one-time X25519 keys: c for shares,
-   s for masks. U1 are the sites that answered.
+2. Advertise. A site checks the attempt that it is asked to join (2a-2d) and answers with two one-time X25519 keys: c
+   for shares, s for masks. U1 are the sites that answered.
 3. Share. A site checks the keys of U1 (3a-3e), draws the seed b of its self-mask, shares b and s t-of-n among the
    holders that the graph gives, encrypts each share for its holder, and commits to b. U2 are the sites that answered.
-4. Mask. A site opens the shares that it was sent (4a-4c) and uploads y = x + PRG(b) + sum over neighbours j in U2 of
+4. Mask. A site opens the shares that it received (4a-4c) and uploads y = x + PRG(b) + sum over neighbours j in U2 of
    +-PRG(s_ij) mod 2^b, s_ij from X25519 of the two mask keys, + for the site whose name sorts first. U3 are the sites
    whose upload is complete.
 5. Consistency. A site checks U3 (5a-5d) and signs it, once.
 6. Unmask. Shown enough signatures under the one list that it signed itself (6a-6d), a site writes a durable mark that
    it has answered, and only then reveals the share of b of each survivor, or that of s of each dropout: never both.
 7. Sum. The coordinator reconstructs the secrets, checks b against its commitment and s against the advertised key, and
-   takes the masks off its accumulator. With fewer than t shares the attempt ends, and nothing was revealed.
+   removes the masks from its accumulator. With fewer than t shares the attempt ends, and nothing was revealed.
 
-This file holds what both sides know; `secure_site.py` and `secure_coordinator.py` are one side each. None of them does
+This file has what both sides share; `secure_site.py` and `secure_coordinator.py` are one side each. None of them does
 I/O or reads a clock; randomness and the durable mark are passed in. `SecureSite` and `SecureCoordinator` are one
-attempt each: a new attempt has new keys. Each check is a method, so that a test can take it out and watch the attack
-that it stops succeed. Refused: a check inside an adapter, where a second engine would lack it.
+attempt each: a new attempt has new keys. Each check is a method, so that a test can remove it and see the attack that
+it prevents succeed. Refused: a check inside an adapter, where a second engine would lack it.
 
 A site answers at most one list of survivors in all attempts at one round. The reason is that a retry sums the same
 updates again: from the sums over U3 and over U3 without one site, that site's update follows.
@@ -63,9 +63,7 @@ from cloister.protocol.wire import to_bytes
 
 @dataclass(frozen=True)
 class Contract:
-    """What every party knows by itself, from the plan and from the roster that it pinned; the same for the
-    whole run.
-    """
+    """What every party derives by itself from the plan and its pinned roster; the same for the whole run."""
 
     run: str
     """Name of the run."""
@@ -87,9 +85,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class Answered:
-    """A site's durable mark: it has revealed shares for these survivors, and answers for no others in this
-    round.
-    """
+    """A site's durable mark: it has revealed shares for these survivors, and for no others in this round."""
 
     run: str
     round: int
@@ -99,9 +95,7 @@ class Answered:
 
 
 class Attempt:
-    """What a contract and a `Begin` give: the graph, t, and the context that everything in the attempt is
-    bound to.
-    """
+    """What follows from a contract and a `Begin`: the graph, t, and the context of every message of the attempt."""
 
     def __init__(self, contract: Contract, begin: Begin) -> None:
         self.contract = contract
@@ -115,9 +109,7 @@ class Attempt:
 
 
 def context(contract: Contract, begin: Begin, parameters: Parameters) -> bytes:
-    """ctx: 32 bytes that stand for the run, round, attempt, roster, plan, model, cohort, n, t, ring and
-    layout.
-    """
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, model, cohort, n, t, ring, layout and cipher."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -140,7 +132,7 @@ def context(contract: Contract, begin: Begin, parameters: Parameters) -> bytes:
 
 
 def transcript(ctx: bytes, advertised: Iterable[Advertise]) -> bytes:
-    """Hash of all keys of U1, the salt of what is derived: sites shown different keys share no secret."""
+    """Hash of all keys of U1, the salt of derived keys: sites that were shown different keys share no secret."""
     return hashlib.sha256(pack("transcript", ctx, tuple(message.body() for message in advertised))).digest()
 
 
@@ -155,7 +147,7 @@ def commitment(ctx: bytes, seed: bytes) -> bytes:
 
 
 def answered_digest(survivors: tuple[str, ...]) -> bytes:
-    """What a site's durable mark keeps of U3: the same in every attempt."""
+    """The digest of U3 in a site's durable mark: the same in every attempt."""
     return hashlib.sha256(pack("answered", survivors)).digest()
 
 
@@ -168,7 +160,7 @@ def check_vector(vector: masks.Ring, ring_bits: int) -> None:
     """Refuse a vector of another type or shape.
 
     Raises:
-        MaskError: it is not one dimension of the ring's type.
+        MaskError: the vector does not have one dimension of the ring's type.
     """
     if vector.dtype != ring_dtype(ring_bits) or vector.ndim != 1:
         raise MaskError(
@@ -177,7 +169,7 @@ def check_vector(vector: masks.Ring, ring_bits: int) -> None:
 
 
 def check_names(what: str, sites: tuple[str, ...]) -> None:
-    """Refuse a list of names that is not sorted, or names a site twice.
+    """Refuse a list of names that is not sorted or has a duplicate.
 
     Raises:
         MemberError: the list is not in order.

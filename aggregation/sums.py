@@ -1,4 +1,4 @@
-"""What a run sums: the vectors' layouts, and the contracts of the secure sum, that all parties derive from one plan."""
+"""The sums of a run: vector layouts and secure-sum contracts, which all parties derive from one plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CORRECT = "correct"
 BYTES = "bytes"
 
 LOSS_SCALE = 1 << 20
-"""Summed losses travel as whole 2^-20 nats."""
+"""Summed losses are sent as whole multiples of 2^-20 nats."""
 _LARGEST_LOSS = 1 << 50
 
 
@@ -31,16 +31,17 @@ def count_of_loss(nats: float) -> int:
 
 
 def training_layout(plan: Plan, parameters: int) -> SumLayout:
-    """The layout of a round's sum: the weighted updates, and totals of what the sites learned from.
+    """The layout of a round's sum: the weighted updates, and totals of tokens, losses and clipped values.
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
-    the site, values are in clipping norms, in the steps of the site-level mechanism, and there are as many as it has.
+    the site, values are in clipping norms, in the steps of the site-level mechanism, which also sets their number.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
         bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
-        return SumLayout(Ring(bits, bound, cohort), terms.mechanism.size, (WEIGHT,))
+        extra = terms.mechanism.size - parameters
+        return SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
     heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
     counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
     return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)
@@ -73,7 +74,14 @@ def contract_for(
     layout = layout_for(purpose, plan, parameters)
     ring = layout.ring
     meaning = pack(
-        purpose, layout.size, layout.counters, layout.heaviest, ring.terms, float(ring.bound).hex(), model
+        purpose,
+        layout.size,
+        layout.extra,
+        layout.counters,
+        layout.heaviest,
+        ring.terms,
+        float(ring.bound).hex(),
+        model,
     )
     return Contract(
         run=f"{run}/{purpose}",

@@ -1,9 +1,9 @@
-"""Seconds of a private step against a plain one, in one run: what record-level privacy costs in training speed.
+"""Seconds of a private step against a plain one, in one run: the cost of record-level privacy in training speed.
 
 The model of the shipped default plan with FFA-LoRA of rank 8, trained on one CPU thread. A plain step
 (`lm/train.py`) takes 32 sequences of 128 bytes; a private one takes each window of the same text with the
-probability that makes 32 of them on average. Each is timed over a round of several steps, with all that a round does
-besides; the trainers alternate, and medians are compared. Both private methods do the same arithmetic for the same
+probability that makes 32 of them on average. Each is timed over a round of several steps, with everything else that a
+round does; the trainers alternate, and medians are compared. Both private methods do the same arithmetic for the same
 batches.
 
     python benchmarks/dpsgd.py [--json] [--repeats N] [--steps N] [--scheme SCHEME] [--micro-batch N]

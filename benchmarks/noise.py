@@ -1,14 +1,14 @@
-"""What noise costs: samples per second on one thread, against NumPy's bare sampler over the same cipher.
+"""The cost of noise: samples per second on one thread, against NumPy's bare sampler over the same cipher.
 
     python benchmarks/noise.py [--json] [--quick]
 
 `normals_per_s`: float32 normals of a stated standard deviation into a vector that is in memory already, by
 `NoiseStream.gaussian`. `ratio`: that over the rate of `standard_normal` of one `AESCounter` from block to block of a
-buffer that stays in cache, with no scale, no seeking and no vector to write: what the cipher and the ziggurat allow.
-`float64_normals_per_s` and `float64_ratio` are the same in float64, which is what privacy is claimed from;
-`added_per_s` is `add_gaussian`, float64 noise into a float32 vector. `skellam_per_s` is Skellam noise of variance
-2^30. `bare_...` are the bare rates. `clipped_per_s` is `clip` on a vector that is too long, float32. The figures are
-medians of runs taken in turns, and a ratio is the median of the ratios of neighbouring runs: trust it, not a rate.
+buffer that stays in cache, with no scale, no seeking and no vector to write: the limit of the cipher and the ziggurat.
+`float64_normals_per_s` and `float64_ratio` are the same in float64, on which privacy claims are based; `added_per_s` is
+`add_gaussian`, float64 noise into a float32 vector. `skellam_per_s` is Skellam noise of variance 2^30. `bare_...` are
+the bare rates. `clipped_per_s` is `clip` on a vector that is too long, float32. The figures are medians of runs taken
+in turns, and a ratio is the median of the ratios of neighbouring runs; it is more reliable than a rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.privacy.clip import clip
-from cloister.privacy.noise import BLOCK, NoiseStream, Samples
+from cloister.privacy.noise import NoiseStream, Samples
+from cloister.protocol.blocks import BLOCK
 
 SIGMA, VARIANCE = 1.3, 2.0**30
 

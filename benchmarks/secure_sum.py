@@ -1,17 +1,17 @@
-"""What the secure sum costs: masking against the bare keystream, a round against Flower's, growth, and peak memory.
+"""The cost of the secure sum: masking against the bare keystream, a round against Flower's, growth, and peak memory.
 
     python benchmarks/secure_sum.py [--json] [--quick]
 
 (a) `mask_ratio`: coordinates masked per second over the bare keystream rate of the same cipher, one thread,
 measured in turns; the least over 2, 9 and 64 masks on one vector (a site has two at least). `mask` has every
-row, with one mask too, which only the vector's trip to memory and back slows.
+row, including one mask, where only the vector's memory traffic adds time.
 
 (b) `flower_ratio`: seconds of a round of Flower's SecAgg+ (`flower_round_s`, by `flower_secagg.py`) over those of a
-round here (`round_s`), 9 sites of 1e6 coordinates, both in simulation with as many worker processes as CPUs; each
-in a process of its own, twice in turns, medians. A round here is all of `run_round` through `LocalGrid`: from drawing
-the cohort to the checkpoint on disk, with sites that keep their finished update and check the model's hash, as in any
-run. Only `Trainer.train` is replaced: on both sides a float32 vector is returned at once, and is coded as integers
-inside the round. `sum_s` is what Flower's round has too, from the first request to the decoded mean. In Flower's
+round here (`round_s`), 9 sites of 1e6 coordinates, both in simulation with as many worker processes as CPUs; each in a
+process of its own, twice in turns, medians. A round here is the whole of `run_round` on `LocalGrid`: from drawing the
+cohort to the checkpoint on disk, with sites that keep their finished update and check the model's hash, as in any run.
+Only `Trainer.train` is replaced: on both sides a float32 vector is returned at once, and is coded as integers inside
+the round. `sum_s` is the part that Flower's round also has, from the first request to the decoded mean. In Flower's
 example a client has two neighbours; `flower_complete_ratio` and `flower_complete_round_s` are with all of them as
 neighbours, which is the graph here. The mean is checked in every round.
 
@@ -220,7 +220,7 @@ def plan_of(rounds: int) -> Plan:
 
 
 def update(site: int) -> npt.NDArray[np.float32]:
-    """(COORDINATES,) float32 in ±0.5, another one for each site; the same as in `flower_secagg.py`."""
+    """(COORDINATES,) float32 in ±0.5, a different one for each site; the same as in `flower_secagg.py`."""
     vector = np.full(COORDINATES, (site + 1) / (2 * SITES), np.float32)
     vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
     return vector
@@ -229,7 +229,7 @@ def update(site: int) -> npt.NDArray[np.float32]:
 def at_once(
     trainer: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, *, state: Path, **_: Any
 ) -> LocalUpdate:
-    """In place of `Trainer.train`; a site's state folder has the number of the site."""
+    """Replaces `Trainer.train`; the site's number is read from its state folder."""
     return LocalUpdate(update(int(state.name)), tokens=len(sequences), loss=1.0, steps=1)
 
 
@@ -309,7 +309,7 @@ def refuse(failure: Failure) -> None:
 
 
 class Untimed(SecureSite):
-    """A site whose cost is not measured: it spares itself the checks of others' signatures."""
+    """A site whose cost is not measured: it skips the checks of others' signatures."""
 
     def _check_signatures(self, messages: Sequence[Signed]) -> None:
         pass
@@ -441,7 +441,7 @@ def finish(
     coordinator: SecureCoordinator, sites: list[SecureSite], statements: list[Masked], vector: masks.Ring
 ) -> None:
     for statement in statements:
-        coordinator.fold(statement, vector)
+        coordinator.fold(statement, [(0, vector)])
     survivors = coordinator.survivors()
     for site in sites:
         coordinator.confirmed(site.confirm(survivors))

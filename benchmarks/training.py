@@ -1,4 +1,4 @@
-"""Tokens per second of `simulate` against a bare torch loop, in one run: what the federation costs in training speed.
+"""Tokens per second of `simulate` against a bare torch loop, in one run: the cost of the federation in training speed.
 
 Both sides train the shipped default model on the same records with the same batch, precision, optimizer, gradient
 clipping, number of processes and threads. The bare loop is a plain loop over batches in as many processes; its time
@@ -58,7 +58,7 @@ def bare_loop(plan: Plan, steps: int, process: int, ready: Barrier, done: Barrie
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()  # allocations of the first step are no part of the speed of either side
+    step()  # exclude the allocations of the first step on both sides
     ready.wait()
     for _ in range(steps):
         step()

@@ -1,6 +1,6 @@
-"""Whether a site takes part: its own demands on a plan, a run and a cohort, checked on its own machine.
+"""Admission: a site's own demands on a plan, a run and a cohort, checked on its own machine.
 
-The coordinator may lie, so what can be checked at every message is checked at every message.
+The coordinator may lie, so every message is checked as far as it can be.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 class Admission:
-    """What one site demands.
+    """The demands of one site.
 
     Args:
         config: The site's configuration.
-        resident: What the process has in memory.
+        resident: The state that the process has in memory.
         spending: The site's ledger.
     """
 
@@ -49,7 +49,7 @@ class Admission:
         self._spending = spending
 
     def check_new(self, plan: Plan, run: str) -> None:
-        """Check a plan and a run that the site is asked to join, before anything is done for them.
+        """Check a plan and a run that the site is asked to join, before any work for them.
 
         Raises:
             PinnedError: the site has joined another plan or run before.
@@ -61,29 +61,30 @@ class Admission:
         self._check_policy(plan, run)
 
     def pin(self, plan: Plan, run: str) -> None:
-        """Take part in a plan and a run, durably: no other is joined after this.
+        """Join a plan and a run, durably: the site joins no other after this.
 
         Raises:
-            PinnedError: another came first.
+            PinnedError: the site joined another before.
             StorageError: the pin cannot be kept.
         """
         self._pins.join(plan, run)
 
     def check(self, plan: Plan, run: str) -> None:
-        """Check that a message is of the plan and run that the site has joined.
+        """Check that a message belongs to the plan and run that the site has joined.
 
         Raises:
-            PinnedError: it is not.
+            PinnedError: it does not.
             PlanError: the plan sums in clear, which the configuration does not allow.
         """
         self.check_secure(plan)
         self._pins.check(plan, run)
 
     def check_secure(self, plan: Plan) -> None:
-        """Refuse a sum in clear that the configuration does not allow, and a masked one that it has no key for.
+        """Refuse a sum in clear that the configuration does not allow, and a masked one without a valid identity.
 
         Raises:
-            PlanError, RosterError: why.
+            PlanError: the configuration does not allow a sum in clear, or the site has no identity key.
+            RosterError: the roster has another key for the site, or is not the one that it pinned.
         """
         if plan.aggregation.secure:
             self.member()
@@ -91,12 +92,12 @@ class Admission:
             raise PlanError(
                 "aggregation.secure",
                 False,
-                expected=f"true: {self._config.name} takes part in no sum in clear",
-                fix="only the site itself can allow it, by secure = false in its TOML",
+                expected=f"true: {self._config.name} does not take part in a sum in clear",
+                fix="only the site itself can allow it: set secure = false in its TOML",
             )
 
     def check_begin(self, plan: Plan, purpose: Purpose, begin: Begin) -> None:
-        """Check that a round is one of the plan, and a cohort within the one that the plan draws for it.
+        """Check that a round is in the plan, and that a cohort is a subset of the one that the plan draws for it.
 
         Raises:
             StaleError: the plan has no such round.
@@ -116,7 +117,7 @@ class Admission:
         """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.
 
         Raises:
-            PolicyError: it is one.
+            PolicyError: the plan has a privacy unit.
         """
         if purpose == EVALUATE and plan.privacy.unit != "none":
             raise PolicyError(
@@ -126,10 +127,10 @@ class Admission:
             )
 
     def policy(self) -> Policy | None:
-        """The site's policy, read anew each time: a policy is tightened without stopping the site.
+        """The site's policy, read again each time, so that it can be tightened without stopping the site.
 
         Raises:
-            PlanError: there is one, and it cannot be read. Why is not told to the coordinator.
+            PlanError: the policy's file cannot be read. The coordinator does not learn the reason.
         """
         if not self._config.policy:
             return None
@@ -140,10 +141,10 @@ class Admission:
             raise PlanError("policy of the site", expected="a policy that can be read") from error
 
     def member(self, needed: int = 0) -> Member:
-        """What the site brings to a secure sum of at least `needed` sites.
+        """The site's identity, roster and minimum for a secure sum of at least `needed` sites.
 
         Raises:
-            PlanError: it has no identity key.
+            PlanError: the site has no identity key.
             RosterError: the roster has another key for it, or is not the one that it pinned.
         """
         config = self._config
@@ -162,19 +163,19 @@ class Admission:
         """The roster that the site has pinned.
 
         Raises:
-            RosterError: the file has another.
+            RosterError: the file has another roster.
         """
         return self._resident.roster(self._config.roster, self._config.roster_hash)
 
     def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal.
 
-        What it has spent elsewhere stays private: of a budget the refusal says only that it is spent.
+        What the site has spent in other runs stays private: a refusal over the budget states no figures.
 
         Args:
-            run: The run that it was asked to take part in.
+            run: The run that the site was asked to take part in.
             plan: Digest of the plan.
-            error: Why it refuses.
+            error: The reason.
         """
         if isinstance(error, BudgetError) or "epsilon" in error.field:
             reason = "the privacy budget of its data does not allow it"
@@ -211,7 +212,7 @@ class Admission:
         policy.check(offer)
 
     def rounds(self, plan: Plan) -> int:
-        """Rounds of the plan that draw this site; all of them where it does not know the others."""
+        """Rounds of the plan that draw this site; all rounds if the site has no roster."""
         if not self._config.roster or plan.cohort.fraction == 1:
             return plan.run.rounds
         names, name = self.roster().names, self._config.name

@@ -1,4 +1,4 @@
-"""A site as a Flower `ClientApp`: the only part of `clients/` that knows Flower's messages."""
+"""A site as a Flower `ClientApp`: the only file in `clients/` that imports Flower."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def client_app(
     """A `ClientApp` that serves the site which `open_site` finds for a context.
 
     Args:
-        open_site: Finds the site, given what the process has in memory.
-        explain: The line that the coordinator gets for an error.
+        open_site: Finds the site, given the state that the process has in memory.
+        explain: Turns an error into the line that the coordinator receives.
     """
     app, resident = ClientApp(), Resident()
 
@@ -40,7 +40,7 @@ def client_app(
 
 
 def _frames(records: RecordDict) -> list[Buffer]:
-    """The frames of a request; none where the records are something else, which `serve` then refuses."""
+    """The frames of a request; empty if the records are something else, which `serve` then refuses."""
     frames = records.get("frames")
     return [frames[name].data for name in sorted(frames)] if isinstance(frames, ArrayRecord) else []
 
@@ -49,8 +49,8 @@ def _records(frames: Sequence[Buffer]) -> RecordDict:
     record = ArrayRecord()
     for number, frame in enumerate(map(view, frames)):
         array = Array("uint8", (frame.nbytes,), "cloister.frame", b"")
-        # Flower's constructor insists on bytes, which would be a copy.
-        array.data = frame  # type: ignore[assignment]  # what carries it takes any buffer
+        # Flower's constructor requires bytes, which would be a copy.
+        array.data = frame  # type: ignore[assignment]  # Flower's transport accepts any buffer
         record[f"{number:04d}"] = array
     return RecordDict({"frames": record})
 
@@ -59,7 +59,7 @@ def site_of_node(context: Context, resident: Resident) -> Site:
     """The site whose TOML the node's configuration names under `site`.
 
     Raises:
-        PlanError: it names none, or the file is wrong.
+        PlanError: no site is named, or the file is wrong.
     """
     path = context.node_config.get("site")
     if not isinstance(path, str):
@@ -69,13 +69,13 @@ def site_of_node(context: Context, resident: Resident) -> Site:
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError:
-        changed = 0  # reading it will say what is wrong
+        changed = 0  # reading it raises the error
     return Site(_config(path, changed), resident)
 
 
 @lru_cache(maxsize=256)
 def _config(path: str, changed: int) -> SiteConfig:
-    """A site's configuration, read again only when its file has changed."""
+    """A site's configuration, read again only after its file has changed."""
     return read_config(Path(path))
 
 

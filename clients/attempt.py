@@ -1,15 +1,15 @@
-"""A site's side of the secure sum, from one message to the next.
+"""A site's side of the secure sum, durable between messages.
 
 The protocol (`aggregation/secure_sum.py`) is a state machine, and each message of a site may be handled by another
 process. So an attempt is kept in the site's own state folder (`attempt_files.py`) as the secret seed of its random
-choices and the messages that came, and is rebuilt by handling them again; a process that has it in memory goes on with
-that. A message is kept before its answer leaves. The secrets are wiped when shares are revealed, or when the next
-attempt begins.
+choices and the messages received so far, and is rebuilt by handling them again; a process that has it in memory
+continues from there. A message is kept before its answer is sent. The secrets are wiped when shares are revealed, or
+when the next attempt begins.
 
-The mark that shares were revealed is synced to disk before they are. A vector is masked once: that masking has begun is
-synced to disk before it begins, so that no crash leads to two vectors under one mask. Messages that come to several
-processes at once take turns by a lock on the folder, which is free while the vector is made; whoever finds the attempt
-changed after that gives up.
+The mark that shares were revealed is synced to disk before they are revealed. A vector is masked once: a mark is synced
+to disk before masking begins, so that a crash cannot lead to two vectors under one mask. A lock on the folder
+serialises messages that arrive at several processes at the same time. It is released while the vector is made; a
+process that then finds the attempt changed gives up.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation import keys
-from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import Answered, Contract
+from cloister.aggregation.span import Manifest, Piece, manifest_digest, manifest_of
 from cloister.clients.attempt_files import AttemptFiles, Kept, State
-from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StaleError, StepError
 from cloister.protocol.messages import (
     Advertise,
@@ -47,21 +46,15 @@ from cloister.protocol.messages import (
 from cloister.protocol.wire import from_bytes, to_bytes
 
 _MASKED = 0
-"""In the log of an attempt, beside the steps: the digest of the vector that was masked."""
-_TOLD: dict[int, type[Told]] = {
-    Step.ADVERTISE: Begin,
-    Step.SHARE: Peers,
-    Step.CONFIRM: Survivors,
-    Step.UNMASK: Unmask,
-}
-_STEPS: dict[type, Step] = {kind: Step(step) for step, kind in _TOLD.items()}
+"""Label in the log of an attempt, besides the steps: the digest of the masked vector."""
+_TOLD: dict[int, type[Told]] = {kind.STEP: kind for kind in get_args(Told)}
 
 Answer: TypeAlias = Advertise | Shares | Confirm | Reveal
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a site brings to every secure sum."""
+    """A site's identity and minimum, the same for every secure sum."""
 
     name: str
     identity: Ed25519PrivateKey
@@ -71,15 +64,15 @@ class Member:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a process has in memory of a folder."""
+    """The state of a folder that a process has in memory."""
 
     state: State
     site: SecureSite | None
-    """The protocol's state, where it was built and its contract and minimum are still those of the messages."""
+    """The protocol's state, if it was built and its contract and minimum are still those of the messages."""
 
 
 Live = dict[Path, _Known]
-"""By folder, what a process has in memory."""
+"""The state in memory, by folder."""
 
 
 class Attempts:
@@ -89,7 +82,7 @@ class Attempts:
         folder: The site's own folder for them.
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
-        live: Attempts that this process has in memory, by folder; shared by all that it opens.
+        live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
         random: Source of secrets.
     """
 
@@ -111,10 +104,10 @@ class Attempts:
         """Handle a step of the attempt at a round's sum that carries no vector.
 
         Raises:
-            SecureSumError: the site refuses, and why.
-            StorageError: the site cannot keep what it must; nothing was answered.
+            SecureSumError: the site refuses.
+            StorageError: the site cannot write its state; nothing was answered.
         """
-        step = _STEPS[type(told)]
+        step: Step = told.STEP
         with self._turn() as files:
             state = self._state(files)
             if isinstance(told, Begin):
@@ -135,8 +128,8 @@ class Attempts:
             return answer
 
     def mask(
-        self, inbox: Inbox, round_number: int, model: bytes, threads: int, make: Callable[[], RingVector]
-    ) -> tuple[Masked, RingVector]:
+        self, inbox: Inbox, round_number: int, model: bytes, threads: int, make: Callable[[], list[Piece]]
+    ) -> tuple[Masked, Manifest, list[Piece]]:
         """Step 4: mask the site's vector.
 
         Args:
@@ -144,35 +137,37 @@ class Attempts:
             round_number: The round that the vector is for.
             model: Hash of the global model, as the site computed it.
             threads: Threads that mask.
-            make: Makes the vector, of the contract's length; called once the message is found in order. It is masked
-                in place.
+            make: Makes the vector in pieces that tile it; called after the message was checked. The pieces are
+                masked in place.
 
         Returns:
-            The signed statement of the masked vector's digest, and the masked vector.
+            The masked vector: the signed statement of its manifest's digest, its manifest, and its pieces.
 
         Raises:
-            SecureSumError: the site refuses, and why.
+            SecureSumError: the site refuses.
         """
         with self._turn() as files:
             state = self._state(files)
             kept = self._current(state, round_number)
             if state.marks.masking == kept.now:
-                raise StepError(
-                    "update", expected="to be asked for once in an attempt", fix="try the round again"
-                )
+                raise StepError("update", expected="one request in an attempt", fix="try the round again")
             site = self._rebuild(state, kept)
             site.receive(inbox)
             self._remember(state, site)
-        vector = make()  # which may take long
+        pieces = make()  # which may take long
         with self._turn() as files:
             if self._state(files) != state:
-                raise StepError("attempt", expected="to be as it was before the vector was made")
+                raise StepError(
+                    "attempt", expected="the attempt to be unchanged since before the vector was made"
+                )
             begun = files.keep(files.mark_masking(state), (int(Step.UPDATE), to_bytes(inbox)))
-            site.mask(vector, model=model, threads=threads)
-            digest = vector_hash(vector)
+            for offset, vector in pieces:
+                site.mask(vector, model=model, offset=offset, threads=threads)
+            manifest = manifest_of(pieces)
+            digest = manifest_digest(manifest)
             statement = site.masked(digest)
             self._remember(files.keep(begun, (_MASKED, digest)), site)
-        return statement, vector
+        return statement, manifest, pieces
 
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
         return AttemptFiles.turn(self._folder, self._contract.run)
@@ -247,23 +242,23 @@ def _handle(site: SecureSite, told: Told) -> Answer:
 
 
 def _handle_again(site: SecureSite, step: int, body: bytes) -> None:
-    """Bring a rebuilt site to where it was, by a message from its log."""
+    """Replay a message from the log to a rebuilt site."""
     if step in _TOLD:
         _handle(site, from_bytes(_TOLD[step], body))
     elif step == Step.UPDATE:
         site.receive(from_bytes(Inbox, body))
     elif step == _MASKED:
-        site.take_seeds(model=site.attempt.model)  # they were used, and are never given out again
+        site.take_seeds(model=site.attempt.model)  # they were used and must not be used again
         site.masked(body)
     else:
-        raise StepError("step", step, expected="one of the log of an attempt")
+        raise StepError("step", step, expected="a message of the log of an attempt")
 
 
 def _unprepared(mark: Answered) -> None:
-    raise AssertionError("a mark outside of a turn at the folder")
+    raise AssertionError("a mark was written without the lock on the folder")
 
 
 def _check_round(kept: Kept, round_number: int) -> None:
-    """What a vector is of, and what its masks are for, is one round: otherwise one update could be summed in two."""
+    """Check that vector and masks belong to one round: otherwise one update could be summed in two."""
     if kept.now[0] != round_number:
-        raise StaleError("round", round_number, expected=f"{kept.now[0]}, which the attempt is at")
+        raise StaleError("round", round_number, expected=f"{kept.now[0]}, the round of the attempt")

@@ -1,12 +1,13 @@
-"""What a site keeps of its attempts on disk, between two messages that different processes may handle.
+"""A site's attempts on disk, between two messages that different processes may handle.
 
-Two files of frames, that only the site can read. `marks` grows by one frame for each fact that must outlive everything:
-an attempt was joined, its masking has begun, shares were revealed for these survivors. `attempt` holds the secret seed
-of the attempt at hand and the messages that came, and is emptied when it is over. A frame is appended, whole, before
-what it tells of leaves the site; the last two kinds of mark are synced to disk first. What a power cut or a full disk
-has torn at the end of a file is cut off by the next append: of nothing in it anybody has heard.
+There are two files of frames that only the site can read. `marks` is append-only and grows by one frame for each fact
+that must survive a crash: an attempt was joined, its masking has begun, shares were revealed for these survivors.
+`attempt` holds the secret seed of the current attempt and the messages received so far, and is emptied when the attempt
+is over. A frame is appended, whole, before a message that depends on it leaves the site; the last two kinds of mark are
+synced to disk first. The next append truncates a frame that a power failure or a full disk has torn: no message that
+depends on the torn frame was sent.
 
-Refused: a file for each step, renamed into place. It is safe too, and cost more than the step.
+Refused: a file for each step, renamed into place, which is equally safe but cost more than the step itself.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ JOINED, MASKING, ANSWERED = 1, 2, 3
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
 
-Step = tuple[int, bytes]
+Logged = tuple[int, bytes]
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What the marks say, read in order."""
+    """The state that the marks give, read in order."""
 
     joined: tuple[int, int] = (0, 0)
     """Round and attempt that the site joined last."""
     masking: tuple[int, int] = (0, 0)
     """Round and attempt whose masks were used last."""
     answered: Answered | None = None
-    """For whom the site revealed shares last."""
+    """The survivors for which the site revealed shares last."""
 
     def and_then(self, run: str, mark: tuple[Value, ...]) -> Marks:
         """These marks and one more.
 
         Raises:
-            EncodingError: it is none.
+            EncodingError: the frame is not a mark.
         """
         match mark:
             case (1, int(round_), int(attempt)):
@@ -56,24 +57,24 @@ class Marks:
                 return Marks(self.joined, (round_, attempt), self.answered)
             case (3, int(round_), int(attempt), bytes(survivors)):
                 return Marks(self.joined, self.masking, Answered(run, round_, attempt, survivors))
-        raise EncodingError("mark", expected="one as this site keeps them")
+        raise EncodingError("mark", expected="a mark as this site writes it")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The attempt at hand, as it is kept."""
+    """The current attempt, as it is kept."""
 
     newest: tuple[int, int]
     """Round and attempt that the site had joined before this one."""
     now: tuple[int, int]
     """Round and attempt of this one."""
     seed: bytes = field(repr=False)
-    log: tuple[Step, ...] = field(default=(), repr=False)
+    log: tuple[Logged, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class State:
-    """Both files, as one process found or left them."""
+    """The content of both files, as one process last read or wrote them."""
 
     run: str
     marks: Marks
@@ -84,7 +85,7 @@ class State:
 
 
 class AttemptFiles:
-    """The two files in a folder, open while this process is the only one that works on them. Make one with `turn`."""
+    """The two files in a folder, open while this process holds the lock on them. Make one with `turn`."""
 
     def __init__(self, folder: Path, run: str, marks: int, attempt: int) -> None:
         self._folder = folder
@@ -95,10 +96,10 @@ class AttemptFiles:
     @classmethod
     @contextmanager
     def turn(cls, folder: Path, run: str) -> Iterator[Self]:
-        """Wait for this process's turn at the folder of a run.
+        """Wait for the lock on the folder of a run.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: the disk refuses the access.
         """
         try:
             marks = _open(folder, "marks")
@@ -115,7 +116,7 @@ class AttemptFiles:
             os.close(marks)
 
     def state(self, known: State | None) -> State:
-        """What the files hold; `known`, where nothing has changed since."""
+        """The content of the files; `known` itself if nothing has changed since."""
         sizes = (os.fstat(self._marks).st_size, os.fstat(self._attempt).st_size)
         if known is not None and known.ends == sizes:
             return known
@@ -130,13 +131,13 @@ class AttemptFiles:
         return State(self._run, marks, kept, (marks_end, attempt_end))
 
     def begin(self, state: State, kept: Kept) -> State:
-        """Join an attempt, in the place of the one before."""
+        """Join an attempt, which replaces the previous one."""
         marks, end = self._mark(state, JOINED, kept.now, durable=False)
         self._empty()
         header = (*kept.newest, *kept.now, kept.seed)
         return State(self._run, marks, kept, (end, self._append(self._attempt, 0, header, *kept.log)))
 
-    def keep(self, state: State, step: Step) -> State:
+    def keep(self, state: State, step: Logged) -> State:
         """Add a message to the attempt."""
         kept = state.kept
         assert kept is not None
@@ -145,19 +146,19 @@ class AttemptFiles:
         return State(self._run, state.marks, longer, (state.ends[0], end))
 
     def mark_masking(self, state: State) -> State:
-        """Say, durably, that the masks of the attempt are being used."""
+        """Record durably that the masks of the attempt are in use."""
         assert state.kept is not None
         marks, end = self._mark(state, MASKING, state.kept.now, durable=True)
         return State(self._run, marks, state.kept, (end, state.ends[1]))
 
     def mark_answered(self, state: State, answered: Answered) -> State:
-        """Say, durably, for whom shares are revealed."""
+        """Record durably the survivors for which shares are revealed."""
         now = (answered.round, answered.attempt)
         marks, end = self._mark(state, ANSWERED, now, answered.survivors, durable=True)
         return State(self._run, marks, state.kept, (end, state.ends[1]))
 
     def end(self, state: State) -> State:
-        """Forget the secrets of the attempt."""
+        """Wipe the secrets of the attempt."""
         self._empty()
         return State(self._run, state.marks, None, (state.ends[0], 0))
 
@@ -172,7 +173,7 @@ class AttemptFiles:
         frames = b"".join(_frame(pack(*content)) for content in contents)
         try:
             if os.fstat(descriptor).st_size != end:
-                os.ftruncate(descriptor, end)  # what was torn
+                os.ftruncate(descriptor, end)  # a torn frame
             if os.pwrite(descriptor, frames, end) != len(frames):
                 raise OSError(None, "no space left")
             if durable:
@@ -185,7 +186,7 @@ class AttemptFiles:
         try:
             size = os.fstat(self._attempt).st_size
             if size:
-                os.pwrite(self._attempt, bytes(min(size, 4096)), 0)  # over the seed, which is at the front
+                os.pwrite(self._attempt, bytes(min(size, 4096)), 0)  # over the seed, which is at the start
                 os.ftruncate(self._attempt, 0)
         except OSError as error:
             raise _refusal(self._folder, error) from error
@@ -224,12 +225,12 @@ def _frames(descriptor: int) -> tuple[list[tuple[Value, ...]], int]:
     return found, end
 
 
-def _step(frame: tuple[Value, ...]) -> Step:
+def _step(frame: tuple[Value, ...]) -> Logged:
     match frame:
         case (int(step), bytes(body)):
             return step, body
-    raise EncodingError("attempt", expected="steps as this site keeps them")
+    raise EncodingError("attempt", expected="steps as this site writes them")
 
 
 def _refusal(folder: Path, error: OSError) -> StorageError:
-    return StorageError(str(folder), expected=f"a disk that takes the write ({error.strerror})")
+    return StorageError(str(folder), expected=f"a disk that accepts the write ({error.strerror})")

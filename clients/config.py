@@ -1,4 +1,4 @@
-"""A site's own configuration: a TOML file on its machine, of which nothing travels."""
+"""A site's own configuration: a TOML file on its machine, which never leaves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cloister.protocol.settings import Section, Settings
 
 
 class SiteConfig(Section):
-    """What belongs to one site alone."""
+    """The settings of one site, which no other party sees."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """The site's name in the federation."""
@@ -22,7 +22,7 @@ class SiteConfig(Section):
     split: str = "train"
     """Split of a hub data set."""
     state: Annotated[str, Field(min_length=1)]
-    """Folder for what the site keeps between messages."""
+    """Folder for the state that the site keeps between messages."""
     identity: str = ""
     """File of its Ed25519 identity key, for the secure sum."""
     roster: str = ""
@@ -30,7 +30,8 @@ class SiteConfig(Section):
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
     plan: str = ""
-    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first."""
+    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first that
+    it joins."""
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT

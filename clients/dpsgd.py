@@ -11,26 +11,26 @@ One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_s
 
 Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
 every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
-and a round is `local.steps` of them. What keeps this true:
+and a round is `local.steps` of them. The following keeps this true:
 
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
-- A unit whose gradient is not finite contributes zero, without an error: that would tell that the unit is there.
+- A unit whose gradient is not finite contributes zero, without an error: an error would reveal that the unit is there.
 - Batches, noise and dropout come from a secret stream of the site, never from the plan's public seed. With public
-  dropout masks one unit more would change the masks of those behind it, and with them S by more than C. Secret masks
-  are the mechanism's own randomness, of the same law for every unit wherever it stands in the batch; they are torch's
-  generator under a secret seed, and the guarantee takes them for random.
-- Only `ClippedSum` adds gradients up, and it gives the sum out once, with noise on it.
+  dropout masks, one additional unit would change the masks of the units after it, and so S by more than C. Secret masks
+  are the mechanism's own randomness, with the same law for every unit at any place in the batch; they come from torch's
+  generator under a secret seed, and the guarantee assumes that they are random.
+- Only `ClippedSum` adds gradients up, and it releases the sum once, with noise.
 
 S is a float32 sum: rounding can move each of its coordinates by some 2^-24 of itself for each chunk of the batch, an
 effect on the sensitivity that accounting does not see (Casacuberta et al. 2022, "Widespread underestimation of
-sensitivity in differentially private libraries and how to fix it"), as it does not see those of the noise
+sensitivity in differentially private libraries and how to fix it"), like the rounding of the noise
 (`privacy/noise.py`).
 
 Two methods give the same g_u: `reference` runs forward and backward on one unit at a time, which is right for every
 model that gives each sequence its own loss; `opacus` takes the gradients of many windows from the hooks of Opacus
-(Yousefpour et al. 2021, "Opacus"), where `method_for` finds that they are right. Of Opacus nothing else is used: its
-optimizers divide by the batch size or the data's, and draw noise from torch. Its faster ghost clipping was refused: two
-backward passes, and wrong where weights are tied.
+(Yousefpour et al. 2021, "Opacus"), if `method_for` finds that they are right. Nothing else of Opacus is used: its
+optimizers divide by the batch size or the size of the data, and draw noise from torch. Refused: its faster ghost
+clipping, which takes two backward passes and is wrong for tied weights.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ from cloister.protocol.plan import Plan
 
 _log = logging.getLogger(__name__)
 
-_RIGHT_BY_OPACUS = ("llama", "mistral", "qwen2", "qwen3")
+RIGHT_BY_OPACUS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose gradients by Opacus are compared with single backward passes in tests/test_dpsgd.py."""
 _LONGEST = 1e30
 """In units of C, the norm up to which float32 can scale a gradient down without losing digits of the factor."""
 _MARGIN = 1e-6
-"""By how much of itself the clip stays below C, for the rounding of float32."""
+"""Relative margin by which the clip stays below C, for the rounding of float32."""
 _SLACK = 1e-5
-"""By how much of C a clipped gradient may be longer before it is a defect of this program or of the device."""
+"""Relative excess over C from which a clipped gradient is a defect of this program or of the device."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How per-unit gradients are taken, and why."""
+    """The method of per-unit gradients, and the reason for it."""
 
     name: Literal["reference", "opacus"]
     """`reference`: one unit at a time; `opacus`: many windows at a time."""
     reason: str
-    """Why this one, in words, for the report."""
+    """The reason, in words, for the report."""
 
 
 def method_for(plan: Plan, model: LanguageModel) -> Method:
     """The method that a plan's `privacy.method` means for a model.
 
     Raises:
-        PlanError: the plan asks for Opacus where its gradients are wrong or unproven.
+        PlanError: the plan asks for Opacus, but its gradients are wrong or unproven for the model.
     """
     wanted = plan.privacy.method
     if wanted == "reference":
@@ -105,10 +105,10 @@ def method_for(plan: Plan, model: LanguageModel) -> Method:
 
 
 def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
-    """Why Opacus cannot be used, or nothing."""
+    """The reason that Opacus cannot be used, or an empty text."""
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
-    if kind not in _RIGHT_BY_OPACUS:
-        return f"the model is of type {kind}, and proven are {', '.join(_RIGHT_BY_OPACUS)}"
+    if kind not in RIGHT_BY_OPACUS:
+        return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.module.modules()):
         return "with gradient checkpointing its hooks see each layer twice"
     owners: dict[int, list[nn.Module]] = {}
@@ -130,18 +130,18 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
 
 
 def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
-    """The units below `n` that are in a batch, each on its own with probability `rate` (to 2^-53), in order."""
+    """The units below `n` that are in a batch, each independently with probability `rate` (to 2^-53), in order."""
     return np.flatnonzero(noise.generator().random(n) < rate)
 
 
 class ClippedSum:
-    """A sum of per-unit gradients, each clipped to the L2 norm `clip`, that is given out once and with noise.
+    """A sum of per-unit gradients, each clipped to the L2 norm `clip`, that is released once and with noise.
 
     Args:
         layout: Where each parameter lies in the sum.
         names: The parameters that gradients are given for; the rest of the sum stays zero.
         clip: L2 norm C.
-        device: Where gradients lie.
+        device: Device of the gradients.
     """
 
     def __init__(self, layout: Layout, names: Sequence[str], clip: float, device: torch.device) -> None:
@@ -160,11 +160,11 @@ class ClippedSum:
             (U,) bool, on the CPU: whether a unit's gradient was added.
         """
         if self._sum is None:
-            raise AssertionError("a gradient came after the sum was released")
+            raise AssertionError("a gradient was added after the sum was released")
         gradients = [gradient.reshape(len(gradient), -1).float() for gradient in gradients]
         norms = _norms(gradients).cpu()
-        added = norms <= self._clip * _LONGEST  # false for what is not a number
-        if not added.all():  # zero times infinity is not zero: they must go
+        added = norms <= self._clip * _LONGEST  # false for NaN
+        if not added.all():  # zero times infinity is not zero: remove them
             kept = torch.nonzero(added).flatten()
             gradients = [gradient[kept.to(gradient.device)] for gradient in gradients]
             norms = norms[kept]
@@ -186,7 +186,7 @@ class ClippedSum:
         """The sum with Gaussian noise of standard deviation `sigma` on every element, keyed by its place in the layout.
 
         Noise is drawn for parameters without gradients too: the caller drops them, and a place in the vector always
-        has the same noise. After this the sum is gone.
+        has the same noise. The sum is deleted after this.
 
         Returns:
             (layout.size,) float32, on the device.
@@ -207,7 +207,7 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class UnitGradients(NamedTuple):
-    """What backward passes gave for U units."""
+    """The results of backward passes for U units."""
 
     gradients: list[torch.Tensor]
     """For each trained parameter (U, its shape)."""
@@ -226,11 +226,11 @@ class PrivateTrainer:
 
     Args:
         plan: The plan; `privacy.unit` is `record` and `privacy.sampling_rate` is set.
-        model: The plan's model, which is the trainer's from then on (`Bench`).
+        model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
 
     Raises:
-        PlanError: the plan is not as said, or asks for a method that is wrong for its model.
+        PlanError: the plan has another privacy unit, or asks for a method that is wrong for its model.
     """
 
     def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
@@ -239,7 +239,7 @@ class PrivateTrainer:
         if plan.privacy.sampling_rate is None:
             raise PlanError(
                 "privacy.sampling_rate",
-                expected="the probability with which a record is in a batch, and there is none",
+                expected="the probability with which a record is in a batch, but it is not set",
             )
         self.method = method_for(plan, model)
         """How per-unit gradients are taken."""
@@ -263,26 +263,26 @@ class PrivateTrainer:
     ) -> LocalUpdate:
         """Train `local.steps` private steps from `start` and return the change.
 
-        Only the update's `vector` is protected. Its `tokens` and `loss` are of the batches that were drawn, exact, and
-        for the site's own eyes.
+        Only the update's `vector` is protected. Its `tokens` and `loss` are exact figures of the batches that were
+        drawn, and must not leave the site.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
             sequences: The site's training sequences, laid out in units. Without any unit every batch is empty, and the
                 round is noise.
             round: The round, from 1.
-            noise: Where batches, dropout and noise come from: a stream that no other training has had or will have.
-                Two trainings with the same noise, of one round done again from other data or another model, would
-                cancel it.
+            noise: The source of batches, dropout and noise: a stream that no other training uses. The difference of two
+                trainings with the same noise, such as a retry of a round from other data or another model, is free of
+                noise.
             noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
-            state: As in `Trainer.train`. What is kept there depends on noised gradients only.
+            state: As in `Trainer.train`. The kept state depends on noised gradients only.
             steps_before: As in `Trainer.train`.
             progress: Called with the number of steps taken so far, after each one.
 
         Raises:
             ModelError: the device has too little memory.
             StorageError: the optimizer's state cannot be read or written.
-            UpdateError: `start` does not have the model's layout, or the change is not finite (which is known from
+            UpdateError: `start` does not have the model's layout, or the change is not finite (which depends on
                 noised gradients only).
             ValueError: the sequences are not laid out in units, or the noise multiplier is not positive and finite.
         """
@@ -295,13 +295,42 @@ class PrivateTrainer:
 
         def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
             mine = noise.child(f"dpsgd/round-{round}")
-            with self._gradients(trained) as gradients:
+            with self.per_unit_gradients(trained) as gradients:
                 return self._steps(
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
         return LocalUpdate(update, tokens, loss, steps)
+
+    @contextmanager
+    def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
+        """The gradients of single units by the chosen method, before clipping; an audit adds its canaries here.
+
+        They are private: only what `ClippedSum.release` returns may leave the site. The hooks that Opacus needs on the
+        model are there until exit.
+
+        Args:
+            trained: The parameters that the round trains, in layout order.
+
+        Yields:
+            From sequences, laid out in units, and indices of units (U,) to their gradients, a few units at a time.
+        """
+        parameters = [parameter for _, parameter in trained]
+        most = self._plan.local.batch_size
+        if self.method.name == "reference":
+            yield _Gradients(_one_by_one, self._forward, parameters, most, self._device)
+            return
+        with _opacus_hooks(self._bench.module):
+            yield _Gradients(_by_hooks, self._forward, parameters, most, self._device)
+
+    def new_sum(self, names: Sequence[str]) -> ClippedSum:
+        """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
+
+        Args:
+            names: The parameters that gradients are given for.
+        """
+        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device)
 
     def _steps(
         self,
@@ -328,7 +357,7 @@ class PrivateTrainer:
         for step in range(local.steps):
             own = noise.child(f"step-{step + 1}")
             batch = poisson_batch(own.child("batch"), n_units, self._rate)
-            total = self._new_sum(names)
+            total = self.new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
             with seeded("dropout", dropout, device=self._device):
                 for some in gradients(sequences, batch):
@@ -351,21 +380,6 @@ class PrivateTrainer:
         if not_finite:
             _log.warning("%d gradients of single records were not finite and counted as zero", not_finite)
         return tokens, nats / max(tokens, 1)
-
-    def _new_sum(self, names: Sequence[str]) -> ClippedSum:
-        """Where a step's gradients are added up; an audit watches one of its own (`simulations/audit.py`)."""
-        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device)
-
-    @contextmanager
-    def _gradients(self, trained: Named) -> Iterator[PerUnit]:
-        """The chosen method, ready for these parameters; what it hangs on the module is taken off again."""
-        parameters = [parameter for _, parameter in trained]
-        most = self._plan.local.batch_size
-        if self.method.name == "reference":
-            yield _Gradients(_one_by_one, self._forward, parameters, most, self._device)
-            return
-        with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, self._forward, parameters, most, self._device)
 
 
 @dataclass(frozen=True)
@@ -424,7 +438,7 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
 
 
 def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
-    """As many whole units at a time as fit, by Opacus' hooks."""
+    """As many whole units at a time as fit, by Opacus's hooks."""
     assert sequences.starts is not None
     sizes = sequences.starts[units + 1] - sequences.starts[units]
     for begin, end in _cuts(sizes, self.most):
@@ -449,7 +463,7 @@ def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) 
 
 
 def _cuts(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of units into runs of at most `most` rows; none of them has more."""
+    """Cut a list of units into runs of at most `most` rows each; no unit has more rows than that."""
     begin, rows = 0, 0
     for unit, size in enumerate(sizes):
         if size > most:
@@ -466,9 +480,9 @@ def _cuts(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
 def _opacus_hooks(module: nn.Module) -> Iterator[None]:
     """Let backward passes leave `grad_sample` (rows, shape) on every parameter that is trained."""
     with warnings.catch_warnings():
-        # A layer whose input needs no gradient, such as the first, is what this tells; its hook is right.
+        # Torch warns of a layer whose input needs no gradient, such as the first; its hook is right.
         warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-        from opacus.grad_sample import GradSampleModule  # it imports for a second
+        from opacus.grad_sample import GradSampleModule  # the import takes a second
 
         hooked = GradSampleModule(module, loss_reduction="sum")
         try:

@@ -1,21 +1,21 @@
 """The files of a site that later messages need: the plan that it joined, the base model, its finished updates.
 
-The secure sum keeps its attempts by itself (`attempt_files.py`), and so does the data (`lm/data.py`).
+The attempts of the secure sum (`attempt_files.py`) and the tokenised data (`lm/data.py`) have their own files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cloister.aggregation.ring import RingVector
+from cloister.aggregation.span import Piece, check_received, manifest_of
 from cloister.lm.layout import Vector
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import PinnedError, StorageError, UpdateError
@@ -23,13 +23,6 @@ from cloister.protocol.messages import Join
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import write_bytes, write_file
-
-Ring = npt.NDArray[np.unsignedinteger[Any]]
-
-
-def update_path(state: Path, round_number: int) -> Path:
-    """Where a site with a state folder keeps its finished update of a round."""
-    return state / f"update-{round_number:05d}.safetensors"
 
 
 class Kept:
@@ -44,20 +37,34 @@ class Kept:
         self._state = state
         self._bases = bases
 
-    # The plan and the base of a run, which travel once, when the site joins.
+    # The plan and the base of a run, which are sent once, when the site joins.
 
     def remember(self, request: Join, digest: bytes) -> None:
-        """Keep what a join has brought, for the messages that follow, which name the plan by its digest."""
-        if request.base_hash:
-            self._keep_base(request)
+        """Keep the plan and base of a join, durably, for later messages, which name the plan by its digest.
+
+        Args:
+            request: The join, whose base was checked (`checked_base`).
+            digest: Digest of its plan.
+
+        Raises:
+            PinnedError: the site has joined that run with another plan or base.
+            StorageError: the disk refuses a write.
+        """
         joined = {"digest": digest.hex(), "plan": request.plan, "base": request.base_hash.hex()}
-        # Not synced: the pins are, and a site that lost this file in a power cut is asked to join again.
-        write_bytes(self._joined(request.run), json.dumps(joined).encode(), durable=False)
+        known = self._read(request.run)
+        if known is not None and any(known[name] != joined[name] for name in ("digest", "base")):
+            raise PinnedError(
+                "base model", request.base_hash.hex(), expected="the one that was joined in this run"
+            )
+        path = self.base_path(request.base_hash)
+        if request.base_hash and not path.exists():
+            write_file(path, lambda temporary: save_vector(temporary, request.base))
+        write_bytes(self._joined(request.run), json.dumps(joined).encode())
 
     def recall(
         self, run: str, digest: bytes, find: Callable[[bytes, Callable[[], Plan]], Plan]
     ) -> tuple[Plan, bytes]:
-        """The plan that the site joined in a run, and the hash of its base model, which is empty where there is none.
+        """The plan that the site joined in a run, and the hash of its base model, which is empty if there is none.
 
         Args:
             run: Identity of the run.
@@ -67,11 +74,10 @@ class Kept:
         Raises:
             PinnedError: the site has not joined that run, or has joined another plan in it.
         """
-        try:
-            joined = json.loads(self._joined(run).read_bytes())
-            named, text, base_hash = joined["digest"], str(joined["plan"]), bytes.fromhex(joined["base"])
-        except (OSError, ValueError, KeyError, TypeError):
-            raise PinnedError("run", run, expected="a run that this site was asked to join first") from None
+        joined = self._read(run)
+        if joined is None:
+            raise PinnedError("run", run, expected="a run that this site was asked to join first")
+        named, text, base_hash = joined["digest"], joined["plan"], bytes.fromhex(joined["base"])
         if named != digest.hex():
             raise PinnedError(
                 "digest of the plan", digest.hex(), expected=f"{named}, which was joined in this run"
@@ -88,18 +94,13 @@ class Kept:
     def _joined(self, run: str) -> Path:
         return self._state / "runs" / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.json"
 
-    def _keep_base(self, request: Join) -> None:
-        path = self.base_path(request.base_hash)
-        if path.exists():
-            return
-        own = vector_hash(request.base)
-        if own != request.base_hash:
-            raise UpdateError(
-                "base model", own.hex(), expected=f"the model with the hash {request.base_hash.hex()}"
-            )
-        if not np.isfinite(request.base).all():
-            raise UpdateError("base model", "non-finite", expected="finite weights")
-        write_file(path, lambda temporary: save_vector(temporary, request.base))
+    def _read(self, run: str) -> dict[str, str] | None:
+        """What `remember` kept of a run; None where it kept nothing that is whole."""
+        try:
+            joined = json.loads(self._joined(run).read_bytes())
+            return {name: str(joined[name]) for name in ("digest", "plan", "base")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def base_path(self, base_hash: bytes) -> Path:
         """Where the base model with a hash is kept."""
@@ -109,7 +110,7 @@ class Kept:
         """The base model with a hash; None for the empty hash.
 
         Raises:
-            StorageError: it is missing, or not what it was.
+            StorageError: it is missing or has changed.
         """
         if not base_hash:
             return None
@@ -122,52 +123,102 @@ class Kept:
             ) from error
         if vector_hash(base) != base_hash:
             raise StorageError(
-                str(path), expected="the base model that this site was given, and it has changed"
+                str(path), expected="the base model that this site was given, but it has changed"
             )
         return base
 
-    # Finished updates, so that a later attempt at a round does not train again.
+    # Finished updates, so that a retry of a round does not train again.
 
     def keep_update(
-        self,
-        round_number: int,
-        tensors: Mapping[str, npt.NDArray[Any]],
-        facts: Mapping[str, str],
-        *,
-        durable: bool,
+        self, round_number: int, pieces: Sequence[Piece], facts: Mapping[str, str], *, durable: bool
     ) -> None:
         """Keep the finished update of a round, and remove those of other rounds.
 
+        The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
+        file, which is written last, so that an update is valid only if both agree.
+
         Args:
             round_number: The round.
-            tensors: `contribution`, the vector that is summed, before its masks; others are for inspection.
-            facts: What it was made for; `update` gives it back for the same facts only.
+            pieces: The vector that is summed, before its masks, in pieces that tile it.
+            facts: The inputs that the update depends on; `update` returns it for the same facts only.
             durable: Sync it before this returns.
 
         Raises:
             StorageError: the disk is full.
         """
         path = update_path(self._state, round_number)
-        write_file(
-            path, lambda temporary: save_file(dict(tensors), temporary, metadata=dict(facts)), durable=durable
-        )
-        for old in self._state.glob("update-*.safetensors"):
-            if old != path:
+        write_file(path, lambda temporary: _write_pieces(temporary, pieces), durable=durable)
+        entries = [[offset, size, digest.hex()] for offset, size, digest in manifest_of(pieces)]
+        sealed = json.dumps({"facts": dict(facts), "manifest": entries}).encode()
+        write_bytes(path.with_suffix(".json"), sealed, durable=durable)
+        kept = (path, path.with_suffix(".json"), trained_path(self._state, round_number))
+        for old in (*self._state.glob("update-*"), *self._state.glob("trained-*")):
+            if old not in kept:
                 old.unlink(missing_ok=True)
 
-    def update(self, round_number: int, facts: Mapping[str, str], length: int, dtype: type) -> Ring | None:
-        """The finished update of a round, if it was made for the same facts and has this length and type."""
+    def update(
+        self, round_number: int, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
+    ) -> RingVector | None:
+        """The finished update of a round if it was made for the same facts and is whole, of this length and type."""
+        path = update_path(self._state, round_number)
         try:
-            with safe_open(update_path(self._state, round_number), framework="np") as file:
-                made, vector = file.metadata() or {}, file.get_tensor("contribution")
-        except (OSError, SafetensorError):
-            return None
-        if any(made.get(name) != value for name, value in facts.items()):
-            return None
-        if vector.shape != (length,) or vector.dtype != dtype:
-            return None
-        found: Ring = vector
-        return found
+            sealed = json.loads(path.with_suffix(".json").read_bytes())
+            if any(sealed["facts"].get(name) != value for name, value in facts.items()):
+                return None
+            manifest = tuple(
+                (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
+            )
+            vector: RingVector = np.fromfile(path, dtype)
+            spans = [vector[offset : offset + size] for offset, size, _ in manifest]
+            check_received(manifest, spans, length, dtype)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
+            return None  # missing, torn by a crash, or of another model: the site trains
+        return vector if vector.shape == (length,) else None
+
+    def keep_trained(self, round_number: int, vector: Vector, tokens: int) -> None:
+        """Keep the update as it was trained, for `simulations/inspection.py` alone.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        facts = {"tokens": str(tokens)}
+        path = trained_path(self._state, round_number)
+        write_file(path, lambda file: save_file({"update": vector}, file, metadata=facts), durable=False)
+
+
+def checked_base(request: Join) -> Vector | None:
+    """The base model of a join; None where it has none.
+
+    Raises:
+        UpdateError: it is not the model that the request's hash names, or non-finite.
+    """
+    if not request.base_hash:
+        return None
+    own = vector_hash(request.base)
+    if own != request.base_hash:
+        raise UpdateError(
+            "base model", own.hex(), expected=f"the model with the hash {request.base_hash.hex()}"
+        )
+    if not np.isfinite(request.base).all():
+        raise UpdateError("base model", "non-finite", expected="finite weights")
+    return request.base
+
+
+def update_path(state: Path, round_number: int) -> Path:
+    """Where a site with a state folder keeps its finished update of a round; the facts are beside it, in JSON."""
+    return state / f"update-{round_number:05d}.ring"
+
+
+def trained_path(state: Path, round_number: int) -> Path:
+    """Where a site keeps the update of a round as it was trained, for inspection."""
+    return state / f"trained-{round_number:05d}.safetensors"
+
+
+def _write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
+    with path.open("wb") as file:
+        for offset, vector in pieces:
+            file.seek(offset * vector.itemsize)
+            file.write(vector.data)
 
 
 def base_path(folder: Path, base_hash: bytes) -> Path:

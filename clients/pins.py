@@ -1,8 +1,9 @@
-"""What a site holds on to once it has said yes, so that a coordinator cannot have the same numbers summed twice.
+"""Pins: the plan and run that a site has joined, so that a coordinator cannot have the same updates summed twice.
 
-From the sum over some sites and the sum over all but one of them, of the same updates, that one's update follows. So a
-site takes part in one plan, in one run of it, and in no other plan under that run's identity; it says so when it joins,
-and every later message must fit. A pin is written once, whole and synced, by whichever process comes first.
+The difference of the sum over some sites and the sum over all but one of them, of the same updates, is that site's
+update. So a site takes part in one plan, in one run of it, and in no other plan under that run's identity; it pins both
+when it joins, and every later message must match. A pin is written once, whole and synced, by the first process that
+needs it.
 
 A new plan in the same state folder is the site's own decision: its digest goes into the site's TOML.
 """
@@ -19,14 +20,14 @@ from cloister.protocol.storage import write_bytes
 
 _MOST_FOUND = 1024
 _found: set[tuple[Path, str, str, str]] = set()
-"""Folder, pinned plan, plan and run of the messages that were found to fit, so that a process looks once."""
+"""Folder, pinned plan, plan and run of the messages that matched, so that a process reads the pins once."""
 
 
 class Pins:
     """The pins in a site's state folder.
 
     Args:
-        folder: Where they are.
+        folder: The folder of the pins.
         site: The site's name, for messages.
         plan: Digest of the plan that the site's own configuration names; empty: the first that it joined.
     """
@@ -37,10 +38,10 @@ class Pins:
         self._plan = plan
 
     def check_free(self, plan: Plan, run: str) -> None:
-        """Refuse a plan or run that another came before.
+        """Refuse a plan or run if another is pinned.
 
         Raises:
-            PinnedError: one did.
+            PinnedError: another is pinned.
         """
         digest = plan.digest()
         if self._plan and digest != self._plan:
@@ -49,10 +50,10 @@ class Pins:
             self._check_one(name, value, self._read(name) or value, digest)
 
     def join(self, plan: Plan, run: str) -> None:
-        """Take part in a plan and a run, if nothing speaks against it.
+        """Pin a plan and a run, unless another is pinned.
 
         Raises:
-            PinnedError: another plan or run came first.
+            PinnedError: another plan or run is pinned.
             StorageError: the pin cannot be kept.
         """
         for name, value in self._of(plan, run):
@@ -60,10 +61,10 @@ class Pins:
         self.check(plan, run)
 
     def check(self, plan: Plan, run: str) -> None:
-        """Refuse a message that does not fit.
+        """Refuse a message that does not match the pins.
 
         Raises:
-            PinnedError: it is of another plan or run, or of one that was not joined.
+            PinnedError: it is of another plan or run, or of one that the site has not joined.
         """
         digest = plan.digest()
         if (self._folder, self._plan, digest, run) in _found:
@@ -107,7 +108,7 @@ class Pins:
             return ""
 
     def _write(self, name: str, value: str) -> None:
-        """Write a pin that is not there; of several processes one is first, and the others find its value."""
+        """Write a pin if there is none; if several processes do so, the first one determines its value."""
         path = self._folder / name
         if path.exists():
             return

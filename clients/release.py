@@ -1,65 +1,202 @@
-"""The only exit of a site: a finished update becomes the vector that is summed.
+"""The only exit of a site: a finished update becomes the vector that is summed, span by span.
 
-Without privacy, and where the unit is the record (its noise is in the update already), values are coded in the plan's
-ring with public rounding. Where the unit is the site, the site-level mechanism makes the integers
-(`privacy/site_noise.py`).
+Without privacy, and if the unit is the record (its noise is already in the update), values are coded in the plan's
+ring with public rounding. If the unit is the site, the site-level mechanism makes the integers
+(`privacy/site_noise.py`). A rank releases its span of the update; the owner of the tail then makes the rest of the
+vector from what was clipped in all spans. A site that is one process has one span.
 
-What leaves here is kept and sent again in a second attempt at the round: noise is drawn once for an update, so that no
-number of sums of it averages the noise away.
+The vector is kept and sent again in a retry of the round: noise is drawn once for an update, so that repeated sums of
+the update cannot average the noise away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from cloister.aggregation.average import SumLayout
+from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss
+from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
 from cloister.lm.layout import Vector
+from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
+from cloister.privacy.terms import Terms
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What local training gave."""
+    """The result of local training."""
 
     vector: Vector
     """The update, float32."""
     tokens: int
-    """Tokens learned from; for the site's own eyes under privacy."""
+    """Tokens learned from; under privacy it must not leave the site."""
     loss: float
-    """Mean training loss over them; likewise."""
+    """Mean training loss over them; as `tokens`."""
 
 
-def in_clear_units(
-    update: Finished, layout: SumLayout, rounding: np.random.Generator, *, weighted: bool
-) -> RingVector:
-    """The contribution of an update whose coordinates may be summed as they are.
+@dataclass(frozen=True)
+class Clipped:
+    """What was clipped in a span: for the tail of the vector only; it must not leave the site otherwise."""
+
+    values: int = 0
+    """Values of the span beyond the ring's bound."""
+    update: bool = False
+    """Whether the whole update was longer than the clipping norm; the same for all its spans."""
+
+
+@dataclass(frozen=True)
+class InClear:
+    """The code of an update that may be summed as it is: without privacy, or noised already."""
+
+    layout: SumLayout
+    """Layout of the sum; only its counters leave the site."""
+    rounding: int
+    """Seed of the stochastic rounding: public, so that a retry rounds in the same way. The mask hides the vector."""
+    weighted: bool
+    """Weigh the update by the site's tokens; otherwise by 1."""
+
+    def release(
+        self,
+        values: Vector,
+        tokens: int,
+        offset: int = 0,
+        gather: Gather = alone,
+        out: RingVector | None = None,
+    ) -> tuple[RingVector, Clipped]:
+        """The ring integers of one span.
+
+        Args:
+            values: Shape (d,), float32: elements [offset, offset + d) of the update.
+            tokens: What the site learned from.
+            offset: Element of the update where `values` starts.
+            gather: Not used.
+            out: (d,) ring integers to write into.
+
+        Raises:
+            UpdateError: the values are not finite, or end beyond the update.
+        """
+        coded, clipped = self.layout.encode(values, self._weight(tokens), self.rounding, offset, out)
+        return coded, Clipped(values=clipped)
+
+    def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
+        """The span after the update's: the exact counters.
+
+        Args:
+            clipped: What `release` returned for each span.
+            tokens: What the site learned from.
+            loss: Mean training loss over them.
+        """
+        return self.layout.tail(
+            {
+                WEIGHT: self._weight(tokens),
+                TOKENS: tokens,
+                LOSS: count_of_loss(loss * tokens),
+                CLIPPED: sum(span.values for span in clipped),
+            }
+        )
+
+    def _weight(self, tokens: int) -> int:
+        return tokens if self.weighted else 1
+
+
+@dataclass(frozen=True)
+class Protected:
+    """The code of an update that the site-level mechanism protects as a whole."""
+
+    layout: SumLayout
+    """Layout of the sum."""
+    mechanism: SiteMechanism
+    """The mechanism of the plan's terms."""
+    clip_norm: float
+    """C of the round."""
+    noise: NoiseStream
+    """A stream that nothing else uses: one for each update, the same at all its ranks."""
+
+    def release(
+        self,
+        values: Vector,
+        tokens: int,
+        offset: int = 0,
+        gather: Gather = alone,
+        out: RingVector | None = None,
+    ) -> tuple[RingVector, Clipped]:
+        """The ring integers of one span. Nothing here raises because of the update's values.
+
+        Args:
+            values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
+            tokens: Not used: they are outside the privacy budget.
+            offset: Element of the update where `values` starts.
+            gather: Collects the numbers of all spans (`privacy.clip.Gather`).
+            out: (d,) ring integers to write into.
+
+        Raises:
+            UpdateError: the span ends beyond the update, or inside a block that goes on.
+        """
+        steps, within = self.mechanism.encode(values, self.clip_norm, self.noise, offset, gather)
+        return self.layout.whole(steps, offset, out), Clipped(update=not within)
+
+    def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
+        """The span after the update's: adaptive clipping's coordinate, and the weight 1.
+
+        Args:
+            clipped: What `release` returned for each span, or for any one of them.
+            tokens: Not used, like what follows: they are outside the privacy budget.
+            loss: Mean training loss.
+        """
+        within = not clipped[0].update
+        return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(within, self.noise))
+
+
+Code: TypeAlias = InClear | Protected
+
+
+def code_for(
+    plan: Plan,
+    terms: Terms | None,
+    dimension: int,
+    *,
+    rounding: int,
+    clip_norm: float,
+    noise: NoiseStream | None,
+) -> Code:
+    """The code of the updates of a plan.
 
     Args:
-        update: What local training gave.
-        layout: Layout of the sum; counters that it does not have do not leave.
-        rounding: Source of the stochastic rounding: public, so that a second attempt rounds alike.
-        weighted: Weigh it by its tokens; otherwise by 1.
+        plan: The plan.
+        terms: Its privacy.
+        dimension: Coordinates of an update.
+        rounding: Seed of the public rounding.
+        clip_norm: C of the round, if the unit is the site.
+        noise: A stream that nothing else uses, if there is a privacy unit.
     """
-    counters = {TOKENS: update.tokens, LOSS: count_of_loss(update.loss * update.tokens)}
-    weight = update.tokens if weighted else 1
-    return layout.contribution(update.vector, weight, counters, rounding)
+    layout = training_layout(plan, dimension)
+    if terms is not None and terms.mechanism is not None:
+        assert noise is not None, "a plan with a unit has noise"
+        return Protected(layout, terms.mechanism, clip_norm, noise)
+    return InClear(layout, rounding, weighted=plan.aggregation.weighting == "tokens")
 
 
-def for_site_unit(
-    update: Finished, layout: SumLayout, mechanism: SiteMechanism, clip_norm: float, noise: NoiseStream
-) -> RingVector:
-    """The contribution of an update that is protected as a whole.
+def contribution(code: Code, update: Finished) -> RingVector:
+    """The whole vector of a site that is one process: one span, and the tail.
 
     Args:
-        update: What local training gave.
-        layout: Layout of the sum.
-        mechanism: That of the plan's terms.
-        clip_norm: C of the round.
-        noise: A stream that nothing else has used.
+        code: The code of the plan's updates.
+        update: The result of local training.
+
+    Raises:
+        UpdateError: the update has another length; or, in clear, it is not finite.
     """
-    return layout.whole(mechanism.encode(update.vector, clip_norm, noise))
+    layout = code.layout
+    if update.vector.shape != (layout.size,):
+        raise UpdateError("update", update.vector.shape, expected=f"a vector of {layout.size} values")
+    vector: RingVector = np.empty(layout.length, layout.ring.dtype)
+    _, clipped = code.release(update.vector, update.tokens, out=vector[: layout.size])
+    vector[layout.size :] = code.tail([clipped], update.tokens, update.loss)
+    return vector

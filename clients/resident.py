@@ -1,7 +1,7 @@
-"""What a process keeps in memory for all the sites that it serves; its app owns one `Resident`.
+"""State that a process keeps in memory for all the sites that it serves; its app owns one `Resident`.
 
 A deployed process serves one site, a simulation's worker serves many in turn. They share the plan's model and trainer,
-because a round starts from the global model and depends on nothing that ran before.
+because a round starts from the global model and does not depend on earlier work.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster, load_identity, load_roster
 
-_MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each takes a few open files
+_MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs a few open files
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A plan's model on a device, and what trains it."""
+    """A plan's model on a device, and its trainer."""
 
     plan: Plan
     base_hash: bytes
-    """Hash of the frozen parameters that the model was built on; empty: those that the plan gives."""
+    """Hash of the frozen parameters that the model was built on; empty: those of the plan."""
     model: LanguageModel
     trainer: Trainer | PrivateTrainer
     device: torch.device
@@ -43,10 +43,10 @@ class Loaded:
     live: Live = field(default_factory=dict)
     """Attempts at secure sums, by folder."""
     sequences: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
-    """By state folder the key of a site's sequences, and the sequences, which are mapped from disk."""
+    """By state folder: the key of a site's sequences, and the sequences, which are mapped from disk."""
 
     def prepared(self, state: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
-        """The sequences of the site with that state folder, made where this process does not have them."""
+        """The sequences of the site with that state folder; made if this process does not have them."""
         known = self.sequences.get(state)
         if known is None or known[0] != key:
             if len(self.sequences) >= _MOST_PREPARED:
@@ -65,7 +65,7 @@ class Resident:
         self._loaded: tuple[object, Loaded] | None = None
 
     def roster(self, path: str, pinned: str) -> Roster:
-        """The roster in a file, verified once in a process: what its hash names cannot change.
+        """The roster in a file, verified once in a process: the content under one hash cannot change.
 
         Raises:
             RosterError: the file is damaged, or is not the roster with the hash `pinned`.
@@ -76,7 +76,7 @@ class Resident:
         """The identity key in a file.
 
         Raises:
-            RosterError: it is missing or no key.
+            RosterError: the file is missing or has no key.
         """
         return self._identities(Path(path))
 
@@ -92,12 +92,12 @@ class Resident:
     def load(
         self, plan: Plan, device_name: str, base_hash: bytes, read_base: Callable[[], Vector | None]
     ) -> Loaded:
-        """Model and trainer of a plan; those of the plan that was loaded before are dropped.
+        """Model and trainer of a plan; those of the previously loaded plan are dropped.
 
         Args:
             plan: The plan.
             device_name: `auto` or a torch device.
-            base_hash: Hash of the frozen parameters to build on; empty: those that the plan gives.
+            base_hash: Hash of the frozen parameters to build on; empty: those of the plan.
             read_base: Reads them; called if the model is not loaded yet.
 
         Raises:
@@ -105,7 +105,7 @@ class Resident:
         """
         key = (plan.digest(), device_name, base_hash)
         if self._loaded is None or self._loaded[0] != key:
-            self._loaded = None  # its memory first
+            self._loaded = None  # free its memory first
             torch.set_num_threads(plan.local.threads)
             device = device_for(device_name)
             model = load_model(plan, read_base())

@@ -1,7 +1,7 @@
-"""A request in frames -> the reply in frames, or a refusal: one site's side of every carrier.
+"""A request in frames -> the reply in frames, or a refusal: one site's side of every transport.
 
-Nothing that happens in a site leaves this file as an exception, and of an error's text only what the coordinator may
-know: `reticent` says what that is.
+No exception of a site leaves this file, and of an error's text only the part that the coordinator may know
+(`reticent`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class Served(Protocol):
-    """A site, as its carriers see it: `clients.site.Site`, or that with something around it."""
+    """A site as its transport sees it: `clients.site.Site` or a wrapper of one."""
 
     @property
     def name(self) -> str:
         """The site's name."""
 
     def answer(self, request: Request) -> Reply:
-        """What the site replies to a request.
+        """The site's reply to a request.
 
         Raises:
-            CloisterError: why it does not do what it was asked.
+            CloisterError: the site does not do what it was asked.
         """
 
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
@@ -37,9 +37,10 @@ class Served(Protocol):
 
 
 def reticent(error: Exception) -> str:
-    """What a coordinator may know of an error: a refusal of the secure sum, which is about its own messages, in full.
+    """The part of an error that a coordinator may know.
 
-    The text of any other error may quote records, losses or paths of the site; that stays in the site's log.
+    An error of the secure sum is about the coordinator's own messages and is shown in full. The text of any other error
+    may quote records, losses or paths of the site; it stays in the site's log.
     """
     if isinstance(error, SecureSumError):
         return str(error)
@@ -56,7 +57,7 @@ def serve(
     Args:
         open_site: Finds the site.
         frames: The request (`protocol/wire.py`).
-        explain: The line that the coordinator gets for an error.
+        explain: Turns an error into the line that the coordinator receives.
 
     Returns:
         The reply's frames.
@@ -66,14 +67,13 @@ def serve(
         site = open_site()
         name = site.name
         request = decode_request(frames)
-        reply = _answer(site, request)
+        return encode(_answer(site, request))
     except CloisterError as error:
         _log.warning("refused: %s", error)
-        reply = Failed(name, printable(explain(error)))
-    except Exception as error:  # a defect; its text would leave the site if it left this function
+        return encode(Failed(name, printable(explain(error))))
+    except Exception as error:  # a defect: raised further, its text would leave the site
         _log.exception("failed")
-        reply = Failed(name, printable(explain(error)))
-    return encode(reply)
+        return encode(Failed(name, printable(explain(error))))
 
 
 def _answer(site: Served, request: Request) -> Reply:

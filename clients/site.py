@@ -1,7 +1,7 @@
-"""One site: what it answers to the coordinator's requests, from its own data.
+"""One site: it answers the coordinator's requests from its own data.
 
-`config.py` is what the site's people wrote, `admission.py` what it demands, `spending.py` its ledger, `kept.py` its
-files, `attempt.py` its side of the secure sum, `release.py` the only exit of an update. This file puts them together.
+`config.py` has its configuration, `admission.py` its demands, `spending.py` its ledger, `kept.py` its files,
+`attempt.py` its side of the secure sum, and `release.py` the only exit of an update. This file combines them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cloister.aggregation.ring import RingVector
+from cloister.aggregation.span import Piece, manifest_of
 from cloister.aggregation.sums import (
     BYTES,
     CORRECT,
@@ -30,8 +29,8 @@ from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.kept import Kept
-from cloister.clients.release import Finished, for_site_unit, in_clear_units
+from cloister.clients.kept import Kept, checked_base
+from cloister.clients.release import Finished, code_for, contribution
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
@@ -62,7 +61,7 @@ from cloister.protocol.soundness import from_json
 _log = logging.getLogger(__name__)
 
 Noise = Callable[[int], NoiseStream]
-"""Gives, for a round, a stream that no other training has had or will have."""
+"""Returns, for a round, a stream that no other training uses."""
 
 
 class Site:
@@ -70,8 +69,8 @@ class Site:
 
     Args:
         config: The site's configuration.
-        resident: What the process has in memory for its sites.
-        noise: Source of the site's noise; a simulation that is to be repeated passes another.
+        resident: The state that the process has in memory for its sites.
+        noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
     """
 
@@ -92,10 +91,10 @@ class Site:
         self._admission = Admission(config, resident, self._spending)
 
     def answer(self, request: Request) -> Reply:
-        """What the site replies to a request.
+        """The site's reply to a request.
 
         Raises:
-            CloisterError: why it does not do what it was asked.
+            CloisterError: the site does not do what it was asked.
         """
         match request:
             case Join():
@@ -113,17 +112,18 @@ class Site:
         return self._admission.refuse(request.sum.run, request.sum.plan, error)
 
     def join(self, request: Join) -> Joined:
-        """Check the plan against the site's demands, and get model and data ready.
+        """Check the plan against the site's demands, and prepare model and data.
 
         Raises:
-            PolicyError, BudgetError: the site does not take part, by its own policy.
-            CloisterError: why this site cannot take part.
+            PolicyError, BudgetError: the site does not take part, by its own policy or budget.
+            CloisterError: the site cannot take part.
         """
         plan = from_json(request.plan)
         self._admission.check_new(plan, request.run)
+        base = checked_base(request)
+        loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
         self._kept.remember(request, bytes.fromhex(plan.digest()))
-        loaded = self._load(plan, request.base_hash)
-        # Last: what was refused above is refused at every later message too, because the site has not joined.
+        # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
@@ -133,7 +133,7 @@ class Site:
         """The site's part of a step of the secure sum that carries no vector.
 
         Raises:
-            CloisterError: why it refuses.
+            CloisterError: the site refuses.
         """
         loaded = self._open(request.sum)
         self._admission.check_unpaid(loaded.plan, request.sum.purpose)
@@ -142,10 +142,10 @@ class Site:
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
     def contribute(self, request: Contribute) -> Contribution:
-        """The site's part of a sum, under its masks where the plan sums securely. There is no other exit.
+        """The site's part of a sum, masked if the plan sums securely. No other function returns an update.
 
         Raises:
-            CloisterError: why there is none.
+            CloisterError: the site cannot contribute, or refuses.
         """
         loaded = self._open(request.sum)
         plan, purpose = loaded.plan, request.sum.purpose
@@ -156,8 +156,10 @@ class Site:
         if purpose == TRAIN and loaded.terms is not None and loaded.terms.mechanism is not None:
             _check_clip(request.clip)
 
-        def make() -> RingVector:
-            return self._totals(loaded, request) if purpose == EVALUATE else self._update(loaded, request)
+        def make() -> list[Piece]:
+            return [
+                (0, self._totals(loaded, request) if purpose == EVALUATE else self._update(loaded, request))
+            ]
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -165,20 +167,22 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            statement, vector = self._attempts(loaded, request.sum).mask(
+            statement, manifest, pieces = self._attempts(loaded, request.sum).mask(
                 request.inbox, request.sum.round, request.model_hash, plan.local.threads, make
             )
         else:
-            vector = make()
-        return Contribution(self.name, request.sum, request.model_hash, statement, vector)
+            pieces = make()
+            manifest = manifest_of(pieces)
+        spans = tuple(vector for _, vector in pieces)
+        return Contribution(self.name, request.sum, request.model_hash, statement, manifest, spans)
 
-    # For the site's own eyes.
+    # For the site alone: not sent.
 
     def held_out(self, plan: Plan, weights: Vector, base_hash: bytes = b"") -> HeldOut:
         """The model's sums on the site's held-out records.
 
         Raises:
-            CloisterError: why there are none.
+            CloisterError: the model or the data cannot be loaded.
         """
         loaded = self._load(plan, base_hash)
         loaded.model.layout.scatter(weights, loaded.model.module)
@@ -189,10 +193,10 @@ class Site:
         """Number of the site's training sequences."""
         return len(self._prepared(self._load(plan, base_hash)).train)
 
-    # What a message is about.
+    # The model and data that a message refers to.
 
     def _open(self, sum_id: SumId) -> Loaded:
-        """Model and trainer for a message, after its plan and run were found to be those that the site has joined."""
+        """Model and trainer for a message, after a check that the site has joined its plan and run."""
         plan, base_hash = self._kept.recall(sum_id.run, sum_id.plan, self._resident.plan)
         self._admission.check(plan, sum_id.run)
         return self._load(plan, base_hash)
@@ -205,7 +209,7 @@ class Site:
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
         needed = plan.cohort.needed() if purpose == TRAIN else plan.cohort.needed_to_evaluate()
-        # A folder for each run: what was answered in one is remembered while others go on.
+        # A folder for each run: the answers of one run are kept while other runs continue.
         folder = (
             self.config.folder / "secure" / purpose / hashlib.sha256(sum_id.run.encode()).hexdigest()[:32]
         )
@@ -222,13 +226,13 @@ class Site:
             records = read_records(source, split=split, cache=cache)
             made = prepare(records, tokenizer, data, seed=seed, units=units)
             if made.dropped:
-                _log.warning("%s: nothing can be learned from %d records", self.name, made.dropped)
+                _log.warning("%s: %d records have no learnable token", self.name, made.dropped)
             return made
 
         key = prepared_key(source, tokenizer, data, seed=seed, split=split, units=units)
         return loaded.prepared(self.config.folder, key, lambda: cached(cache, key, make))
 
-    # What is summed.
+    # Contributions to a sum.
 
     def _totals(self, loaded: Loaded, request: Contribute) -> RingVector:
         """Totals of the model on the site's held-out records."""
@@ -245,14 +249,15 @@ class Site:
     def _update(self, loaded: Loaded, request: Contribute) -> RingVector:
         """The update of the round: kept from an earlier attempt, or trained now.
 
-        Under privacy it is charged before it is trained, and synced to disk before it leaves: a site that trained again
-        would release twice.
+        Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
+        a second release.
         """
         plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         layout = training_layout(plan, loaded.model.layout.size)
         facts = {
             "plan": plan.digest(),
             "run": request.sum.run,
+            "base": loaded.base_hash.hex(),
             "model": request.model_hash.hex(),
             "clip": request.clip.hex(),
         }
@@ -269,22 +274,21 @@ class Site:
         except UpdateError as error:
             if terms is None or terms.mechanism is None:
                 raise
-            # Whether an update is finite depends on the data, and a failure would show it: send zeros with noise.
-            _log.warning("round %d: zeros are sent: %s", round_number, error)
+            # Whether an update is finite depends on the data, and a failure would reveal it: send zeros with noise.
+            _log.warning("round %d: sending zeros: %s", round_number, error)
             finished = Finished(np.zeros_like(request.model), 0, 0.0)
-        vector: RingVector
-        if terms is not None and terms.mechanism is not None:
-            assert noise is not None
-            vector = for_site_unit(finished, layout, terms.mechanism, request.clip, noise)
-        else:
-            # Public, so that a second attempt rounds alike: what hides the vector is its mask.
-            random = np.random.Generator(np.random.SFC64(self._seed(plan, "rounding", round_number)))
-            vector = in_clear_units(finished, layout, random, weighted=plan.aggregation.weighting == "tokens")
-        tensors: dict[str, npt.NDArray[Any]] = {"contribution": vector}
-        if plan.model.adapter.scheme == "lora":
-            tensors["update"] = finished.vector  # for `simulations/inspection.py`: the error of that scheme
-        facts["tokens"] = str(finished.tokens)
-        self._kept.keep_update(round_number, tensors, facts, durable=terms is not None)
+        code = code_for(
+            plan,
+            terms,
+            loaded.model.layout.size,
+            rounding=self._seed(plan, "rounding", round_number),
+            clip_norm=request.clip,
+            noise=noise,
+        )
+        vector = contribution(code, finished)
+        if plan.model.adapter.scheme == "lora":  # a simulation shows the aggregation error of that scheme
+            self._kept.keep_trained(round_number, finished.vector, finished.tokens)
+        self._kept.keep_update(round_number, [(0, vector)], facts, durable=terms is not None)
         return vector
 
     def _trained(self, loaded: Loaded, request: Contribute, noise: NoiseStream | None) -> Finished:
@@ -313,9 +317,9 @@ class Site:
 
 
 def _check_model(model: Vector, named: bytes) -> None:
-    """The hash binds the masks to the model, so the site computes it itself.
+    """Check the global model and its hash, which binds the masks to the model.
 
-    A model that is not finite is refused before any record is used: what training made of it would depend on them.
+    A non-finite model is refused before any record is used: the result of training from it would depend on records.
     """
     own = vector_hash(model)
     if own != named:

@@ -1,4 +1,4 @@
-"""What a site's data has spent: its own ledger, charged durably before any record is used."""
+"""The spending of a site's data: its own ledger, charged durably before any record is used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Spending:
     ) -> None:
         """Charge the site's ledger for a round, durably, before any record is used.
 
-        A training that is done again, after a crash that lost its update, is another release and another charge.
+        Training again, after a crash that lost the update, is another release and another charge.
 
         Args:
             plan: The plan.
@@ -43,17 +43,17 @@ class Spending:
             policy: The site's demands.
 
         Raises:
-            BudgetError: the policy, or the plan itself, does not allow it; nothing was charged.
+            BudgetError: the policy or the plan does not allow the charge; nothing was charged.
         """
         budget = None
         if policy is not None and policy.greatest_epsilon is not None:
             budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
         most = terms.budget
-        if most is None:  # the whole plan, with room for updates that crashes have lost
+        if most is None:  # the whole plan, with room for updates that were lost in crashes
             most = terms.epsilon(rounds + plan.cohort.attempts)
 
         def check_run(entries: tuple[Entry, ...]) -> None:
-            """The plan bounds what one run may cost, whatever the coordinator asks for."""
+            """Check the plan's bound on the cost of one run, which holds for every request of the coordinator."""
             before = [event for e in entries if e.charge.run == run for event in from_json(e.charge.event)]
             spent = epsilon_of((*before, *terms.round_events), terms.delta, terms.accountant)
             if spent > most:
@@ -67,24 +67,24 @@ class Spending:
         self._ledger.charge(charge, budget, check_run)
 
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
-        """Epsilon of the site's data when the run is over, with what earlier runs have spent.
+        """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
 
         Args:
             plan: The plan.
             terms: Its privacy.
             run: Identity of the run, of which some rounds may be charged already.
             rounds: Rounds of the plan that draw this site.
-            delta: At which delta; None: the charges' own.
+            delta: Delta at which epsilon is stated; None: the charges' own.
         """
         left = rounds - len({entry.charge.round for entry in self._ledger.entries(run)})
         charge = self._charge(plan, run, 0, terms.round_events * max(1, left))
         return self._ledger.would_spend([charge], delta)
 
     def check_outlives_runs(self) -> None:
-        """Check that ledger and data set have names that outlive a run, which a limit over runs needs.
+        """Check that ledger and data set have names that persist across runs, as a limit over runs requires.
 
         Raises:
-            PlanError: one of them has not.
+            PlanError: the data set has no name, or the ledger is not a file outside the state folder.
         """
         config = self._config
         if not config.dataset:

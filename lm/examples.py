@@ -21,7 +21,8 @@ from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import DataSection
 
-_BATCH_CHARACTERS = 1 << 20
+BATCH_CHARACTERS = 1 << 20
+"""Characters from which texts are given to the tokenizer in several calls."""
 
 Spans = Sequence[tuple[int, int]]
 """The parts of a text that are learned, as (start, stop) in characters, in order."""
@@ -97,7 +98,7 @@ def _by_size(rendered: Iterable[tuple[str, Spans]]) -> Iterator[list[tuple[str, 
     for item in rendered:
         batch.append(item)
         size += len(item[0])
-        if size >= _BATCH_CHARACTERS:
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -274,8 +275,8 @@ def _as_bytes(batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
 def _pieces(text: str) -> Iterator[str]:
     """Cut a long text after line ends, where it has them."""
     start = 0
-    while len(text) - start > _BATCH_CHARACTERS:
-        stop = start + _BATCH_CHARACTERS
+    while len(text) - start > BATCH_CHARACTERS:
+        stop = start + BATCH_CHARACTERS
         stop = text.rfind("\n", start, stop) + 1 or stop
         yield text[start:stop]
         start = stop

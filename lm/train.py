@@ -38,7 +38,8 @@ from cloister.protocol.errors import DataError, ModelError, StorageError, Update
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
 
-_BLOCK_TOKENS = 2**22  # moved to the device at once: 32 MB; a usual round has no transfer between its steps
+BLOCK_TOKENS = 2**22
+"""Tokens that are moved to the device at once (32 MB), so that a usual round has no transfer between its steps."""
 Named = list[tuple[str, nn.Parameter]]
 """Parameters with their names, in layout order."""
 _T = TypeVar("_T")
@@ -237,7 +238,7 @@ class Trainer:
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
         drawn = batches(len(sequences), per_step, seeds)
-        block = max(1, _BLOCK_TOKENS // (per_step * length))
+        block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, local.steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, local.steps - first))])
             targets = next_tokens(sequences.labels[rows])

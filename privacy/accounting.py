@@ -2,16 +2,16 @@
 
 A mechanism M is (epsilon, delta)-DP when P[M(D) in S] <= e^epsilon P[M(D') in S] + delta for all neighbours D, D' and
 all S (Dwork and Roth 2014). Each event of `events.py` says which mechanism ran, its sensitivity and its neighbours.
-`spent` composes any list of them, also where each was chosen after seeing the ones before, and gives an epsilon that is
-an upper bound whatever the parameters; `calibrate` searches the other way.
+`spent` composes any list of them, including one where each was chosen after seeing the results of earlier ones, and
+gives an epsilon that is an upper bound for all parameters; `calibrate` finds the noise for a given epsilon.
 
 - `pld` composes privacy loss distributions (Koskela et al. 2020; discretised as in Doroshenko et al. 2022, "Connect the
-  dots", which rounds to the safe side). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
+  dots", which rounds pessimistically). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
 - `rdp` adds Renyi divergences (Mironov 2017) and converts them (Canonne, Kamath and Steinke 2020, Proposition 12).
 
-Both come from `dp_accounting`, which has no Skellam mechanism: its published curve is added here. Where floating point
-would bear on the result (a delta near rounding error, a loss that spans more than a grid can hold) the result is that
-of `rdp`, and `Spent` says so. Refused: privacy loss distributions of Skellam noise in many dimensions, whose worst
+Both come from `dp_accounting`, which has no Skellam mechanism: its published curve is added here. Where rounding
+errors could affect the result (a delta near rounding error, a loss that spans more than a grid can hold) the result is
+that of `rdp`, and `Spent` says so. Refused: privacy loss distributions of Skellam noise in many dimensions, whose worst
 neighbours are not known, and an accountant of our own.
 """
 
@@ -37,16 +37,16 @@ LEAST_NOISE, LARGEST_NOISE = 2.0**-6, 2.0**16
 
 @dataclass(frozen=True)
 class Spent:
-    """What a list of events costs: every one of them together is (epsilon, delta)-DP."""
+    """The cost of a list of events: together they are (epsilon, delta)-DP."""
 
     epsilon: float
-    """An upper bound; `math.inf` where there is none."""
+    """An upper bound; `math.inf` if there is none."""
     delta: float
     """The delta that was asked for."""
     accountant: Accountant
     """The accountant whose bound this is."""
     note: str = ""
-    """Why that is not the accountant that was asked for, or what was assumed; empty where there is nothing to say."""
+    """Why that is not the requested accountant, or what was assumed; otherwise empty."""
 
 
 def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld") -> Spent:
@@ -62,7 +62,7 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld")
         accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list.
 
     Raises:
-        AccountingError: `delta` or `accountant` is not as said above.
+        AccountingError: `delta` is out of range, or `accountant` is unknown.
     """
     delta = positive("delta", delta)
     if not delta < 1:
@@ -207,7 +207,7 @@ def _pld(losses: _Losses, delta: float, renyi: float) -> float:
     A step's loss is put on a grid of width h. Connecting the dots adds at most h^2/4 to its variance, so h = 1/20 of
     the root mean square of the steps' losses adds less than a thousandth to the variance of the sum; it is
     wider only to keep the grids in memory, and where second differences of probabilities on so fine a grid would be
-    rounding error: what they err by is added as mass, 2^-53 span / h^2 a step. The fast Fourier transform is exact to
+    rounding error: their error is added as mass, 2^-53 span / h^2 a step. The fast Fourier transform is exact to
     rounding alone: raising it to the k-th power multiplies that by k. `delta` is lowered by more than that error.
     """
     import numpy as np
@@ -320,7 +320,7 @@ def calibrate(
                 "target_epsilon",
                 target_epsilon,
                 expected=f"at most {epsilon(LEAST_NOISE):.3g}, which the least noise multiplier {LEAST_NOISE:g} gives",
-                fix="give a smaller one, or the noise multiplier itself",
+                fix="set a smaller one, or set the noise multiplier instead",
             )
 
     while enough > too_little * (1 + 5e-4):

@@ -1,37 +1,45 @@
 """Bounds: the L2 norm of an update, the clip to it, and integers whose norm keeps a bound that is known beforehand.
 
-Sensitivity is what the noise is measured against, so a bound here holds for the numbers that are returned, not for
-those one meant. Rounding can lift a norm twice: float32 rounding after the scaling of a clip, which is why `clip`
+The noise is calibrated to the sensitivity, so a bound here holds for the numbers that are returned, after rounding.
+Rounding can increase a norm in two places: float32 rounding after the scaling of a clip, which is why `clip`
 rounds toward zero; and the rounding to integers before a discrete mechanism, for which `integer_round` draws
 again until the bound of `rounded_l2` holds (Kairouz, Liu and Steinke 2021, "The distributed discrete Gaussian
 mechanism for federated learning with secure aggregation", Algorithm 1 with granularity 1 / scale).
 
+A vector may lie in spans, each at one rank, that begin and end at the blocks of `protocol/blocks.py`. What needs the
+whole vector (its norm, whether it is finite, whether to draw again) is computed from the blocks' sums of squares, which
+a `gather` collects from all spans in their order; so every rank computes the same as one rank that has all of it.
+
 A sum of float64 squares is itself rounded. The square of a float32 is exact in float64; each block's sum is
-off by less than `BLOCK` x 2^-53 = 2^-39 of itself in any order of adding, and `math.fsum` adds the blocks. Norms
-are compared with a bound lowered by `_MARGIN` = 2^-37 of itself, which covers this with room for the few
-operations around it: what passes is within the bound in exact arithmetic. Refused: a float64 copy of the vector,
-and a random rotation before the rounding (it tightens the largest coordinate, which a 32-bit ring does not need).
+off by less than `BLOCK` x 2^-53 = 2^-38 of itself in any order of adding, and `math.fsum` adds the blocks. A norm is
+then off by 2^-39 of itself. Norms are compared with a bound lowered by `_MARGIN` = 2^-37 of itself, which covers this
+with room for the few operations around it: what passes is within the bound in exact arithmetic. Refused: a float64 copy
+of the vector, and a random rotation before the rounding (it tightens the largest coordinate, which a 32-bit ring does
+not need).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.blocks import BLOCK, cut
 from cloister.protocol.errors import UpdateError
 
 Update: TypeAlias = npt.NDArray[np.float32]
 Integers: TypeAlias = npt.NDArray[np.int64]
+Gather: TypeAlias = Callable[[list[float]], list[float]]
+"""This span's numbers -> those of all spans of the vector, in the order of the spans. All ranks make the same calls."""
 
-BLOCK = 2**14
-"""Elements of a block: 128 KiB of float64. They stay in a core's cache, and such small arrays are not mapped anew."""
 BETA = math.exp(-0.5)
-"""Probability that Kairouz et al. allow one rounding to miss `rounded_l2`, as they choose it."""
+"""Probability with which one rounding may exceed `rounded_l2`: the value that Kairouz et al. choose."""
 REDRAWS = 64
-"""Roundings that `integer_round` tries: all of them miss with probability at most `BETA`^64 = 1.3e-14."""
+"""Roundings that `integer_round` tries: all of them exceed it with probability at most `BETA`^64 = 1.3e-14."""
 
 _MARGIN = 2.0**-37
 _MOST_STEPS = (
@@ -39,41 +47,86 @@ _MOST_STEPS = (
 )  # a 32-bit ring holds less; up to here `rounded_l2` exceeds the bound by more than the margin
 
 
-def l2_norm(vector: Update) -> float:
-    """The L2 norm of `vector`, accumulated in float64 in blocks, right to 2^-38 of itself.
+def alone(numbers: list[float]) -> list[float]:
+    """The `Gather` of a vector that lies in one span."""
+    return numbers
+
+
+def block_sums(vector: Update, offset: int = 0) -> list[float]:
+    """The sums of squares of the vector's blocks, in float64.
 
     Args:
-        vector: Shape (d,), float32.
+        vector: Shape (d,), float32: elements [offset, offset + d) of the whole vector.
+        offset: Element of the whole vector where `vector` starts: that of a block.
+
+    Returns:
+        A sum for each block; infinite or NaN if and only if an element of the block is not finite.
 
     Raises:
-        UpdateError: an element is not finite; the error names the first.
-        ValueError: the vector has another type or shape.
+        ValueError: the vector has another type or shape, or starts inside a block.
     """
     _check_vector("vector", vector)
-    return math.sqrt(math.fsum(_sum_of_squares(block, begin) for begin, block in _blocks(vector)))
+    if offset < 0 or offset % BLOCK:
+        raise ValueError(f"offset is {offset}: expected a multiple of {BLOCK}")
+    # Not a dot product: the number of BLAS threads would change its last bits.
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return [
+            float(np.multiply(block, block, dtype=np.float64).sum())
+            for block in (vector[begin:end] for begin, end, _, _ in cut(offset, vector.size))
+        ]
 
 
-def clip(vector: Update, bound: float, out: Update | None = None) -> tuple[Update, float]:
-    """Scale `vector` down to the L2 norm `bound` where it is longer: x min(1, bound / |x|).
+def norm_of(sums: list[float]) -> float:
+    """The L2 norm of a vector from its blocks' sums of squares: accurate to 2^-38 of itself, added in one order."""
+    return math.sqrt(math.fsum(sums))
 
-    The norm of what is returned is at most `bound` in exact arithmetic. A vector within the bound is returned as
-    it was; one that is longer, or shorter by less than 2^-37 of the bound, is scaled and rounded toward zero,
+
+def l2_norm(vector: Update, offset: int = 0, gather: Gather = alone) -> float:
+    """The L2 norm of the whole vector, accumulated in float64 in blocks, accurate to 2^-38 of itself.
+
+    Args:
+        vector: Shape (d,), float32: elements [offset, offset + d) of the whole vector.
+        offset: Element of the whole vector where `vector` starts: that of a block.
+        gather: Collects the blocks' sums of all spans.
+
+    Raises:
+        UpdateError: an element of the whole vector is not finite; the error names the first one in this span.
+        ValueError: the vector has another type or shape, or starts inside a block.
+    """
+    sums = gather(block_sums(vector, offset))
+    if not all(map(math.isfinite, sums)):
+        wrong = np.flatnonzero(~np.isfinite(vector))
+        if not wrong.size:
+            raise UpdateError("update in another span", expected="finite numbers")
+        raise UpdateError(f"update[{offset + wrong[0]}]", float(vector[wrong[0]]), expected="a finite number")
+    return norm_of(sums)
+
+
+def clip(
+    vector: Update, bound: float, out: Update | None = None, offset: int = 0, gather: Gather = alone
+) -> tuple[Update, float]:
+    """Scale the whole vector down to the L2 norm `bound` where it is longer: x min(1, bound / |x|).
+
+    The norm of what is returned is at most `bound` in exact arithmetic. A vector within the bound is returned
+    unchanged; one that is longer, or shorter by less than 2^-37 of the bound, is scaled and rounded toward zero,
     so it may be shorter than the bound by one unit in the last place of each element.
 
     Args:
-        vector: Shape (d,), float32.
+        vector: Shape (d,), float32: elements [offset, offset + d) of the whole vector.
         bound: L2 norm, positive and finite.
-        out: Where the result goes, of the same shape and type, and it may be `vector`; by default a new vector.
+        out: Receives the result; of the same shape and type, may be `vector` itself; by default a new vector.
+        offset: Element of the whole vector where `vector` starts: that of a block.
+        gather: Collects the blocks' sums of all spans.
 
     Returns:
-        The clipped vector, and the norm that `vector` had.
+        This span of the clipped vector, and the norm that the whole vector had.
 
     Raises:
-        UpdateError: an element is not finite; nothing is written then.
-        ValueError: another argument is not as said above.
+        UpdateError: an element is not finite; nothing was written.
+        ValueError: another argument is out of range, or has the wrong type or shape.
     """
     _check_positive("bound", bound)
-    norm = l2_norm(vector)
+    norm = l2_norm(vector, offset, gather)
     into = np.empty_like(vector) if out is None else out
     _check_vector("out", into)
     if into.size != vector.size:
@@ -83,9 +136,8 @@ def clip(vector: Update, bound: float, out: Update | None = None) -> tuple[Updat
             into[:] = vector
         return into, norm
     factor = bound / norm * (1 - _MARGIN)
-    for begin, block in _blocks(vector):
-        scaled = np.multiply(block, factor, dtype=np.float64)
-        into[begin : begin + block.size] = _toward_zero(scaled)
+    for begin, end, _, _ in cut(offset, vector.size):
+        into[begin:end] = _toward_zero(np.multiply(vector[begin:end], factor, dtype=np.float64))
     return into, norm
 
 
@@ -101,7 +153,7 @@ def rounded_l2(bound: float, d: int, beta: float = BETA) -> float:
         beta: From 0, which gives c + sqrt(d), to below 1.
 
     Raises:
-        ValueError: an argument is not as said above.
+        ValueError: an argument is out of range.
     """
     _check_positive("bound", bound)
     _check_count(d)
@@ -124,71 +176,74 @@ def rounded_l1(l2: float, d: int) -> float:
     return min(math.sqrt(d) * l2, l2 * l2)
 
 
-def integer_round(vector: Update, scale: float, l2_bound: float, random: np.random.Generator) -> Integers:
-    """Round scale x `vector` to integers stochastically, so that the L2 norm of the result is at most
-    `rounded_l2(scale * l2_bound, d)`.
+def integer_round(
+    vector: Update,
+    scale: float,
+    l2_bound: float,
+    noise: NoiseStream,
+    dimension: int,
+    offset: int = 0,
+    gather: Gather = alone,
+) -> Integers:
+    """Round scale x the whole vector to integers stochastically, so that the L2 norm of the result is at most
+    `rounded_l2(scale * l2_bound, dimension)`.
 
     Each coordinate goes up with the probability of its fraction (to 2^-53), else down, which is unbiased; all are
     drawn again while the norm is above the bound (Kairouz et al. 2021, Algorithm 1), and this condition makes a
-    small bias. After `REDRAWS` tries the fraction is cut off instead: never above the bound, but biased toward zero.
-    That happens with probability at most `BETA`^`REDRAWS`.
+    small bias. Coordinate e takes element e of a stream of its own for each try. After `REDRAWS` tries the fraction is
+    cut off instead: never above the bound, but biased toward zero. That happens with probability at most
+    `BETA`^`REDRAWS`.
 
     Args:
-        vector: Shape (d,), float32, with an L2 norm of at most `l2_bound` (as `clip` returns it).
+        vector: Shape (d,), float32: elements [offset, offset + d) of a vector with an L2 norm of at most `l2_bound`
+            (as `clip` returns it).
         scale: Integer steps for 1.0, positive; a power of two scales exactly.
         l2_bound: Clipping norm; `scale * l2_bound` is at most 2^32.
-        random: Draws d uniform numbers for each try; under privacy a `NoiseStream`'s generator.
+        noise: A stream that nothing else has used; the same for all spans.
+        dimension: Coordinates of the whole vector.
+        offset: Element of the whole vector where `vector` starts: that of a block.
+        gather: Collects the blocks' sums of all spans; called once, and once for each try.
 
     Returns:
         Shape (d,), int64.
 
     Raises:
         UpdateError: an element is not finite, or the norm is above `l2_bound`.
-        ValueError: another argument is not as said above.
+        ValueError: another argument is out of range, or has the wrong type or shape.
     """
     _check_positive("scale", scale)
     _check_positive("l2_bound", l2_bound)
     if scale * l2_bound > _MOST_STEPS:
         raise ValueError(f"scale * l2_bound is {scale * l2_bound:.6g}: expected at most 2^32")
-    norm = l2_norm(vector)
+    if offset + vector.size > dimension:
+        raise ValueError(f"vector ends at element {offset + vector.size}: expected at most {dimension}")
+    norm = l2_norm(vector, offset, gather)
     if norm > l2_bound:
         raise UpdateError(
             "norm of the update", norm, expected=f"at most the clipping norm {l2_bound}", fix="clip it first"
         )
     rounded = np.empty(vector.size, np.int64)
-    if vector.size == 0:
+    if dimension == 0:
         return rounded
-    largest = rounded_l2(scale * l2_bound, vector.size) * (1 - _MARGIN)
-    for _ in range(REDRAWS):
-        squares = []
-        for begin, block in _blocks(vector):
-            scaled = np.multiply(block, scale, dtype=np.float64)
+    largest = rounded_l2(scale * l2_bound, dimension) * (1 - _MARGIN)
+    for number in range(REDRAWS):
+        sums = []
+        draws = noise.child(str(number)).uniform(vector.size, offset)
+        for (begin, end, _, _), draw in zip(cut(offset, vector.size), draws, strict=True):
+            scaled = np.multiply(vector[begin:end], scale, dtype=np.float64)
             down = np.floor(scaled)
-            down += random.random(block.size) < scaled - down
-            rounded[begin : begin + block.size] = down
-            squares.append(float(np.square(down).sum()))
-        if math.sqrt(math.fsum(squares)) <= largest:
+            down += draw < scaled - down
+            rounded[begin:end] = down
+            sums.append(float(np.square(down).sum()))
+        if norm_of(gather(sums)) <= largest:
             return rounded
-    for begin, block in _blocks(vector):
-        rounded[begin : begin + block.size] = np.trunc(np.multiply(block, scale, dtype=np.float64))
+    for begin, end, _, _ in cut(offset, vector.size):
+        rounded[begin:end] = np.trunc(np.multiply(vector[begin:end], scale, dtype=np.float64))
     return rounded
 
 
-def _blocks(vector: npt.NDArray[Any]) -> list[tuple[int, npt.NDArray[Any]]]:
-    return [(begin, vector[begin : begin + BLOCK]) for begin in range(0, vector.size, BLOCK)]
-
-
-def _sum_of_squares(block: Update, begin: int) -> float:
-    # Not a dot product: the number of BLAS threads would change its last bits.
-    total = float(np.multiply(block, block, dtype=np.float64).sum())
-    if not math.isfinite(total):
-        where = int(np.flatnonzero(~np.isfinite(block))[0])
-        raise UpdateError(f"update[{begin + where}]", float(block[where]), expected="a finite number")
-    return total
-
-
 def _toward_zero(values: npt.NDArray[np.float64]) -> Update:
-    """float64 to float32 without ever growing in magnitude; denormal numbers too."""
+    """float64 to float32, rounded toward zero; denormal numbers too."""
     nearest = values.astype(np.float32)
     lifted = np.abs(nearest) > np.abs(values)
     bits = nearest.view(np.uint32)

@@ -1,7 +1,8 @@
 """Events: which mechanism ran, its noise, its sensitivity and its neighbours. A ledger keeps them as canonical JSON.
 
-An event has all that an accountant needs and nothing of an update: `accounting.py` composes events, `site_noise.py` and
-`terms.py` make them. Refused: one event with a free-text name, whose sensitivity and neighbours would be elsewhere.
+An event has everything that an accountant needs and no data of an update: `accounting.py` composes events,
+`site_noise.py` and `terms.py` make them. Refused: one event with a free-text name, whose sensitivity and neighbours
+would be elsewhere.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def relation(unit: Unit) -> str:
 class SampledGaussian:
     """Steps of DP-SGD (Abadi et al. 2016): f(sample) + N(0, (z C)^2 I), where f sums terms of L2 norm at most C.
 
-    Each record is in the sample with probability q, on its own (Poisson), so a batch may be empty and is still a step.
-    Neighbours: add or remove one record, which changes f by at most C. The worst case is one dimension:
-    N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the
-    Gaussian mechanism.
+    Each record is in the sample with probability q, independently (Poisson), so a batch may be empty and is still a
+    step. Neighbours: add or remove one record, which changes f by at most C. The worst case is one dimension: N(0, z^2)
+    against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the Gaussian
+    mechanism.
     """
 
     noise_multiplier: float
@@ -132,7 +133,7 @@ def from_json(text: str) -> tuple[Event, ...]:
     """Read what `to_json` wrote.
 
     Raises:
-        AccountingError: it is anything else, an unknown mechanism or a value out of its range included.
+        AccountingError: it is anything else, including an unknown mechanism or a value out of range.
     """
     try:
         listed = json.loads(text)

@@ -1,24 +1,25 @@
-"""Noise: a 32-byte key stretched to one fixed infinite sequence of samples for each law, entered anywhere.
+"""Noise: a 32-byte key, expanded into one fixed, infinite and seekable sequence of samples for each law.
 
-Whoever can predict the noise can take it off, so it comes from a block cipher under a secret key, never from
+A party that can predict the noise can remove it, so it comes from a block cipher under a secret key, never from
 NumPy's or torch's own generators. `randomgen.AESCounter` is AES-128 (all ten rounds) applied to a 128-bit
 counter that starts at zero, one block for two 64-bit draws: the counter mode of NIST SP 800-38A with the
 counter written little-endian, where most libraries write it big-endian. `tests/test_noise.py` compares its
-output with `cryptography`'s AES. NumPy's `Generator` makes samples of the draws: Marsaglia and Tsang's ziggurat
+output with `cryptography`'s AES. NumPy's `Generator` turns the draws into samples: Marsaglia and Tsang's ziggurat
 for normals, Hormann's transformed rejection (PTRS) for Poisson with a mean of 10 or more. Every law of every
-stream has an AES key of its own, from the stream's key by HKDF-SHA256 (RFC 5869). So the noise is as unpredictable
-as AES-128's output: a guarantee against a party that computes, not against an unbounded one.
+stream has an AES key of its own, derived from the stream's key by HKDF-SHA256 (RFC 5869). So the noise is as
+unpredictable as AES-128's output: the guarantee holds against computationally bounded adversaries only.
 
-Both samplers reject, so the number of draws behind a sample varies. To be entered anywhere, a sequence is cut
-into blocks of `BLOCK` elements and block i starts at its own far place of the counter: a vector made in one
-piece, shard by shard or by several threads gets the same bytes. The draws are integers and the same everywhere;
-samples may differ in the last bit between builds of NumPy, so ranks that share a stream share a build.
+Both samplers use rejection sampling, so the number of draws behind a sample varies. To make a sequence seekable, it is
+cut into the blocks of `protocol/blocks.py`, and each block starts at a fixed counter value, at least 2^64 after that of
+the block before it: a vector made in one piece, span by span or by several threads gets the same bytes. Uniform numbers
+take one draw each and need no blocks. The draws are integers and the same everywhere; samples may differ in the last
+bit between builds of NumPy, so ranks that share a stream must use the same build.
 
-What a sample is, exactly, and accounting does not see: a float64 normal has 2^52 magnitudes in each of the
-ziggurat's 256 layers, and its support has gaps whose pattern can, in principle, betray what it was added to
+Accounting does not cover the finite precision of samples. A float64 normal has 2^52 magnitudes in each of the
+ziggurat's 256 layers, and its support has gaps whose pattern can, in principle, reveal the value that it was added to
 (Mironov 2012, "On significance of the least significant bits for differential privacy"). `add_gaussian` adds
-in float64 and rounds once to the vector's own type, which hides the low bits of a float32 vector but is no
-proof. Skellam noise is integers, without such gaps. How long sampling takes depends on the samples. Refused:
+in float64 and rounds once to the vector's own type, which hides the low bits of a float32 vector but is not a
+proof. Skellam noise is integers, without such gaps. The time that sampling takes depends on the samples. Refused:
 exact samplers (Canonne, Kamath and Steinke 2020, in OpenDP), which make 1e5 samples per second where a model
 needs 1e9.
 """
@@ -30,7 +31,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,17 +39,16 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from randomgen import AESCounter
 
+from cloister.protocol.blocks import BLOCK, cut
 from cloister.protocol.encoding import pack
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Samples: TypeAlias = npt.NDArray[Any]
 
 PROTOCOL = "cloister/noise/1"
-"""First part of everything that is derived from a key; it changes when the sequences do."""
+"""Label in every key derivation; it changes when the sequences change."""
 KEY = 32
 """Bytes of a stream's key."""
-BLOCK = 2**15
-"""Elements of a block: 256 KiB of float64, which stay in a core's cache."""
 LARGEST_VARIANCE = 2.0**33
 """Largest variance of Skellam noise: that of two Poisson variables with mean 2^32."""
 
@@ -59,13 +59,14 @@ _LONGEST = 2**62  # elements; the counter has room for 2^63 blocks
 class NoiseStream:
     """Sequences of noise that are functions of a key: the same key, law and offset give the same noise.
 
-    That is what lets the ranks of a sharded site make one vector's noise without talking. It is also a danger: two
-    releases with the same noise cancel it. Every release takes a child of its own, named for what it is
-    (`stream.child("round-3/step-2")`). Drawing changes nothing in a stream, and threads may share it.
+    So the ranks of a sharded site can make one vector's noise without communicating. It also means that noise must not
+    be reused: the difference of two releases with the same noise is free of noise. Every release takes a child of its
+    own, named for its purpose (`stream.child("round-3/step-2")`). Drawing does not change a stream, so threads may
+    share it.
 
     Args:
         key: 32 bytes, uniformly random and secret; `repr` does not show them.
-        declared: The key is known or can be found by others; see `from_declared_seed`.
+        declared: Whether others know the key or can find it; see `from_declared_seed`.
     """
 
     __slots__ = ("_declared", "_key")
@@ -77,13 +78,13 @@ class NoiseStream:
         self._declared = declared
 
     @classmethod
-    def fresh(cls, random: Callable[[int], bytes] = os.urandom) -> NoiseStream:
+    def fresh(cls, random: Callable[[int], bytes] = os.urandom) -> Self:
         """A stream with a new key of 32 bytes from `random`, by default from the operating system."""
         return cls(random(KEY))
 
     @classmethod
-    def from_declared_seed(cls, seed: int) -> NoiseStream:
-        """A stream that anyone who knows `seed` can repeat: for tests and simulations; it protects nobody.
+    def from_declared_seed(cls, seed: int) -> Self:
+        """A stream that anyone who knows `seed` can repeat: for tests and simulations, without any privacy.
 
         Args:
             seed: From 0 to 2^64 - 1.
@@ -101,9 +102,9 @@ class NoiseStream:
     def __repr__(self) -> str:
         return f"NoiseStream(declared={self._declared})"
 
-    def child(self, purpose: str) -> NoiseStream:
+    def child(self, purpose: str) -> Self:
         """The stream for one purpose: independent of this one and of every other child, and declared if this is."""
-        return NoiseStream(_derive(self._key, KEY, "child", purpose), declared=self._declared)
+        return type(self)(_derive(self._key, KEY, "child", purpose), declared=self._declared)
 
     def generator(self) -> np.random.Generator:
         """A NumPy generator over this stream's keystream, at its beginning: for choices that are not noise.
@@ -112,13 +113,35 @@ class NoiseStream:
         """
         return np.random.Generator(self._keystream("generator"))
 
+    def uniform(self, size: int, offset: int = 0) -> Iterator[npt.NDArray[np.float64]]:
+        """Uniform numbers in [0, 1), multiples of 2^-53: elements [offset, offset + size) of this stream's sequence.
+
+        Element e is draw e of the keystream, so the sequence is seekable without blocks.
+
+        Args:
+            size: d, the number of samples.
+            offset: Element of the whole vector where the result starts.
+
+        Returns:
+            The samples of each block (`protocol.blocks`) in turn, float64. The array is reused: use or copy its
+            content before taking the next block.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        _check_offset(offset, _size(size))
+        keystream = self._keystream("uniform")
+        keystream.advance(offset)
+        generator, buffer = np.random.Generator(keystream), np.empty(min(BLOCK, size))
+        return (generator.random(out=buffer[: end - begin]) for begin, end, _, _ in cut(offset, size))
+
     def gaussian(
         self, into: int | Floats, sigma: float, offset: int = 0, *, threads: int = 1
     ) -> npt.NDArray[Any]:
         """Normal samples with mean 0: elements [offset, offset + d) of this stream's sequence.
 
         float64 and float32 are two laws with sequences of their own. A float32 sample has only 2^23 magnitudes in a
-        layer of the ziggurat and is for speed where nothing is claimed from it; `add_gaussian` never uses it.
+        layer of the ziggurat and is for speed where no privacy guarantee depends on it; `add_gaussian` never uses it.
 
         Args:
             into: d, for a new float64 vector; or a vector of shape (d,), float64 or float32, contiguous and
@@ -131,7 +154,7 @@ class NoiseStream:
             The vector, shape (d,).
 
         Raises:
-            ValueError: an argument is not as said above.
+            ValueError: an argument is out of range, or the vector has the wrong type, shape or memory layout.
         """
         _check_positive("sigma", sigma)
         vector = into if isinstance(into, np.ndarray) else np.empty(_size(into), np.float64)
@@ -156,7 +179,7 @@ class NoiseStream:
             threads: Parts that are worked on at the same time; the result does not depend on it.
 
         Raises:
-            ValueError: an argument is not as said above.
+            ValueError: an argument is out of range, or the vector has the wrong type, shape or memory layout.
         """
         _check_positive("sigma", sigma)
         _check_vector(vector, offset)
@@ -175,9 +198,9 @@ class NoiseStream:
         """Skellam samples with mean 0, the difference of two independent Poisson(variance / 2): elements
         [offset, offset + size) of this stream's sequence.
 
-        The variance ends at `LARGEST_VARIANCE`: PTRS decides by the difference of log-probabilities of the size lambda
-        log(lambda) in float64. Compared with 60 digits at 2000 typical values, they were wrong by up to 4e-6 at
-        lambda = 2^29 and 3e-5 at 2^32, and it grows with lambda.
+        The variance is limited to `LARGEST_VARIANCE`, because PTRS accepts or rejects by the difference of float64
+        log-probabilities of magnitude lambda log(lambda). Compared with 60-digit arithmetic at 2000 typical values,
+        they were wrong by up to 4e-6 at lambda = 2^29 and 3e-5 at 2^32, and the error grows with lambda.
 
         Args:
             size: d, the number of samples.
@@ -189,7 +212,7 @@ class NoiseStream:
             Shape (d,), int64.
 
         Raises:
-            ValueError: an argument is not as said above.
+            ValueError: an argument is out of range.
         """
         _check_positive("variance", variance)
         if variance > LARGEST_VARIANCE:
@@ -202,7 +225,7 @@ class NoiseStream:
 
         def make(part: Samples, start: int) -> None:
             source = _Blocks(self._keystream("skellam"))
-            for begin, end, number, skip in _cut(start, part.size):
+            for begin, end, number, skip in cut(start, part.size):
                 count = skip + end - begin
                 positive = source.at(2 * number).poisson(variance / 2, count)
                 negative = source.at(2 * number + 1).poisson(variance / 2, count)
@@ -214,14 +237,14 @@ class NoiseStream:
     def _normals(
         self, vector: Samples, offset: int, buffer: Samples | None = None
     ) -> Iterator[tuple[Samples, Samples]]:
-        """Each block of `vector`, with standard normals in it or, where there is a buffer, in that."""
+        """Each block of `vector` with its standard normals: in the block itself or, if there is one, in the buffer."""
         dtype = vector.dtype if buffer is None else buffer.dtype
         source = _Blocks(self._keystream(f"gaussian/{dtype.name}"))
-        for begin, end, number, skip in _cut(offset, vector.size):
+        for begin, end, number, skip in cut(offset, vector.size):
             block = vector[begin:end]
             samples = block if buffer is None else buffer[: end - begin]
             generator = source.at(number)
-            if skip:  # what comes before in the block decides how many draws are gone
+            if skip:  # the samples before it in the block determine how many draws are used
                 generator.standard_normal(skip, dtype=dtype)
             generator.standard_normal(out=samples, dtype=dtype)
             yield block, samples
@@ -231,7 +254,7 @@ class NoiseStream:
 
 
 class _Blocks:
-    """A generator that is put at the beginning of one block after the other."""
+    """A generator that seeks to the start of any block."""
 
     def __init__(self, keystream: Any) -> None:
         self._keystream = keystream
@@ -248,20 +271,9 @@ def _derive(key: bytes, length: int, *what: str | int) -> bytes:
     return HKDF(SHA256(), length, None, pack(PROTOCOL, *what)).derive(key)
 
 
-def _cut(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """The blocks under elements [offset, offset + size): begin and end in the vector, the block's number, and
-    how many elements of it come before the vector's first."""
-    begin = 0
-    while begin < size:
-        number, skip = divmod(offset + begin, BLOCK)
-        end = min(size, begin + BLOCK - skip)
-        yield begin, end, number, skip
-        begin = end
-
-
 def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int, threads: int) -> None:
-    """Call `work` on parts of `vector` that meet where blocks do, with the element each starts at."""
-    edges = [begin for begin, _, _, _ in _cut(offset, vector.size)]
+    """Call `work` on parts of `vector` that meet at block boundaries, with the offset of each part."""
+    edges = [begin for begin, _, _, _ in cut(offset, vector.size)]
     count = max(1, min(threads, len(edges)))
     if count == 1:
         work(vector, offset)

@@ -1,11 +1,11 @@
 """A site's policy: what it demands of a plan before it takes part, checked by the site on its own machine.
 
-The policy is a TOML file that only the site's own people write; nothing of it travels but the reason of a refusal. A
-demand that is left out takes the default that its field states: a policy without any line on privacy still demands a
-guarantee and the secure sum. Every comparison is written so that a figure that is no number is refused.
+The policy is a TOML file that only the site's own people write; only the reason of a refusal leaves the site. A demand
+that is left out takes the default that its field states: a policy without any line on privacy still demands a guarantee
+and the secure sum. Every comparison is written so that NaN is refused.
 
-Refused: demands in the plan (the coordinator writes it), and a language of rules (a data officer has to be able to read
-what is demanded, and to see that a demand is there).
+Refused: demands in the plan (the coordinator writes it), and a rule language (a data officer must be able to read what
+is demanded, and to see that a demand is present).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Offer:
     delta: float
     """Delta of the plan's guarantee."""
     epsilon_after: float
-    """Epsilon, at the policy's `greatest_delta` if it has one, at which the site's own ledger would stand for its
-    dataset if the run went to its end, with everything that earlier runs have spent; infinite without a guarantee."""
+    """Epsilon of the site's dataset by its own ledger if the run is completed, with everything that earlier runs have
+    spent, at the policy's `greatest_delta` if it has one; infinite without a guarantee."""
     trusted_coordinator: bool
-    """Whether the coordinator adds the noise, and is trusted to."""
+    """Whether a trusted coordinator adds the noise."""
     cohort: int
     """Fewest sites in a sum that is opened."""
     secure: bool
@@ -66,8 +66,8 @@ def offer_of(
         plan: The plan.
         noise_multiplier: Its noise, which may have been calibrated to a target epsilon.
         epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
-            runs have spent (`Ledger.would_spend`). In a plan without a privacy unit this and the noise count for
-            nothing: the offer says noise 0 and epsilon infinite.
+            runs have spent (`Ledger.would_spend`). In a plan without a privacy unit, this and the noise are ignored:
+            the offer has noise 0 and infinite epsilon.
         cohort: Fewest sites in a sum that is opened (`plan.cohort.needed()`).
         roster_hash: Hash of the roster, in hex.
     """
@@ -100,12 +100,12 @@ class Policy(Section):
     least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest noise multiplier."""
     greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest epsilon of the site's dataset at `greatest_delta`, over all runs in its ledger, this one to its end; left
-    out: no limit."""
+    """Largest epsilon of the site's dataset at `greatest_delta`, over all runs in its ledger, with all rounds of this
+    one; left out: no limit."""
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
     trusted_coordinator: bool = False
-    """Accept a plan whose coordinator adds the noise and is trusted to."""
+    """Accept a plan in which a trusted coordinator adds the noise."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
     """Fewest sites in a sum that is opened."""
     secure_required: bool = True
@@ -128,9 +128,9 @@ class Policy(Section):
             raise PolicyError(
                 "units",
                 self.units,
-                expected="no none beside least_noise, greatest_epsilon or greatest_delta: a plan without a guarantee "
-                "meets none of them",
-                fix="take none out of units, or leave those demands out",
+                expected='no "none" together with least_noise, greatest_epsilon or greatest_delta: a plan without a '
+                "guarantee does not meet them",
+                fix='remove "none" from units, or remove those demands',
             )
         return self
 
@@ -140,13 +140,13 @@ class Policy(Section):
             raise PolicyError(
                 "greatest_epsilon",
                 self.greatest_epsilon,
-                expected="greatest_delta beside it: at a larger delta the same releases have a smaller epsilon",
+                expected="greatest_delta as well: at a larger delta the same releases have a smaller epsilon",
                 fix="set greatest_delta, such as 1e-5",
             )
         return self
 
     def check(self, offer: Offer) -> None:
-        """Let an offer pass that meets every demand.
+        """Accept an offer that meets every demand; refuse any other.
 
         Raises:
             PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
@@ -185,7 +185,7 @@ def load_policy(path: Path) -> Policy:
     """Read a site's policy.
 
     Raises:
-        PolicyError: the file cannot be read, is no TOML or has no demand, a key is unknown, or a demand is wrong.
+        PolicyError: the file cannot be read, is not TOML or has no demand, a key is unknown, or a demand is wrong.
     """
     policy = Settings(Policy, "policy", PolicyError).load(path)
     if not policy.model_fields_set:  # a truncated file would demand less than its site expects

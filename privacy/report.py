@@ -2,8 +2,8 @@
 
 A guarantee is claimed only if nothing in the report contradicts it: `verdict` looks for a ledger that does not verify,
 noise that can be recomputed, a loss above the claim, an audit that refutes the claim, and an epsilon or a delta so
-large that the guarantee would be true and protect nobody. `privacy/page.py` shows the report; `server/report.py`
-gathers it.
+large that the guarantee would be true but without practical protection. `privacy/page.py` shows the report;
+`server/report.py` gathers it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LedgerRow:
     event: str
     """What was charged, in words."""
     epsilon: NonNegative | None
-    """Epsilon of this run for the site's units after it; None if the row is no charge."""
+    """Epsilon of this run for the site's units after it; None if the row is not a charge."""
     hash: str
     """Its hash, in hex; it covers the hash of the previous row."""
 

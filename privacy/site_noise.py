@@ -13,6 +13,9 @@ Adaptive clipping (Andrew et al. 2021) adds one coordinate: each site sends +r i
 under the same noise. The coordinator moves C by exp(-eta (b - gamma)) (their eq. 2), where b is the noised fraction of
 updates within C and gamma is the quantile that is aimed at. That is post-processing of what the round's event charges.
 
+An update may lie in spans, each at one rank of a site: all of this is keyed by the offset in the whole update, and what
+needs the whole update is computed from sums that are gathered from all spans.
+
 This file is pure: the streams of noise are passed in, and it knows neither plan nor ring. Refused: a class for each
 variant (central, distributed, adaptive); they differ in three numbers.
 """
@@ -25,18 +28,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.privacy.clip import Integers, Update, clip, integer_round, l2_norm, rounded_l1, rounded_l2
+from cloister.privacy.clip import (
+    Gather,
+    Integers,
+    Update,
+    alone,
+    block_sums,
+    clip,
+    integer_round,
+    norm_of,
+    rounded_l1,
+    rounded_l2,
+)
 from cloister.privacy.events import Event, Gaussian, Skellam, positive
 from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import AccountingError, UpdateError
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection
 
 WRAP_DEVIATIONS = 12
-"""Standard deviations of the noise for which the scale leaves room in the ring: they are passed with probability below
-2^-107 for a coordinate."""
+"""Standard deviations of the noise for which the scale leaves room in the ring: they are exceeded with probability
+below 2^-107 for a coordinate."""
 
 _FURTHEST = math.log(10.0)
-"""Most that the logarithm of C moves in a round: the noise on a fraction of few sites has no bound."""
+"""Largest change of the logarithm of C in a round: the noise on a fraction of few sites has no bound."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class SiteMechanism:
     event: Event
     """What a round costs a site that takes part in it."""
     adaptive: AdaptiveSection | None = None
-    """How the clipping norm follows the updates' norms; None: it stays as it is."""
+    """How the clipping norm follows the updates' norms; None: it is constant."""
     count_step: int = 0
     """r: the integer that a site adds as +r (update within the clipping norm) or -r; 0 without adaptive clipping."""
     count_deviation: float = 0.0
@@ -74,43 +89,80 @@ class SiteMechanism:
         """
         return levels / self.scale
 
-    def encode(self, update: Update, clip_norm: float, noise: NoiseStream) -> Integers:
-        """The integers that a site adds to the sum.
+    def encode(
+        self,
+        update: Update,
+        clip_norm: float,
+        noise: NoiseStream,
+        offset: int = 0,
+        gather: Gather = alone,
+    ) -> tuple[Integers, bool]:
+        """One span of the integers that a site adds to the sum for its update.
+
+        The spans of an update begin and end at the blocks of `protocol/blocks.py`. The ranks that hold them have the
+        same `clip_norm` and `noise`, and all call this; together they return what one rank with all of it would.
 
         Args:
-            update: Shape (dimension,), float32. One that is not finite is encoded as zeros.
+            update: Shape (d,), float32: elements [offset, offset + d) of the update. If any element of the whole
+                update is not finite, all of it is encoded as zeros.
             clip_norm: C of the round.
-            noise: A stream that nothing else has used and will use.
+            noise: A stream that nothing else uses, except `tail` of the same update.
+            offset: Element of the update where `update` starts.
+            gather: Collects numbers of all spans (`clip.Gather`).
 
         Returns:
-            Shape (size,), int64; beyond the ring, to be taken modulo 2^b.
+            Shape (d,), int64, beyond the ring, to be taken modulo 2^b; and whether the whole update was within C, which
+            only `tail` may use.
 
         Raises:
-            UpdateError: the update has another length.
+            UpdateError: the span ends beyond the update, or inside a block that goes on.
         """
-        if update.shape != (self.dimension,):
-            raise UpdateError("update", update.shape, expected=f"a vector of {self.dimension} values")
+        end = offset + update.size
+        if update.ndim != 1 or end > self.dimension or (end % BLOCK and end != self.dimension):
+            raise UpdateError(
+                "update",
+                f"{update.shape} at {offset}",
+                expected=f"a span of whole blocks of a vector of {self.dimension} values",
+            )
         # Never raise on update values, and send the same shape for all of them: a failure is visible, and it is a
         # release that no event charges.
-        vector = update if np.isfinite(update).all() else np.zeros_like(update)
-        norm = l2_norm(vector)
-        scaled = np.multiply(vector, 1 / max(norm, clip_norm), dtype=np.float64).astype(np.float32)
-        scaled, _ = clip(scaled, 1.0)  # the division was rounded
-        steps = integer_round(scaled, self.scale, 1.0, noise.child("rounding").generator())
-        if self.count_step:
-            steps = np.append(steps, np.int64(self.count_step if norm <= clip_norm else -self.count_step))
+        sums = gather(block_sums(update, offset))
+        finite = all(map(math.isfinite, sums))
+        norm = norm_of(sums) if finite else 0.0
+        scaled = np.zeros_like(update)
+        if finite:
+            np.multiply(update, 1 / max(norm, clip_norm), out=scaled, dtype=np.float64, casting="same_kind")
+        clip(scaled, 1.0, scaled, offset, gather)  # the division was rounded
+        rounding = noise.child("rounding")
+        steps = integer_round(scaled, self.scale, 1.0, rounding, self.dimension, offset, gather)
         if self.variance:
-            steps += noise.child("skellam").skellam(steps.size, self.variance)
+            steps += noise.child("skellam").skellam(steps.size, self.variance, offset)
+        return steps, norm <= clip_norm
+
+    def tail(self, within: bool, noise: NoiseStream) -> Integers:
+        """The integers that follow the update's: adaptive clipping's coordinate, with its noise.
+
+        Args:
+            within: Whether the update was within the clipping norm, as `encode` returned it.
+            noise: The stream that `encode` got.
+
+        Returns:
+            Shape (size - dimension,), int64.
+        """
+        extra = self.size - self.dimension
+        steps = np.full(extra, self.count_step if within else -self.count_step, np.int64)
+        if self.variance:
+            steps += noise.child("skellam").skellam(extra, self.variance, self.dimension)
         return steps
 
     def decode(self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream) -> tuple[Update, float]:
-        """What the coordinator makes of the opened sum; a coordinator that is trusted to adds its noise here.
+        """The mean update from the opened sum; a coordinator that is trusted to add the noise adds it here.
 
         Args:
-            mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms. It is left as it is.
+            mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms; not modified.
             sites: Sites whose vectors are in the sum.
             clip_norm: C of the round.
-            noise: A stream that nothing else has used and will use; not used where the sites have added the noise.
+            noise: A stream that nothing else uses; not used if the sites have added the noise.
 
         Returns:
             The mean update, shape (dimension,), float32; and C of the next round.
@@ -217,7 +269,9 @@ def central(
 
 
 def _check_count_fits(step: int, variance: float, contributors: int, sigma_b: float, ring_bits: int) -> None:
-    """A count with little noise takes large steps, and `skellam_for` has left room for those of the update alone.
+    """Check that the count fits in the ring: with little noise its steps are large.
+
+    `skellam_for` leaves room for the update's steps alone.
 
     Raises:
         AccountingError: the sum of the count, with its noise, could wrap.

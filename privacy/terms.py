@@ -1,7 +1,7 @@
-"""What a plan's privacy comes to: the noise of a round, what it costs, and how much may be spent.
+"""The privacy terms of a plan: the noise of a round, what it costs, and how much may be spent.
 
-Coordinator and sites each derive it from the plan alone, so neither has to believe the other. All figures are of one
-site in one round that it takes part in; a run composes them in the ledgers.
+The coordinator and the sites each derive them from the plan alone, so neither has to trust the other's figures. All
+figures are for one site in one round that it takes part in; the ledgers compose them over a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Terms:
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
-    """The privacy of `plan`, whose updates have `dimension` coordinates; None where it has no privacy unit.
+    """The privacy of `plan`, whose updates have `dimension` coordinates; None if it has no privacy unit.
 
     Raises:
         PlanError: the target epsilon cannot be met, or the ring has no room for the noise.

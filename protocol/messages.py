@@ -1,10 +1,10 @@
-"""Every message of a run, as a frozen dataclass; `wire.py` turns each into bytes and back, for every carrier.
+"""Every message of a run, as a frozen dataclass; `wire.py` turns each into bytes and back, for every transport.
 
 A request goes from the coordinator to one site, and one reply comes back. After the join each request names its sum by
 a `SumId`, and the plan only by its digest. Vectors are flat and one-dimensional; the plan's model (`lm/layout.py`) and
 `aggregation/sums.py` define their layout.
 
-The steps of a sum have the numbers of `server/round.py`, and `Step` is the one place where they are written down.
+The steps in which sites are asked have the numbers of `server/round.py`. Code takes them from `Step` alone.
 What a site signs in a step is signed over the step's label, the attempt's context and `body()`.
 
 Each text, byte string and tuple states its limit in its type. `wire.py` refuses a message that exceeds one.
@@ -72,6 +72,8 @@ Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uin
 
 LONGEST_PLAN = 2**20
 """Characters of a plan's JSON."""
+MOST_SPANS = 1000
+"""Spans in which a vector travels: ranks of a site, and one for the tail."""
 LONGEST_REASON = 1000
 """Characters of the reason in a refusal or a failure."""
 
@@ -126,6 +128,7 @@ class Joined:
 class Begin:
     """Coordinator to each site of the cohort, step 2: an attempt is about to start."""
 
+    STEP: ClassVar = Step.ADVERTISE
     round: int
     attempt: int
     model: Digest
@@ -161,6 +164,7 @@ class Advertise:
 class Peers:
     """Coordinator to each site of U1, step 3: the keys of U1, sorted by name."""
 
+    STEP: ClassVar = Step.SHARE
     context: Digest
     advertised: Annotated[tuple[Advertise, ...], Limit(LARGEST)]
 
@@ -188,7 +192,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Coordinator to each site of U2, step 4: who shared, and the ciphertexts for this site."""
+    """Coordinator to each site of U2, step 4: the sites that shared, and the ciphertexts for this site."""
 
     context: Digest
     sharers: Names
@@ -221,7 +225,7 @@ class Masked:
     context: Digest
     site: Name
     digest: Digest
-    """Digest of the vector's bytes."""
+    """Digest of the masked vector's manifest."""
     signature: Signature = b""
 
     def body(self) -> Value:
@@ -240,9 +244,11 @@ class Contribution:
     model_hash: Digest
     """The model it was computed from."""
     statement: Masked | None
-    """Under the secure sum the site's signed statement of the masked vector's digest."""
-    vector: Ring
-    """Ring integers of the plan's width; under the secure sum they are masked."""
+    """Under the secure sum the site's signed statement of the manifest's digest."""
+    manifest: Annotated[tuple[tuple[int, int, Digest], ...], Limit(MOST_SPANS)]
+    """(offset, length, hash) of each span of the vector, in their order (`aggregation/span.py`)."""
+    spans: Annotated[tuple[Ring, ...], Limit(MOST_SPANS)]
+    """The spans' ring integers, of the plan's width; under the secure sum they are masked."""
 
 
 # Step 5: consistency.
@@ -250,8 +256,9 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Survivors:
-    """Coordinator to each site of U3, step 5: whose vectors are in the sum."""
+    """Coordinator to each site of U3, step 5: the sites whose vectors are in the sum."""
 
+    STEP: ClassVar = Step.CONFIRM
     context: Digest
     survivors: Names
     """U3, sorted."""
@@ -278,8 +285,9 @@ class Confirm:
 
 @dataclass(frozen=True)
 class Unmask:
-    """Coordinator to each survivor, step 6: whose shares are wanted, and who signed that list."""
+    """Coordinator to each survivor, step 6: the sites whose shares are wanted, and the signers of that list."""
 
+    STEP: ClassVar = Step.UNMASK
     context: Digest
     survivors: Names
     """U3, sorted: the share of b is wanted."""
@@ -330,7 +338,7 @@ class Agree:
 class Refused:
     """A site's policy or budget forbids what it was asked; `refusal.py` signs and verifies it.
 
-    A refusal is bound to one run and one plan, and to no time: it can be shown again in the same run.
+    A refusal is bound to one run and one plan, but not to a time: it can be replayed in the same run.
     """
 
     site: Name
@@ -340,15 +348,15 @@ class Refused:
     plan: Digest
     """Digest of the plan."""
     reason: Annotated[str, Limit(LONGEST_REASON)]
-    """Why, in one printable line. It travels: it says nothing that the coordinator should not know, such as what the
-    site has spent elsewhere."""
+    """Why, in one printable line. The coordinator reads it: it must not contain anything that the coordinator
+    should not know, such as what the site has spent elsewhere."""
     signature: Signature
     """Ed25519 signature with the site's identity key; empty where the site has none."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A site did not do what it was asked, and says why."""
+    """A site did not do what it was asked; with the reason."""
 
     site: Name
     """The site's name; empty where its configuration could not be read."""

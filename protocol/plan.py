@@ -161,7 +161,7 @@ class LocalSection(Section):
 
 
 class CohortSection(Section):
-    """Who takes part in a round, and when an attempt or the run fails."""
+    """The sites of a round, and when an attempt or the run fails."""
 
     sites: Count = 8
     """Sites in the federation."""
@@ -358,7 +358,7 @@ class Plan(Section):
     local: LocalSection = LocalSection()
     """Training inside a site."""
     cohort: CohortSection = CohortSection()
-    """Who takes part."""
+    """The sites of a round."""
     aggregation: AggregationSection = AggregationSection()
     """How updates are summed."""
     privacy: PrivacySection = PrivacySection()

@@ -170,7 +170,7 @@ class Roster:
         """The roster of `cards`, in any order.
 
         Raises:
-            RosterError: there is no card, one does not verify, or two have the same name or the same key.
+            RosterError: there is no card, a card does not verify, or two have the same name or the same key.
         """
         sorted_cards = tuple(sorted(cards, key=lambda card: card.name))
         if not sorted_cards:

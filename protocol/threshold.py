@@ -1,4 +1,4 @@
-"""How many neighbours a site has and how many shares open a secret: (k, t), from the size of a cohort.
+"""The number of neighbours of a site and of shares that open a secret: (k, t), from the size of a cohort.
 
 Of n sites, at most D drop out and at most A collude with the coordinator, who may lie. Up to 64 sites every pair shares
 a mask (Bonawitz et al. 2017). The complete graph needs that no two disjoint groups of honest sites, each helped by all
@@ -6,10 +6,10 @@ colluders, hold t shares of both secrets of one site: 2 t > n + A, so t = floor(
 hold t: t <= n - D. A site holds a share of its own.
 
 Above 64 sites, each site has k neighbours only, in a Harary graph (Bell et al. 2020; `aggregation/graph.py` lays it
-out). It asks the same of each neighbourhood, with room for chance (Bell et al. 2020, and the bounds of Google's open
-implementation, `fcp/secagg/server/graph_parameter_finder.cc`, adversary class "semi-malicious"):
+out). The same must hold in each neighbourhood, except with a small probability (Bell et al. 2020, and the bounds of
+Google's open implementation, `fcp/secagg/server/graph_parameter_finder.cc`, adversary class "semi-malicious"):
 
-- honest survivors stay connected but with probability 2^-41: a removed set that disconnects the ring holds k / 2
+- honest survivors stay connected except with probability 2^-41: a removed set that disconnects the ring holds k / 2
   successive sites in two places, so the probability is at most n (n - k - 1) / 2 C(D + A, k) / C(n, k), 0 if k > D + A;
 - t1 = least number that the colluders among k neighbours exceed with probability below 2^-41 / n (hypergeometric); as
   above t = floor((t1 + k) / 2) + 1 then leaves no two disjoint groups, which is t1 <- ceil((t1 + k - 1.25) / 2),
@@ -18,10 +18,11 @@ implementation, `fcp/secagg/server/graph_parameter_finder.cc`, adversary class "
 - k is the least even number for which all this holds.
 
 These bounds take dropouts and colluders to be independent of the ring's order. The order is public, so the first bound
-does not hold against an adversary that chooses them after seeing it: a coordinator that invents D dropouts in the right
-places may split the honest sites into parts, and learn the sum of each, when k <= D + A (with a tenth of each: from 358
-sites on). A part is then never smaller than t - t1 + 1 honest sites, because the secrets of one open only with the help
-of t - t1 honest neighbours in the same part: `Parameters.smallest_part`. The complete graph has no such weakness.
+does not hold against an adversary that chooses dropouts or colluders after seeing it: a coordinator that invents D
+dropouts in the right places may split the honest sites into parts, and learn the sum of each, when k <= D + A (with a
+tenth of each: from 358 sites on). A part is then never smaller than t - t1 + 1 honest sites, because the secrets of one
+open only with the help of t - t1 honest neighbours in the same part: `Parameters.smallest_part`. The complete graph has
+no such weakness.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _INCORRECT = -20 * math.log(2)
 
 @dataclass(frozen=True)
 class Parameters:
-    """What the size of a cohort and the plan's tolerances give; every site computes them itself."""
+    """The parameters for the size of a cohort and the plan's tolerances; every site computes them itself."""
 
     n: int
     """Sites in the cohort."""
@@ -73,7 +74,7 @@ class Parameters:
 
     @property
     def quorum(self) -> int:
-        """Least number of survivors: t in the complete graph, n - D where dropouts could cut the graph."""
+        """Least number of survivors: t in the complete graph, n - D where dropouts could disconnect the graph."""
         return max(self.threshold, self.agreement) if self.complete else self.n - self.dropouts
 
     @property
@@ -81,13 +82,13 @@ class Parameters:
         """Least number of honest updates in any sum that can be opened, for any D sites reported as dropouts."""
         if (
             self.k > self.dropouts + self.colluders
-        ):  # removing fewer than k sites cannot cut a k-connected graph
+        ):  # removing fewer than k sites cannot disconnect a k-connected graph
             return self.quorum - self.colluders
         return self.k - self.threshold + 2
 
 
 def tolerated(n: int, fraction: float) -> int:
-    """The largest whole number of `n` sites within `fraction` of them; 0.1 of 10 is 1 in spite of binary rounding.
+    """The largest whole number of `n` sites within `fraction` of them; 0.1 of 10 is 1 despite floating-point rounding.
 
     Raises:
         ParameterError: the fraction is below 0, 1 or more, or NaN.
@@ -180,7 +181,7 @@ def _most(n: int, marked: int, k: int, log_tail: float) -> int:
     total, tail = 0.0, math.exp(log_tail)
     for x in range(start, 0, -1):
         total += point
-        if total * (1 + 1e-9) >= tail:  # rounding errs to the safe side
+        if total * (1 + 1e-9) >= tail:  # conservative: the factor can only raise x
             return x
         point *= x * (n - marked - k + x) / ((marked - x + 1) * (k - x + 1))
     return 0

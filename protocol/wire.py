@@ -1,11 +1,11 @@
-"""A message as frames of bytes, and back: the one form in which messages leave a process, whatever carries them.
+"""A message as frames of bytes, and back: the one form in which messages leave a process, for every transport.
 
 The first frame is canonical (`encoding.py`): the version of this form, the message's kind, and its fields in their
 order. Each vector in the message is a frame of its own behind it, in the order in which the fields name them; its place
-in the first frame holds its element type and length. So a carrier moves vectors without copying them, and may send a
+in the first frame holds its element type and length. So a transport moves vectors without copying them, and may send a
 vector that many messages share only once.
 
-What arrives is data and is never trusted: `decode` accepts exactly one message of the expected kinds whose texts, byte
+Received frames are never trusted: `decode` accepts exactly one message of the expected kinds whose texts, byte
 strings and tuples keep the limits that `messages.py` states, and refuses everything else.
 """
 
@@ -30,8 +30,8 @@ from cloister.protocol.messages import Elements, Limit, Reply, Request
 
 VERSION = "cloister/wire/1"
 """First field of each message; it changes when a message does."""
-LONGEST = 2**26
-"""Bytes of a first frame; the longest message, a list of 10,000 signed keys, takes 4 MB."""
+LONGEST = 2**22
+"""Bytes of a first frame: more than any message takes, whose longest list has `LARGEST` entries."""
 MOST_VECTORS = 1024
 """Vectors in a message."""
 

@@ -1,4 +1,4 @@
-"""The coordinator as a Flower `ServerApp`: the only part of `server/` that knows Flower's grid."""
+"""The coordinator as a Flower `ServerApp`: the only file in `server/` that imports Flower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cloister.protocol.wire import decode_reply, encode, view
 from cloister.server.channel import Failure
 
 _GRACE_S = 60.0
-"""How much longer than the deadline a message may live, so that it is the deadline that ends an attempt."""
+"""Seconds by which a message's TTL exceeds the deadline, so that the deadline ends an attempt first."""
 
 
 class GridChannel:
@@ -34,7 +34,7 @@ class GridChannel:
     def ask(
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
-        """As of every channel; a request or vector that several nodes are sent is encoded once."""
+        """As `Channel.ask`; a request or vector that goes to several nodes is encoded once."""
         encoded: dict[int, ArrayRecord] = {}
         views: dict[int, Array] = {}
         messages = []
@@ -62,15 +62,15 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 
 
 def _record(request: Request, known: dict[int, Array]) -> ArrayRecord:
-    """The frames of a request, as arrays; `known` has those of vectors that other requests hold too, by identity."""
+    """The frames of a request, as arrays; `known` caches those of vectors that requests share, by identity."""
     record = ArrayRecord()
     for number, frame in enumerate(encode(request)):
         array = known.get(id(frame))
         if array is None:
             data = view(frame)
             array = Array("uint8", (data.nbytes,), "cloister.frame", b"")
-            # Flower's constructor insists on bytes, which would be a copy.
-            array.data = data  # type: ignore[assignment]  # what carries it takes any buffer
+            # Flower's constructor requires bytes, which would be a copy.
+            array.data = data  # type: ignore[assignment]  # Flower's transport accepts any buffer
             if number:
                 known[id(frame)] = array
         record[f"{number:04d}"] = array

@@ -1,4 +1,4 @@
-"""What a run knows of whatever carries its messages to the sites."""
+"""The channel: the interface between a run and the transport of its messages to the sites."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Failure:
     site: str
     """The site's name, or that of its node while the name is not known."""
     reason: str
-    """One line that says why."""
+    """The reason, in one line."""
     refused: bool = False
-    """Whether the site itself refused, by its policy or its budget: asking again is of no use."""
+    """Whether the site itself refused, by its policy or its budget: a retry is pointless."""
 
 
 class Channel(Protocol):
-    """The nodes behind a carrier, each of which serves one site; `members.py` knows which."""
+    """The nodes of a transport, each of which serves one site; `members.py` maps sites to nodes."""
 
     def nodes(self) -> Sequence[int]:
-        """The nodes that can be asked, by the carrier's own numbers."""
+        """The nodes that can be asked, by the transport's own numbers."""
 
     def ask(
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
-        """Send each node its request, and yield one answer for each node as it comes.
+        """Send each node its request, and yield one answer for each node as it arrives.
 
-        A carrier may send a vector that several requests share only once.
+        A transport may send a vector that several requests share only once.
 
         Args:
             requests: By node.
             deadline_s: Seconds after which a node that has not answered is a `Failure`.
-            group: What the requests have in common, for a carrier's own logs.
+            group: A label of the requests, for the transport's own logs.
         """

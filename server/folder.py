@@ -1,21 +1,21 @@
 """The run folder: every file and folder of a run, each named here and nowhere else.
 
 plan.json          the plan, canonical
-journal.sqlite     what was begun and what was done
+journal.sqlite     the steps that were begun and done
 ledger.sqlite      the privacy that was spent, as the coordinator counts it
-public.safetensors the model that public training gave
+public.safetensors the model after public training
 metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
 checkpoints/       the global model, one safetensors file a round
 final/             the last model, for `from_pretrained`
-report.html, report.json  the privacy report, where `cloister report` wrote it
-audit.json         what an audit of the run found
+report.html, report.json  the privacy report, if `cloister report` wrote it
+audit.json         the result of an audit of the run
 
-Of a simulation also:
+A simulation also has:
 
-sites/             the sites' own folders, their roster, and the records that no site got
+sites/             the sites' own folders, their roster, and the records that no site has
 sites.json         each site's held-out loss before and after the run
-workers.log        what the worker processes wrote to their standard error
+workers.log        the standard error of the worker processes
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SitesFolder:
 
     @property
     def public_records(self) -> Path:
-        """The records that no site got."""
+        """The records that no site has."""
         return self.path / "public.jsonl"
 
     def site(self, name: str) -> Path:
@@ -101,7 +101,7 @@ class RunFiles:
 
     @property
     def public(self) -> Path:
-        """The model that public training gave."""
+        """The model after public training."""
         return self.path / "public.safetensors"
 
     @property
@@ -199,7 +199,7 @@ class RunFolder(RunFiles):
                 raise RunFolderError(
                     str(path),
                     expected="a new folder, and this one holds another run",
-                    fix=f"go on with it by `cloister resume {shlex.quote(str(path))}`, or choose another --out",
+                    fix=f"continue it with `cloister resume {shlex.quote(str(path))}`, or choose another --out",
                 )
             made = not path.exists()
             if not made and (not path.is_dir() or any(path.iterdir())):
@@ -244,7 +244,7 @@ class RunFolder(RunFiles):
     def discard(self) -> None:
         """Remove what a new run made, and the folder itself if the run made it.
 
-        For a run that was refused before it had anything to lose.
+        For a run that was refused before it had any result.
         """
         with suppress(OSError):
             for entry in self.path.iterdir():
@@ -278,7 +278,7 @@ class RunFolder(RunFiles):
         except OSError as error:
             raise StorageError(
                 str(self.metrics_file),
-                expected=f"a disk that takes the write ({error.strerror})",
+                expected=f"a disk that accepts the write ({error.strerror})",
                 fix="free space, then resume",
             ) from error
 

@@ -1,4 +1,4 @@
-"""What the journal says of a run: its identity, how far it has come, and what happened in its rounds."""
+"""The history of a run from its journal: its identity, its progress, and the events of its rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cloister.server.journal import Journal
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What the journal says of a run, finished or under way."""
+    """The history of a run, finished or under way, from its journal."""
 
     run: str
     """Its identity."""
@@ -33,7 +33,7 @@ class RunHistory:
     refusals: Mapping[str, tuple[str, ...]]
     """For each site its refusals, in words, each once."""
     finished: bool
-    """Whether the run has come to its end."""
+    """Whether the run is finished."""
     stopped: str
     """Why it ended before its last round: `budget` or `refused`; empty if it did not."""
 
@@ -104,7 +104,7 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
         roster: The sites' identities, whose hash is journaled with a new identity.
 
     Raises:
-        RunFolderError: the folder holds a run, and its journal is gone.
+        RunFolderError: the folder holds a run whose journal is missing.
     """
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
@@ -128,6 +128,6 @@ def _check_nothing_lost(files: RunFiles) -> None:
     if later or files.metrics():
         raise RunFolderError(
             str(files.journal),
-            expected="the journal of this run, and it is gone",
-            fix="bring it back from a copy, or start a new run with another --out",
+            expected="the journal of this run, which is missing",
+            fix="restore it from a backup, or start a new run with another --out",
         )

@@ -1,4 +1,4 @@
-"""Who takes part in a run: the sites that have joined, and whose refusal is believed."""
+"""The members of a run: the sites that have joined, and which refusals are accepted as their own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Members:
         channel: Carries the messages.
         plan: The plan that every site is asked to join.
         run: Identity of the run.
-        refused: Told of each site that does not join, and why.
-        base: Frozen parameters that sites are to use in the place of those that the plan gives.
-        roster: The sites' identities, by which a refusal is believed; None where the plan sums in clear.
+        refused: Called with each site that does not join, and the reason.
+        base: Frozen parameters that sites use instead of those of the plan.
+        roster: The sites' identities, which verify refusals; None if the plan sums in clear.
 
     Raises:
         EngineError: too few sites join for any cohort to reach its quorum.
@@ -56,7 +56,7 @@ class Members:
             if not isinstance(reply, Joined):
                 failure = self._failure(f"node {node}", reply)
             elif not reply.site or not reply.site.isprintable():
-                failure = Failure(f"node {node}", "a name that cannot be shown")
+                failure = Failure(f"node {node}", "a name that is not printable")
             elif reply.site in self._nodes:
                 failure = Failure(f"node {node}", "a name already taken")
             else:
@@ -87,14 +87,17 @@ class Members:
     def ask(
         self, requests: Mapping[str, Request], deadline_s: float, *, group: str
     ) -> Iterator[Reply | Failure]:
-        """Send each site its request; yield one answer for each as it comes: a reply in its own name, or a failure.
+        """Send each site its request; yield one answer for each as it arrives: a reply in its own name, or a failure.
 
         Args:
             requests: By site.
             deadline_s: Seconds after which a site that has not answered is a failure.
-            group: What the requests have in common, for logs.
+            group: A label of the requests, for logs.
         """
-        names = {self._nodes[site]: site for site in requests}
+        for site in requests:
+            if site not in self._nodes:
+                yield Failure(site, "it has not joined again since the coordinator was restarted")
+        names = {self._nodes[site]: site for site in requests if site in self._nodes}
         by_node = {node: requests[site] for node, site in names.items()}
         for node, reply in self._channel.ask(by_node, deadline_s, group=group):
             name = names[node]
@@ -106,7 +109,7 @@ class Members:
                 yield reply
 
     def _failure(self, name: str, reply: Reply | Failure) -> Failure:
-        """Why a site named `name` does not do what it was asked, in words; whether the site itself has signed it."""
+        """The failure of a site named `name`: the reason in words, and whether the site itself has signed it."""
         match reply:
             case Failure():
                 return Failure(name, reply.reason, reply.refused)
@@ -119,7 +122,7 @@ class Members:
 
     def _refusal(self, name: str, refused: Refused) -> Failure:
         joined = name in self._nodes
-        if self._roster is None:  # nothing is signed, so a site that has joined speaks for itself alone
+        if self._roster is None:  # nothing is signed, so a site that has joined can refuse only for itself
             if joined and refused.site != name:
                 return _under_another_name(name, refused.site)
             reason = f"it refuses: {printable(refused.reason)}"

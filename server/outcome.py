@@ -1,4 +1,4 @@
-"""What a finished run came to: its figures, and its final model."""
+"""The outcome of a finished run: its figures, and its final model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cloister.server.public import base_of, public_model
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run came to."""
+    """The figures of a finished run."""
 
     rounds: int
     initial_loss: float | None
@@ -45,7 +45,7 @@ def outcome(files: RunFiles) -> Outcome:
     """Read the figures of a finished run from its journal and metrics.
 
     Raises:
-        RunFolderError: the run has not come to its end.
+        RunFolderError: the run is not finished.
     """
     with Journal(files.journal) as journal:
         end = journal.newest(steps.FINISHED)
@@ -56,7 +56,7 @@ def outcome(files: RunFiles) -> Outcome:
     if end is None:
         raise RunFolderError(
             str(files.path),
-            expected="a run that has come to its end",
+            expected="a finished run",
             fix=f"cloister resume {shlex.quote(str(files.path))}",
         )
     initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)

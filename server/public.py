@@ -1,4 +1,4 @@
-"""The model that public training gives: trained once, kept in the run folder, and checked when it is read."""
+"""The model after public training: trained once, kept in the run folder, and checked when it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cloister.server.progress import Observer, Preparing, PublicStep
 
 
 def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
-    """The model that public training gives, made once and kept in the run folder; None if the plan asks for none.
+    """The model after public training, made once and kept in the run folder; None if the plan has no public training.
 
     It is made before the sites are asked to join, because sites that train an adapter receive it (`base_of`).
 
@@ -52,7 +52,7 @@ def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
 
 
 def base_of(plan: Plan, public: Vector | None) -> Vector | None:
-    """What the sites need of public training: the whole model with an adapter, and otherwise nothing.
+    """The base parameters for the sites after public training: the whole model with an adapter, otherwise none.
 
     Without an adapter the publicly trained model is the run's initial model, which the sites receive anyway.
     """

@@ -125,7 +125,7 @@ class _Composer:
 
 @dataclass(frozen=True)
 class _Account:
-    """What the run cost."""
+    """The privacy cost of the run."""
 
     ledger: Ledger
     epsilon: float | None
@@ -196,7 +196,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
 
 def _history(path: Path) -> History:
     if not path.is_file():
-        raise RunFolderError(str(path), expected="the ledger of this run, and it is gone")
+        raise RunFolderError(str(path), expected="the ledger of this run, which is missing")
     return read_history(path)
 
 
@@ -304,14 +304,16 @@ def _loss(value: object) -> float | None:
 
 
 def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Account) -> tuple[SiteRow, ...]:
-    """What each site did, as far as the coordinator knows: that it was asked, was charged, or is in a sum."""
+    """The part of each site, as far as the coordinator knows: whether it was asked, was charged, or is in a sum."""
     names = {*history.asked, *history.refusals, *account.sites}
     names.update(files.sites.names())
     unit = plan.privacy.unit
     rows = []
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
-        summed: frozenset[int] | None = None  # the coordinator's files do not say whose updates are in a sum
+        summed: frozenset[int] | None = (
+            None  # the coordinator's files do not record whose updates are in a sum
+        )
         if plan.aggregation.secure:
             summed = frozenset(
                 number for number in history.summed if name in history.survivors.get(number, ())
@@ -364,7 +366,7 @@ def _dimension(files: RunFiles) -> int:
         raise RunFolderError(
             str(files.checkpoints),
             expected="a checkpoint of the run, which shows how many parameters are trained",
-            fix="bring one back from a copy",
+            fix="restore one from a backup",
         )
     try:
         with safe_open(stored[-1], framework="np") as file:
@@ -418,5 +420,5 @@ def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
             "budget": "the next round would have exceeded the budget",
             "refused": "too many sites refused to continue",
         }.get(history.stopped, "the run was ended")
-        return (f"Rounds {last + 1} to {of} of the plan, which did not take place: {why}.",)
+        return (f"Rounds {last + 1} to {of} of the plan, which were not run: {why}.",)
     return ()

@@ -6,14 +6,14 @@
 4. Update: each site trains from the global model and returns its masked contribution; contributions fold into one
    accumulator as they arrive. A site that fails or misses the deadline is a dropout.
 5. Consistency: the survivors sign the same list of survivors.
-6. Unmask: survivors reveal shares. Too few sites, here or before: the attempt ends with nothing opened and the round
-   is tried again, by sites that kept their finished updates.
+6. Unmask: survivors reveal shares. With too few sites, here or before, the attempt ends with nothing opened, and the
+   round is retried; the sites have kept their finished updates.
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here.
 8. Server step: the mean is a pseudo-gradient for the server's optimizer.
 9. Checkpoint atomically, then journal the round as done.
 
-Steps 1 to 7 are those of `sum.py`, with the same numbers.
+Steps 1 to 7 have the same numbers in `sum.py`.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from cloister.server.sum import Failed, Party, Wanted, sum_over
 
 @dataclass
 class RoundContext:
-    """What every round of a run works with."""
+    """The objects that all rounds of a run share."""
 
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
     mechanism: SiteMechanism | None = None
-    """How updates are summed where the unit of privacy is the site."""
+    """How updates are summed if the unit of privacy is the site."""
     clip: float = 0.0
-    """Clipping norm of the next round, where the unit of privacy is the site."""
+    """Clipping norm of the next round, if the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh()
-    """A stream for a round that nothing else uses."""
+    """Returns, for a round, a stream that nothing else uses."""
 
 
 def cohort_of(party: Party, number: int) -> list[str]:
-    """The sites of a round: drawn from all of the roster, so that each of them can repeat it; without the absent."""
+    """The sites of a round: drawn from the whole roster, so that each site can repeat the draw, less the absent."""
     joined = set(party.members.sites)
     known = party.roster.names if party.roster else party.members.sites
     return [site for site in draw(party.plan, known, number) if site in joined]
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
-    """Carry one round through, in as many attempts as the plan allows.
+    """Run one round, in as many attempts as the plan allows.
 
-    A round is abandoned, with the model as it was, when shares were asked for and the same survivors could not finish
-    it: what the others have answered already forbids them to answer for another list. When so many sites refuse that
-    no attempt can come about, nothing of the round is done.
+    A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
+    because a site that has answered does not answer for another list. If so many sites refuse that no attempt is
+    possible, the round is not run.
 
     Raises:
-        QuorumError: every attempt ended with too few sites; nothing of the run is lost.
+        QuorumError: every attempt ended with too few sites; the run can be resumed.
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.
@@ -85,7 +85,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             f"round {number}",
             f"{total.attempts} failed attempts",
             expected=f"{plan.cohort.needed()} of {len(cohort)} sites to finish in one of them",
-            fix="mend the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
+            fix="repair the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
         )
     mean: Vector | None = None
     if not isinstance(total, Failed):

@@ -19,6 +19,7 @@ from cloister.protocol.errors import QuorumError
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
+from cloister.server.channel import Channel
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.evaluate import Evaluation, at_coordinator, at_sites, nowhere
 from cloister.server.folder import RunFolder
@@ -35,6 +36,7 @@ from cloister.server.progress import (
     Preparing,
     Refusing,
     RoundAbandoned,
+    SiteFailed,
     Started,
 )
 from cloister.server.public import base_of
@@ -45,7 +47,7 @@ from cloister.server.sum import Party
 
 def run(
     folder: RunFolder,
-    members: Members,
+    channel: Channel,
     observe: Observer,
     *,
     roster: Roster | None = None,
@@ -54,27 +56,36 @@ def run(
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh(),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Run the folder's plan to its end, from the last round that is done.
+    """Ask the sites to join, then run the folder's plan to its end, from the last round that is done.
 
     Args:
         folder: The run folder.
-        members: The sites that have joined.
+        channel: Carries the messages.
         observe: Receives the run's events.
         roster: The sites' identities, for a plan that sums securely.
         public: What `public_model` returned.
         evaluation: Public records to evaluate on, instead of those that the plan names.
-        noise: For each round the stream of the noise that the coordinator adds.
+        noise: Returns, for a round, the stream of the noise that the coordinator adds.
         clock: Seconds, for durations.
 
     Raises:
-        CloisterError: what stopped the run. Finished rounds are on disk, and a later call continues after them.
+        CloisterError: the run stopped. Finished rounds are on disk, and a later call continues after them.
     """
     plan = folder.plan
-    observe(Preparing("model"))
+    run_identity = identity(folder, roster)
     base = base_of(plan, public)
+    observe(Preparing("sites"))
+    members = Members(
+        channel,
+        plan,
+        run_identity,
+        lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
+        base=base,
+        roster=roster,
+    )
+    observe(Preparing("model"))
     model = load_model(plan, base)
     checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
-    run_identity = identity(folder)
     with Journal(folder.journal) as journal:
         done = journal.newest(steps.DONE)
         clip = plan.privacy.clip

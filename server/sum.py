@@ -1,19 +1,20 @@
 """One sum over a cohort, in clear or under masks, in as many attempts as the plan allows.
 
-The steps have the numbers of `round.py`, whose middle this is; an evaluation at the sites is the same without training.
+The steps have the same numbers as in `round.py`. An evaluation at the sites is the same without training.
 
 1. Journal the attempt before anything is asked of a site.
 2. Advertise: each site returns signed one-time keys.
 3. Share: each site checks the keys of the others and returns encrypted shares.
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
 5. Consistency: the survivors sign the one list of survivors.
-6. Unmask: journal that list, then ask for the shares. Too few, here or before: the attempt ends with nothing opened.
-7. Charge the ledger; then open: take the masks off the accumulator and decode it.
+6. Unmask: journal that list, then ask for the shares. With too few sites, here or before, the attempt ends with nothing
+   opened.
+7. Charge the ledger; then open: remove the masks from the accumulator and decode it.
 
 Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
 
-A site answers one list of survivors in a round and no other (`aggregation/secure_sum.py` says why). So once shares were
-asked for, later attempts at the same sum go to just those survivors.
+A site answers only one list of survivors in a round (the reason is in `aggregation/secure_sum.py`). So after shares
+were requested, later attempts at the same sum ask only those survivors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TypeVar
 
 from cloister.aggregation.average import Opened, PlainSum, SumLayout
 from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
 from cloister.protocol.digest import vector_hash
@@ -74,11 +76,11 @@ class Party:
     observe: Observer
     clock: Callable[[], float] = time.monotonic
     base_hash: bytes = b""
-    """Hash of the frozen parameters that the sites use; empty: those that the plan gives."""
+    """Hash of the frozen parameters that the sites use; empty: those of the plan."""
     spending: Spending | None = None
     """The coordinator's privacy ledger; None without a privacy unit."""
     refused: set[str] = field(default_factory=set)
-    """Sites whose policy or budget forbids them to go on: asking them again is of no use."""
+    """Sites whose policy or budget forbids them to continue; they are not asked again."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Total:
     cohort: int
     attempts: int
     seconds: float
-    """From the first request of the attempt that counted to the decoded sum."""
+    """Seconds from the first request of the successful attempt to the decoded sum."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,20 @@ class Failed:
     attempts: int
     """Attempts that failed."""
     bound: bool
-    """Shares were asked for in one of them: the sites that answered will answer for no other survivors."""
+    """Shares were requested in one of them: the sites that answered will answer for no other survivors."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be summed."""
+    """A sum to make."""
 
     purpose: Purpose
     round: int
-    """The round; in an evaluation the one whose model it is."""
+    """The round; in an evaluation the round of the model."""
     model: Vector
-    """The global model's trained parameters; nobody changes them while the sum goes on."""
+    """The global model's trained parameters; they do not change during the sum."""
     clip: float = 0.0
-    """Clipping norm, where the unit of privacy is the site."""
+    """Clipping norm, if the unit of privacy is the site."""
 
 
 def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -> Total | Failed:
@@ -122,7 +124,7 @@ def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -
 
     Args:
         party: The run.
-        wanted: What is to be summed.
+        wanted: The sum to make.
         cohort: The sites.
         needed: Fewest sites in the sum for it to count.
     """
@@ -177,16 +179,25 @@ class _Plain:
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
     def run(self, needed: int) -> Opened:
-        """Carry the attempt through.
+        """Run the attempt.
 
         Raises:
             SecureSumError: too few sites are left.
         """
         total = PlainSum(self.sum_layout)
-        self.collect(dict.fromkeys(self.sites), lambda contribution: total.add(contribution.vector))
+        self.collect(dict.fromkeys(self.sites), lambda contribution: total.add(self.pieces(contribution)))
         self.check_needed(needed)
         self.pay()
         return total.open()
+
+    def pieces(self, contribution: Contribution) -> list[Piece]:
+        """The vector of a contribution, checked against its manifest.
+
+        Raises:
+            UpdateError: the vector is incomplete, or does not match the manifest.
+        """
+        layout = self.sum_layout
+        return check_received(contribution.manifest, contribution.spans, layout.length, layout.ring.dtype)
 
     def pay(self) -> None:
         """7. Charge the ledger before the sum is opened."""
@@ -194,13 +205,13 @@ class _Plain:
             self.party.spending.before_opening(self.wanted.round, sorted(self.folded))
 
     def check_needed(self, needed: int) -> None:
-        """End the attempt when too few vectors have arrived.
+        """End the attempt if too few vectors have arrived.
 
         Raises:
-            TooFewSitesError: they have.
+            TooFewSitesError: too few have arrived.
         """
         if len(self.folded) < needed:
-            raise TooFewSitesError("updates", len(self.folded), expected=f"those of {needed} sites at least")
+            raise TooFewSitesError("updates", len(self.folded), expected=f"those of at least {needed} sites")
 
     def collect(self, inboxes: Mapping[str, Inbox | None], fold: Callable[[Contribution], None]) -> None:
         """4. Update: fold in each vector as it arrives."""
@@ -217,7 +228,7 @@ class _Plain:
                 assert isinstance(reply, Contribution)
                 try:
                     fold(reply)
-                except (UpdateError, SecureSumError) as error:
+                except CloisterError as error:
                     refusal = str(error)
             if refusal is None:
                 self.folded.add(reply.site)
@@ -231,7 +242,7 @@ class _Plain:
         return self.party.members.ask(requests, left, group=str(self.wanted.round))
 
     def _not_of(self, reply: Reply | Failure) -> str | None:
-        """Why a reply is no contribution to this sum, in one line; None when it is one."""
+        """The reason that a reply is not a contribution to this sum, in one line; None if it is one."""
         match reply:
             case Failure():
                 return reply.reason
@@ -239,14 +250,14 @@ class _Plain:
                 return None
             case Contribution():
                 return (
-                    f"stale update: it is of round {reply.sum.round} or another model, and was asked for of round "
-                    f"{self.wanted.round}"
+                    f"stale update: it is of round {reply.sum.round} or another model, but round "
+                    f"{self.wanted.round} was requested"
                 )
             case _:
                 return f"it answered with {type(reply).__name__}, not with a contribution"
 
     def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
-        """A site is out of this attempt."""
+        """Drop a site from this attempt."""
         if refused:
             self.party.refused.add(site)
             detail = {"site": site, "reason": reason}
@@ -258,13 +269,13 @@ class _Masked(_Plain):
     """One attempt under masks."""
 
     def run(self, needed: int) -> Opened:
-        """Carry the attempt through.
+        """Run the attempt.
 
         Raises:
-            SecureSumError: too few sites are left, or what they sent does not fit together; nothing was opened.
+            SecureSumError: too few sites are left, or their messages are inconsistent; nothing was opened.
         """
         party, wanted = self.party, self.wanted
-        assert party.roster is not None, "a plan that sums securely was started without a roster"
+        assert party.roster is not None, "a plan that sums securely needs a roster"
         layout = party.layout
         contract = contract_for(
             wanted.purpose,
@@ -280,7 +291,7 @@ class _Masked(_Plain):
         # 3. Share.
         left = self.step(dict.fromkeys(left, coordinator.peers()), Shares, coordinator.shared)
         # 4. Update.
-        self.collect(coordinator.inboxes(), lambda contribution: _fold(coordinator, contribution))
+        self.collect(coordinator.inboxes(), lambda contribution: self.fold(coordinator, contribution))
         self.check_needed(needed)
         # 5. Consistency.
         survivors = coordinator.survivors()
@@ -294,9 +305,22 @@ class _Masked(_Plain):
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
 
+    def fold(self, coordinator: SecureCoordinator, contribution: Contribution) -> None:
+        """Add a masked vector to the sum.
+
+        Raises:
+            UpdateError, SecureSumError: the vector does not match the statement that its site has signed.
+        """
+        site, statement = contribution.site, contribution.statement
+        if statement is None or statement.site != site:
+            raise UpdateError(f"statement of {site}", expected="one that the site itself has signed")
+        if manifest_digest(contribution.manifest) != statement.digest:
+            raise UpdateError(f"masked vector of {site}", expected="the manifest that the site signed")
+        coordinator.fold(statement, self.pieces(contribution))
+
     def step(self, told: Mapping[str, Told], kind: type[M], take: Callable[[M], None]) -> list[str]:
-        """Ask sites for one step of the protocol; the sites whose answer stands."""
-        agreed: dict[int, Agree] = {}  # one request where the sites are told the same
+        """Ask sites for one step of the protocol; return the sites with a valid answer."""
+        agreed: dict[int, Agree] = {}  # one request object for all sites if they get the same message
         requests = {
             site: agreed.setdefault(id(message), Agree(self.sum_id, message))
             for site, message in told.items()
@@ -316,12 +340,3 @@ class _Masked(_Plain):
             else:
                 left.append(reply.site)
         return left
-
-
-def _fold(coordinator: SecureCoordinator, contribution: Contribution) -> None:
-    statement = contribution.statement
-    if statement is None or statement.site != contribution.site:
-        raise UpdateError(f"statement of {contribution.site}", expected="its own, signed")
-    if vector_hash(contribution.vector) != statement.digest:
-        raise UpdateError(f"masked vector of {contribution.site}", expected="the bytes that the site signed")
-    coordinator.fold(statement, contribution.vector)

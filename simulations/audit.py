@@ -1,13 +1,13 @@
-"""An audit of a run: canaries attack the code that really runs, and what they prove stands beside the claimed epsilon.
+"""An audit of a run: canaries attack the real code, and prove a lower bound to compare with the claimed epsilon.
 
-The audit runs the code of a site or of the coordinator with fresh noise and none of the run's own secrets. The
+The audit runs the code of a site or of the coordinator with new noise and without the run's own secrets. The
 adversary is the strongest one that the claim covers. The games are `simulations/audit_records.py` (unit record, one
 run) and `simulations/audit_sites.py` (unit site, many runs); `privacy/audit.py` turns their guesses into bounds.
 
-The number of guesses and the threshold are fixed before anything is seen: they are those that would give the largest
-bound if the noise had half of its standard deviation. That bound is reported with the result, because a weak audit
+The number of guesses and the threshold are fixed before any score is seen: they would give the largest bound if the
+noise had half of its standard deviation. That bound is reported with the result, because a weak audit
 that finds nothing proves little. Refused: canaries made of text, a weaker adversary at the same cost; and canaries that
-a plan or a message can request: they exist in the files of the audit alone.
+a plan or a message can request: they exist only in the files of the audit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def audit(
             than one round has are rounded down to whole rounds.
         confidence: Probability with which the bound is true.
         streams: Noise, coins and batches: an unused stream at each call.
-        progress: Receives how far the audit is.
+        progress: Receives the progress of the audit.
 
     Raises:
         CloisterError: the plan has no privacy unit, an option is out of range, or the run is missing.
@@ -106,7 +106,7 @@ def audit(
 
 
 def _rounds_paid_for(folder: RunFolder) -> int:
-    """Charged rounds of the site that has spent the most: those of the run's own claim.
+    """Charged rounds of the site that has spent the most: the rounds of the run's own claim.
 
     Raises:
         RunFolderError: nothing was charged in the run.
@@ -116,7 +116,7 @@ def _rounds_paid_for(folder: RunFolder) -> int:
     if not entries:
         raise RunFolderError(
             str(folder.path),
-            expected="a run with charges in its ledger, and nothing was charged in this one",
+            expected="a run with charges in its ledger, but this one has none",
             fix=f"run it first: cloister resume {shlex.quote(str(folder.path))}",
         )
     return max(Counter(entry.charge.dataset for entry in entries).values())

@@ -5,7 +5,7 @@ site's own units, each included by its own fair coin. A canary is drawn into bat
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
 sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
 canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
-log-likelihood ratio of what is left at that coordinate over the steps, for the noise multiplier z and the sampling rate
+log-likelihood ratio of the rest at that coordinate over the steps, for the noise multiplier z and the sampling rate
 q that are claimed:
 
     sum over steps of ln(1 - q + q exp((x - 1/2) / z^2)),    x in units of the clipping norm.
@@ -52,7 +52,7 @@ class WatchedSum(ClippedSum):
         names: Parameters.
         clip: L2 norm C.
         device: Where gradients lie.
-        watch: Receives the released sum less what the adversary knows, float32 of shape (layout.size,).
+        watch: Receives the released sum minus the part that the adversary knows, float32 of shape (layout.size,).
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class WatchedSum(ClippedSum):
         super().__init__(layout, names, clip, device)
         self._watch = watch
         self.known = torch.zeros(())
-        """(layout.size,) float32: what the adversary knows of the sum."""
+        """(layout.size,) float32: the part of the sum that the adversary knows."""
 
     def know(self) -> None:
-        """Let the adversary know what was added until now."""
+        """Reveal to the adversary everything added so far."""
         assert self._sum is not None
         self.known = self._sum.clone()
 
@@ -89,7 +89,7 @@ class CanaryTrainer(PrivateTrainer):
         device: As for `PrivateTrainer`.
         included: (M,) bool: the coins.
         places: Draws the canaries' coordinates in each round; public.
-        score: What is left of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> the
+        score: The rest of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> the
             increase of their scores (M,).
     """
 
@@ -122,7 +122,8 @@ class CanaryTrainer(PrivateTrainer):
         return replace(sequences, starts=np.append(sequences.starts, end))
 
     @contextmanager
-    def _gradients(self, trained: Named) -> Iterator[PerUnit]:
+    def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
+        """As `PrivateTrainer.per_unit_gradients`; units after the real ones are canaries, one-hot and `FAR` long."""
         begins = dict(zip(self._layout.names, self._layout.offsets, strict=False))
         theirs = np.concatenate([np.arange(p.numel()) + begins[name] for name, p in trained])
         chosen = self._random.choice(len(theirs), len(self.scores), replace=False)
@@ -137,7 +138,7 @@ class CanaryTrainer(PrivateTrainer):
             gradients = [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
             return UnitGradients(gradients, torch.zeros(len(canaries)), np.zeros(len(canaries), np.int64))
 
-        with super()._gradients(trained) as real:
+        with super().per_unit_gradients(trained) as real:
 
             def both(sequences: Sequences, units: npt.NDArray[np.int64]) -> Iterator[UnitGradients]:
                 yield from real(sequences, units[units < self._real])
@@ -148,12 +149,13 @@ class CanaryTrainer(PrivateTrainer):
 
             yield both
 
-    def _new_sum(self, names: Sequence[str]) -> ClippedSum:
+    def new_sum(self, names: Sequence[str]) -> ClippedSum:
+        """As `PrivateTrainer.new_sum`; the adversary sees what it releases."""
         self.watched = WatchedSum(self._layout, names, self._clip, self._device, self.see)
         return self.watched
 
     def see(self, left: torch.Tensor) -> None:
-        """Score the canaries by what is left of a step's released sum, float32 of shape (layout.size,)."""
+        """Score the canaries by the rest of a step's released sum, float32 of shape (layout.size,)."""
         self.scores += self._score(left.cpu().numpy()[self._coordinates].astype(np.float64) / self._clip)
 
 

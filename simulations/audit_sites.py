@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.sums import training_layout
-from cloister.clients.release import Finished, for_site_unit
+from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy.audit import distinguish
 from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
@@ -47,11 +47,11 @@ def audit_sites(
         runs: How often the sum is taken.
         confidence: Probability with which the bound is true.
         streams: Noise and coins.
-        progress: Receives how far the audit is.
+        progress: Receives the progress of the audit.
     """
     assert terms.mechanism is not None, "unit site has a mechanism"
     mechanism = replace(terms.mechanism, dimension=_WIDTH)
-    layout = replace(training_layout(plan, dimension), size=mechanism.size)
+    layout = replace(training_layout(plan, dimension), size=_WIDTH)
     sites = plan.cohort.needed()
     if mechanism.variance:
         sites -= plan.threshold().colluders
@@ -62,12 +62,13 @@ def audit_sites(
     for first in range(0, runs, _WIDTH):
         others = np.zeros(layout.length, layout.ring.dtype)
         for _ in range(sites - 1):
-            np.add(others, for_site_unit(zero, layout, mechanism, clip, streams()), out=others)
+            np.add(others, contribution(Protected(layout, mechanism, clip, streams()), zero), out=others)
         for run in range(first, min(runs, first + _WIDTH)):
             place = run - first
             update = zero.vector.copy()
             update[place] = FAR * clip if included[run] else 0.0
-            own = for_site_unit(Finished(update, 0, 0.0), layout, mechanism, clip, streams())
+            code = Protected(layout, mechanism, clip, streams())
+            own = contribution(code, Finished(update, 0, 0.0))
             opened = layout.open(np.add(others, own))
             summed = opened.counters[WEIGHT]
             mean, _ = mechanism.decode(opened.mean, summed, clip, streams())

@@ -1,4 +1,4 @@
-"""What an audit finds, and what every game of an audit is given."""
+"""The result of an audit, and the arguments that all its games share."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
 
 Progress = Callable[[int, int], None]
-"""Receives how much is done, and of how much."""
+"""Receives the work done so far, and the total."""
 Streams = Callable[[], NoiseStream]
 """Returns a new stream of noise at each call."""
 
 FAR = 100.0
-"""Length of what a canary adds, in clipping norms, before it is clipped."""
+"""Length of a canary's contribution before it is clipped, in clipping norms."""
 
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit found."""
+    """The result of an audit."""
 
     what: str
     """The game that was played, in words."""

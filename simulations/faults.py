@@ -1,6 +1,6 @@
-"""What goes wrong in a simulation because its plan says so: dropouts at any step, and slower hardware.
+"""Faults that a plan injects into a simulation: dropouts at any step, and slower hardware.
 
-It stands around a site that knows nothing of it, and is drawn from the run's seed, so that a run can be repeated.
+They wrap a site, whose code does not know of them, and are drawn from the run's seed, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -14,29 +14,18 @@ from cloister.protocol.errors import BudgetError, FaultError, PolicyError
 from cloister.protocol.messages import (
     TRAIN,
     Agree,
-    Begin,
     Contribute,
     Join,
-    Peers,
     Refused,
     Reply,
     Request,
     Step,
-    Survivors,
-    Unmask,
 )
 from cloister.protocol.plan import Plan
 
-_STEPS: dict[type, Step] = {
-    Begin: Step.ADVERTISE,
-    Peers: Step.SHARE,
-    Survivors: Step.CONFIRM,
-    Unmask: Step.UNMASK,
-}
-
 
 class Faulty:
-    """A site that drops out where `[faults]` says so, and whose hardware may be slower than this machine.
+    """A site that drops out by `[faults]`, and whose hardware may be slower than this machine.
 
     Args:
         site: The site.
@@ -55,7 +44,7 @@ class Faulty:
         return self._site.name
 
     def answer(self, request: Request) -> Reply:
-        """Answer as the site does, or drop out before; after training, only when hardware of its speed would have.
+        """Answer as the site does, or drop out before; delay training as slower hardware would.
 
         Raises:
             FaultError: the site drops out.
@@ -63,7 +52,7 @@ class Faulty:
         """
         if isinstance(request, Join):
             return self._site.answer(request)
-        step = Step.UPDATE if isinstance(request, Contribute) else _STEPS[type(request.told)]
+        step: Step = Step.UPDATE if isinstance(request, Contribute) else request.told.STEP
         self._maybe_drop_out(step, request)
         started = time.monotonic()
         reply = self._site.answer(request)
@@ -82,11 +71,11 @@ class Faulty:
         drawn = _draw(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, sum_id.tries)
         if chance and drawn < chance:
             raise FaultError(
-                "site", self.name, expected=f"it to answer, but [faults] {step.label} took it out"
+                "site", self.name, expected=f"it to answer, but [faults] {step.label} made it drop out"
             )
 
 
 def _draw(*parts: str | int) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
+    """A number in [0, 1) that depends only on the parts."""
     digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

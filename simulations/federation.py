@@ -1,7 +1,7 @@
-"""A whole federation on one machine: real sites with folders of their own, the real apps, one engine that carries them.
+"""A whole federation on one machine: real sites with folders of their own, and the real apps, on one engine.
 
 A simulated site is an ordinary site: it has its own folder with its records, its TOML and its state, and is served by
-the same `ClientApp` as a deployed one. What is simulated is only where it runs, and how fast its hardware is.
+the same `ClientApp` as a deployed one. Only the machine that it runs on and the speed of its hardware are simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
 from cloister.lm.layout import Vector
-from cloister.lm.model import count_parameters
+from cloister.lm.model import count_parameters, imported_by_loading
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
@@ -33,13 +33,13 @@ from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
-from cloister.server.coordinate import coordinate
 from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.history import reached
 from cloister.server.journal import FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
+from cloister.server.run import run
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -60,13 +60,13 @@ def simulate(
 
     Args:
         folder: The run folder; the sites' folders are made in it, under `sites/`.
-        observe: Told what happens.
+        observe: Receives the run's events.
         engine: `local` or `flower`.
-        workers: Worker processes; what the machine has when None.
-        watch: Told when a site starts and stops working, where the engine knows.
+        workers: Worker processes; None: as many as the hardware of this machine allows.
+        watch: Called when a site starts and stops working, if the engine knows.
 
     Raises:
-        CloisterError: what stopped the run; it can be resumed.
+        CloisterError: the run stopped; it can be resumed.
     """
     plan = folder.plan
     if workers is not None and workers < 1:
@@ -75,7 +75,7 @@ def simulate(
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)
-    terms_of(plan, count_parameters(plan)[1])  # refused now, and not at every site
+    terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
     sites = folder.sites.path
     if not sites.exists():
         observe(Preparing("data of the sites"))
@@ -90,7 +90,7 @@ def simulate(
     def main(grid: Grid, _context: Context) -> None:
         records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
-            coordinate(
+            run(
                 folder,
                 GridChannel(grid),
                 observe,
@@ -118,7 +118,7 @@ def simulate(
             [{"partition-id": index} for index in range(plan.cohort.sites)],
             workers=_places(plan, workers),
             slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
-            preload=["cloister.clients.app"],
+            preload=["cloister.simulations.federation", *imported_by_loading(plan)],
             log=folder.workers_log,
             watch=lambda node, at_work: watch(site_name(node - 1), at_work),
         ) as grid:
@@ -167,7 +167,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         sites: The sites' folder, which holds one base model for all of them.
         plan: The run's plan.
         index: The number.
-        resident: What the process has in memory for its sites.
+        resident: The state that the process has in memory for its sites.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     return Site(config, resident, noise=partial(_noise, plan, config.name), bases=sites)

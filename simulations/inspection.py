@@ -1,4 +1,4 @@
-"""What only a simulation can show, because one process reads every site's folder; never part of a deployment."""
+"""Figures that only a simulation has, because one process reads every site's folder; never part of a deployment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from cloister.clients.kept import update_path
+from cloister.clients.kept import trained_path
 from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
@@ -29,7 +29,7 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What the run did for one simulated site."""
+    """The effect of the run for one simulated site."""
 
     site: str
     """The site's name."""
@@ -63,7 +63,7 @@ def per_site(folder: RunFolder) -> list[SiteOutcome]:
 
 
 def aggregation_error(folder: RunFolder) -> float | None:
-    """How far averaging A and B apart is from averaging what they do, in the last round of a `lora` run.
+    """The error of averaging A and B separately, instead of their products, in the last round of a `lora` run.
 
     ||sum_i w_i B_i A_i - (sum_i w_i B_i)(sum_i w_i A_i)|| / ||sum_i w_i B_i A_i||, Frobenius norm over all adapted
     layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
@@ -109,7 +109,7 @@ def _updates(folder: RunFolder, plan: Plan) -> list[tuple[float, Vector]]:
     for index in range(plan.cohort.sites):
         state = folder.sites.state(site_name(index))
         try:
-            with safe_open(update_path(state, plan.run.rounds), framework="np") as file:
+            with safe_open(trained_path(state, plan.run.rounds), framework="np") as file:
                 tokens = float((file.metadata() or {})["tokens"])
                 weight = tokens if plan.aggregation.weighting == "tokens" else 1.0
                 found.append((weight, file.get_tensor("update")))

@@ -160,7 +160,7 @@ class WorkerPool:
         self._failed_starts = 0
         self._to_hear: deque[Worker] = deque()
         """Workers whose socket or sentinel was ready at the last wait."""
-        self._in_fork_server(lambda: None)  # its imports run while the coordinator goes on
+        self._in_fork_server(lambda: None)  # its imports run while the coordinator continues
         # Not a weakref.finalize: it must run before multiprocessing waits for its children at exit.
         self._at_exit = util.Finalize(self, _end_all, (self._workers,), exitpriority=0)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,6 +36,20 @@ def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = write_records(folder / "records.jsonl")
     path.write_text(f'{TINY}source = "{records}"\n{MOMENTUM}')
     return path
+
+
+@pytest.fixture(scope="session")
+def whole(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What an undisturbed run of the tiny plan prints; do not change its folder."""
+    from cloister.cli.main import main
+
+    out = tmp_path_factory.mktemp("whole") / "run"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["simulate", str(small_plan), "--out", str(out), "--workers", "2", "--json"]) == 0
+    found = json.loads(printed.getvalue().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from cloister.aggregation.span import manifest_of
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
@@ -27,21 +29,17 @@ from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.messages import (
     TRAIN,
     Agree,
-    Begin,
     Contribute,
     Contribution,
     Inbox,
     Join,
     Joined,
-    Peers,
     Purpose,
     Refused,
     Reply,
     Request,
     Step,
     SumId,
-    Survivors,
-    Unmask,
 )
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster, load_roster
@@ -96,13 +94,6 @@ CENTRAL = [*PRIVATE, "aggregation.secure=false", "privacy.unit=site", "privacy.t
 SKELLAM = [*PRIVATE, "privacy.unit=site"]
 """Private by site, with noise of the sites."""
 
-STEPS: dict[type, Step] = {
-    Begin: Step.ADVERTISE,
-    Peers: Step.SHARE,
-    Survivors: Step.CONFIRM,
-    Unmask: Step.UNMASK,
-}
-
 
 def tiny(*settings: str) -> Plan:
     """The tiny plan with some settings changed."""
@@ -115,10 +106,21 @@ def changed(plan: Plan, section: str, **values: Any) -> Plan:
 
 
 def write_records(path: Path, count: int = 40) -> Path:
-    """Short records that nobody else should see, as JSONL."""
+    """Short private records, as JSONL."""
     records = [{"text": f"patient {number} was seen on day {number * 7}. " * 2} for number in range(count)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def whole(reply: Reply) -> npt.NDArray[Any]:
+    """The vector of a contribution, its spans put together."""
+    assert isinstance(reply, Contribution)
+    return np.concatenate(reply.spans)
+
+
+def contribution_of(request: Contribute, site: str, vector: npt.NDArray[Any]) -> Contribution:
+    """A contribution in clear: the answer of a site whose vector is given, in one span."""
+    return Contribution(site, request.sum, request.model_hash, None, manifest_of([(0, vector)]), (vector,))
 
 
 def step_of(request: Request) -> str:
@@ -129,7 +131,7 @@ def step_of(request: Request) -> str:
         case Contribute():
             return Step.UPDATE.label
         case Agree():
-            return STEPS[type(request.told)].label
+            return str(request.told.STEP.label)
 
 
 class Loopback:
@@ -320,13 +322,20 @@ class VectorSite:
             case Agree():
                 return self.attempts.agree(request.told, request.sum.round)
             case Contribute():
-                statement, vector = None, self._vector()
+                statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    statement, vector = self.attempts.mask(
-                        request.inbox, request.sum.round, vector_hash(request.model), 1, self._vector
+                    statement, _, pieces = self.attempts.mask(
+                        request.inbox,
+                        request.sum.round,
+                        vector_hash(request.model),
+                        1,
+                        lambda: [(0, self._vector())],
                     )
-                return Contribution(self.name, request.sum, request.model_hash, statement, vector)
+                spans = tuple(vector for _, vector in pieces)
+                return Contribution(
+                    self.name, request.sum, request.model_hash, statement, manifest_of(pieces), spans
+                )
 
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
         raise AssertionError("a site without a policy refuses nothing")

@@ -19,7 +19,7 @@ from cloister.aggregation import keys, masks
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import Message, SecureSite
 from cloister.aggregation.secure_sum import Answered, Contract, ring_dtype
-from cloister.protocol.digest import vector_hash
+from cloister.aggregation.span import manifest_digest, manifest_of
 from cloister.protocol.messages import (
     Inbox,
     Masked,
@@ -189,7 +189,7 @@ class Parties:
         def handle(told: Inbox) -> Masked:
             site.receive(told)
             site.mask(vector, model=self.coordinator.attempt.model, threads=threads)
-            return site.masked(vector_hash(vector))
+            return site.masked(manifest_digest(manifest_of([(0, vector)])))
 
         self.masked[name] = vector
         return self._ask(name, handle, carried(inbox))
@@ -199,7 +199,7 @@ class Parties:
     ) -> Survivors:
         """Step 4, of these sites."""
         for name in inboxes if names is None else names:
-            self.coordinator.fold(self.mask(name, inboxes[name], threads=threads), self.masked[name])
+            self.coordinator.fold(self.mask(name, inboxes[name], threads=threads), [(0, self.masked[name])])
         return carried(self.coordinator.survivors())
 
     def confirm(self, survivors: Survivors, names: Iterable[str] | None = None) -> Unmask:

@@ -89,12 +89,32 @@ def test_a_torn_file_is_the_state_before_it_and_the_next_append_is_found(tmp_pat
     assert found.kept == Kept((1, 2), (2, 1), SEED)
 
 
-def test_the_secrets_of_an_attempt_are_not_used_after_the_mark_of_another(tmp_path: Path) -> None:
+def test_the_secrets_of_an_attempt_are_not_used_after_the_mark_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process was killed between the mark of a new attempt and its first message: no attempt is at hand."""
+    write = os.pwrite
+
+    def killed(descriptor: int, data: bytes, at: int) -> int:
+        raise Killed
+
+    def last(descriptor: int, data: bytes, at: int) -> int:
+        monkeypatch.setattr(os, "pwrite", killed)
+        return write(descriptor, data, at)
+
     with turn(tmp_path) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
-        files._mark(state, 1, (1, 2), durable=False)
-    assert read(tmp_path).kept is None
+        monkeypatch.setattr(os, "pwrite", last)
+        with pytest.raises(Killed):
+            files.begin(state, Kept((1, 1), (1, 2), bytes(32)))
+    assert SEED in (tmp_path / "attempt").read_bytes()
+    found = read(tmp_path)
+    assert found.marks.joined == (1, 2)
+    assert found.kept is None
+
+
+class Killed(BaseException):
+    """The process ended here."""
 
 
 def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path) -> None:

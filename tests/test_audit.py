@@ -149,7 +149,7 @@ def test_halved_noise_is_caught_and_honest_noise_is_not() -> None:
 
 
 def test_coins_that_are_not_fair_break_the_bound() -> None:
-    """With nine canaries of ten in the data, guessing blindly refutes a mechanism that says nothing."""
+    """With nine canaries of ten in the data, blind guesses refute a mechanism that reveals nothing."""
     generator, m = np.random.default_rng(22), 1000
     fair, unfair = generator.random(m) < 0.5, generator.random(m) < 0.9
     guesses = audit.guess(np.zeros(m), 300, 0)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 
 from cloister.cli.main import main
 from cloister.clients import dpsgd
-from cloister.clients.dpsgd import ClippedSum
+from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
+from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
+from cloister.lm.train import Named
 from cloister.privacy.noise import Floats, NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.plan import Plan
@@ -245,15 +248,22 @@ def test_the_real_records_stay_and_canaries_need_no_backward_pass(
     record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    honest = dpsgd._by_hooks
+    honest = PrivateTrainer.per_unit_gradients
 
-    def spy(self: Any, sequences: Any, units: npt.NDArray[np.int64]) -> Any:
-        assert (sequences.starts[units + 1] > sequences.starts[units]).all(), "no canary has tokens"
-        seen.extend(units.tolist())
-        return honest(self, sequences, units)
+    @contextmanager
+    def spied(self: PrivateTrainer, trained: Named) -> Iterator[PerUnit]:
+        with honest(self, trained) as gradients:
 
-    monkeypatch.setattr(dpsgd, "_by_hooks", spy)
-    assert ran(capsys, record, "--canaries", "10")[0] == 0
+            def spy(sequences: Sequences, units: npt.NDArray[np.int64]) -> Iterator[UnitGradients]:
+                assert sequences.starts is not None
+                assert (sequences.starts[units + 1] > sequences.starts[units]).all(), "no canary has tokens"
+                seen.extend(units.tolist())
+                return gradients(sequences, units)
+
+            yield spy
+
+    monkeypatch.setattr(PrivateTrainer, "per_unit_gradients", spied)
+    assert ran(capsys, record, "--canaries", "1000")[0] == 0  # some 60 are drawn
     assert seen
 
 
@@ -340,7 +350,7 @@ def test_what_cannot_be_audited_is_refused_in_one_line(
     assert "plan.json" in refusal(capsys, tmp_path / "nothing")
     bare = folder_of(tmp_path / "bare", RECORD)
     (bare / "ledger.sqlite").unlink()
-    assert "nothing was charged" in refusal(capsys, bare)
+    assert "expected a run with charges in its ledger" in refusal(capsys, bare)
 
 
 def test_what_a_person_reads_says_both_figures(record: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,10 @@
 """Identities, cards and rosters from the command line."""
 
-import json
 import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,31 +12,7 @@ from cloister.cli.main import main
 from cloister.clients.config import read_config
 from cloister.protocol.errors import StorageError
 from cloister.protocol.roster import Card, load_identity, load_roster
-
-
-def done(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    code = main(list(arguments))
-    streams = capsys.readouterr()
-    assert code == 0, streams.err
-    return streams.out
-
-
-def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    answer = json.loads(done(capsys, *arguments, "--json"))
-    assert isinstance(answer, dict)
-    return answer
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a command that is refused."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    streams = capsys.readouterr()
-    assert streams.out == ""
-    assert streams.err.startswith("cloister: ")
-    assert streams.err.count("\n") == 1
-    return streams.err
+from cloister.tests.command import done, found, lone_refusal
 
 
 @pytest.fixture
@@ -96,27 +70,31 @@ def test_an_identity_is_never_overwritten(tmp_path: Path, capsys: pytest.Capture
     arguments = ("site", "init", "--name", "x", "--folder", str(tmp_path))
     done(capsys, *arguments)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert "identity.pem" in refusal(capsys, *arguments)
+    assert "identity.pem" in lone_refusal(capsys, *arguments)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_init_refuses_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("", "two words", "../up", "x" * 65, "ä"):
-        assert "card name" in refusal(capsys, "site", "init", "--name", name, "--folder", str(tmp_path))
+        assert "card name" in lone_refusal(capsys, "site", "init", "--name", name, "--folder", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert "--folder" in refusal(capsys, "site", "init", "--name", "x", "--folder", str(tmp_path / "file"))
-    assert "--folder" in refusal(capsys, "site", "init", "--name", "x", "--folder", str(tmp_path / "file/b"))
+    assert "--folder" in lone_refusal(
+        capsys, "site", "init", "--name", "x", "--folder", str(tmp_path / "file")
+    )
+    assert "--folder" in lone_refusal(
+        capsys, "site", "init", "--name", "x", "--folder", str(tmp_path / "file/b")
+    )
     blocked = tmp_path / "blocked"
     (blocked / "x.card").mkdir(parents=True)
-    assert "x.card" in refusal(capsys, "site", "init", "--name", "x", "--folder", str(blocked))
+    assert "x.card" in lone_refusal(capsys, "site", "init", "--name", "x", "--folder", str(blocked))
     assert sorted(path.name for path in blocked.iterdir()) == ["x.card"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o500)
-    assert "ermission" in refusal(capsys, "site", "init", "--name", "x", "--folder", str(tmp_path))
+    assert "ermission" in lone_refusal(capsys, "site", "init", "--name", "x", "--folder", str(tmp_path))
 
 
 def test_a_roster_has_every_card_in_any_order(
@@ -151,10 +129,10 @@ def test_a_roster_is_not_replaced_by_another(
     roster: Path, cards: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = roster.read_bytes()
-    assert "--out" in refusal(capsys, "roster", "build", *cards[:2], "--out", str(roster))
-    assert "--out" in refusal(capsys, "roster", "build", *cards, "--out", cards[0])
-    assert "--out" in refusal(capsys, "roster", "build", *cards, "--out", str(roster.parent))
-    assert "--out" in refusal(capsys, "roster", "build", *cards, "--out", "")
+    assert "--out" in lone_refusal(capsys, "roster", "build", *cards[:2], "--out", str(roster))
+    assert "--out" in lone_refusal(capsys, "roster", "build", *cards, "--out", cards[0])
+    assert "--out" in lone_refusal(capsys, "roster", "build", *cards, "--out", str(roster.parent))
+    assert "--out" in lone_refusal(capsys, "roster", "build", *cards, "--out", "")
     assert roster.read_bytes() == before
 
 
@@ -164,7 +142,7 @@ def test_wrong_cards_are_refused(
     out = tmp_path / "roster.toml"
 
     def build(*files: str) -> str:
-        return refusal(capsys, "roster", "build", *files, "--out", str(out))
+        return lone_refusal(capsys, "roster", "build", *files, "--out", str(out))
 
     assert "at least one card" in build()
     assert "missing.card" in build(cards[0], str(tmp_path / "missing.card"))
@@ -186,18 +164,18 @@ def test_wrong_rosters_are_refused(
     tmp_path: Path, roster: Path, cards: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = load_roster(roster).hash.hex()
-    assert right in refusal(capsys, "roster", "verify", str(roster), "--hash", "0" * 64)
+    assert right in lone_refusal(capsys, "roster", "verify", str(roster), "--hash", "0" * 64)
     for wrong in ("", right[:-1], right + "0", "x" * 64):
-        assert "--hash" in refusal(capsys, "roster", "verify", str(roster), "--hash", wrong)
+        assert "--hash" in lone_refusal(capsys, "roster", "verify", str(roster), "--hash", wrong)
     bad = tmp_path / "bad.toml"
     text = roster.read_text()
     for content in ("", "hash", text.replace("b.bank", "b.banc"), text.replace(right, "0" * 64), text * 2):
         bad.write_text(content)
         for action in (["show"], ["hash"], ["verify", "--hash", right]):
-            refusal(capsys, "roster", *action, str(bad))
-    assert "missing" in refusal(capsys, "roster", "show", str(tmp_path / "missing"))
+            lone_refusal(capsys, "roster", *action, str(bad))
+    assert "missing" in lone_refusal(capsys, "roster", "show", str(tmp_path / "missing"))
     nowhere = str(tmp_path / "missing" / "roster.toml")
-    assert nowhere in refusal(capsys, "roster", "build", *cards, "--out", nowhere)
+    assert nowhere in lone_refusal(capsys, "roster", "build", *cards, "--out", nowhere)
     with pytest.raises(StorageError):
         main(["--traceback", "roster", "build", *cards, "--out", nowhere])
 

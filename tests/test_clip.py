@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cloister.privacy import clip
-from cloister.privacy.clip import BETA, BLOCK, l2_norm, rounded_l1, rounded_l2
+from cloister.privacy.clip import BETA, l2_norm, rounded_l1, rounded_l2
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import UpdateError
 
 STREAM = NoiseStream.from_declared_seed(7)
@@ -84,7 +86,7 @@ def test_what_is_not_finite_is_named_and_nothing_is_written(value: float, where:
         clip.clip(vector, 1.0, out)
     assert not out.any()
     with pytest.raises(UpdateError, match=rf"update\[{where}\]"):
-        clip.integer_round(vector, 1.0, 1e6, STREAM.generator())
+        clip.integer_round(vector, 1.0, 1e6, STREAM, vector.size)
 
 
 # Clipping.
@@ -192,14 +194,14 @@ def test_rounded_integers_are_within_the_published_norm(
     vector: npt.NDArray[np.float32], bound: float, scale: float, number: int
 ) -> None:
     clipped, _ = clip.clip(vector, bound)
-    rounded = clip.integer_round(clipped, scale, bound, STREAM.child(f"{number}").generator())
+    rounded = clip.integer_round(clipped, scale, bound, STREAM.child(f"{number}"), vector.size)
     assert rounded.dtype == np.int64
     assert rounded.shape == vector.shape
     assert (np.abs(rounded - clipped.astype(np.float64) * scale) < 1).all()
     if vector.size:
         largest = rounded_l2(scale * bound, vector.size)
         assert sum(int(x) ** 2 for x in rounded) <= Fraction(largest) ** 2
-        again = clip.integer_round(clipped, scale, bound, STREAM.child(f"{number}").generator())
+        again = clip.integer_round(clipped, scale, bound, STREAM.child(f"{number}"), vector.size)
         np.testing.assert_array_equal(again, rounded)
 
 
@@ -211,7 +213,7 @@ def test_rounding_without_the_condition_is_found_out(monkeypatch: pytest.MonkeyP
 
     def norms() -> list[float]:
         return [
-            float(np.linalg.norm(clip.integer_round(vector, 1.0, bound, STREAM.child(f"{seed}").generator())))
+            float(np.linalg.norm(clip.integer_round(vector, 1.0, bound, STREAM.child(f"{seed}"), 16)))
             for seed in range(400)
         ]
 
@@ -224,33 +226,37 @@ def test_rounding_is_unbiased_where_the_condition_never_bites() -> None:
     d, scale = 200_000, 8.0
     vector = np.full(d, 0.3, np.float32)
     bound = 2 * l2_norm(vector)
-    rounded = clip.integer_round(vector, scale, bound, STREAM.child("mean").generator())
+    rounded = clip.integer_round(vector, scale, bound, STREAM.child("mean"), d)
     up = float(np.float32(0.3)) * scale - 2
     assert set(np.unique(rounded)) == {2, 3}
     half = 6.1 * math.sqrt(up * (1 - up) / d)  # 1e-9 of a normal lies beyond
     assert abs(float(rounded.mean()) - 2 - up) < half
     assert abs(float(np.trunc(vector * scale).mean()) - 2 - up) > half
-    negative = clip.integer_round(-vector, scale, bound, STREAM.child("negative").generator())
+    negative = clip.integer_round(-vector, scale, bound, STREAM.child("negative"), d)
     assert abs(float(negative.mean()) + 2 + up) < half
 
 
-class AlwaysUp(np.random.Generator):
+class AlwaysUp(NoiseStream):
     """Uniform numbers that are all zero: every fraction goes up, which no condition allows here."""
 
     def __init__(self) -> None:
-        super().__init__(np.random.PCG64(0))
+        super().__init__(bytes(32), declared=True)
         self.tries = 0
 
-    def random(self, size: Any = None, *_: Any, **__: Any) -> Any:
+    def child(self, purpose: str) -> Self:
+        assert purpose == str(self.tries)
+        return self
+
+    def uniform(self, size: int, offset: int = 0) -> Iterator[npt.NDArray[np.float64]]:
         self.tries += 1
-        return np.zeros(size)
+        return iter([np.zeros(size)])
 
 
 def test_rounding_ends_though_every_try_misses() -> None:
     vector = np.full(16, 0.8, np.float32)  # 1.6 steps: the nearest integer is not the one toward zero
     random = AlwaysUp()
     vector[3] = -0.8
-    rounded = clip.integer_round(vector, 2.0, 3.21, random)
+    rounded = clip.integer_round(vector, 2.0, 3.21, random, 16)
     assert random.tries == clip.REDRAWS
     np.testing.assert_array_equal(rounded, np.trunc(vector * 2))
     assert within(rounded, 6.42)
@@ -261,19 +267,19 @@ def test_an_update_that_was_not_clipped_is_not_rounded() -> None:
     with pytest.raises(
         UpdateError, match=r"norm of the update is 5\.0: expected at most the clipping norm 4\.9; clip"
     ):
-        clip.integer_round(np.array([3, 4], np.float32), 1.0, 4.9, STREAM.generator())
+        clip.integer_round(np.array([3, 4], np.float32), 1.0, 4.9, STREAM, 2)
 
 
 def test_a_grid_too_fine_for_the_ring_and_other_nonsense_is_refused() -> None:
-    vector, random = np.zeros(4, np.float32), STREAM.generator()
-    assert not clip.integer_round(vector, 2.0**31, 2.0, random).any()
+    vector, random = np.zeros(4, np.float32), STREAM
+    assert not clip.integer_round(vector, 2.0**31, 2.0, random, 4).any()
     with pytest.raises(ValueError, match=r"scale \* l2_bound is .*: expected at most 2\^32"):
-        clip.integer_round(vector, 2.0**31, 2.1, random)
+        clip.integer_round(vector, 2.0**31, 2.1, random, 4)
     for value in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="scale is"):
-            clip.integer_round(vector, value, 1.0, random)
+            clip.integer_round(vector, value, 1.0, random, 4)
         with pytest.raises(ValueError, match="l2_bound is"):
-            clip.integer_round(vector, 1.0, value, random)
+            clip.integer_round(vector, 1.0, value, random, 4)
         with pytest.raises(ValueError, match="bound is"):
             rounded_l2(value, 4)
         with pytest.raises(ValueError, match="l2 is"):

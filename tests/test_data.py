@@ -1,7 +1,8 @@
-"""Each record is used once, exactly what can be learned is labelled, and what is kept on disk is what was made."""
+"""Each record is used once, exactly the learnable tokens are labelled, and the cache equals the sequences made."""
 
 import errno
 import itertools
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -28,7 +29,6 @@ from cloister.lm.data import (
     unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
-from cloister.protocol import storage
 from cloister.protocol.errors import DataError, PlanError, StorageError
 from cloister.protocol.plan import DataSection, PrivacySection
 
@@ -525,10 +525,10 @@ def test_damage_is_named(tmp_path: Path, some: Prepared) -> None:
 def test_a_full_disk_leaves_nothing_behind(
     tmp_path: Path, some: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "_sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left"):
         cached(tmp_path, "key", lambda: some)
     assert not any(path.is_dir() for path in tmp_path.iterdir())

@@ -38,9 +38,6 @@ FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 class Silent(NoiseStream):
     """Batches and dropout as from a real stream, and no noise."""
 
-    def child(self, purpose: str) -> Silent:
-        return Silent(super().child(purpose)._key, declared=True)
-
     def add_gaussian(self, *_: Any, **__: Any) -> None:
         pass
 
@@ -96,7 +93,7 @@ class Run:
         module, layout = self.model.module.train(), self.model.layout
         trained = self.model.trainable_in_round(1)
         total = ClippedSum(layout, [name for name, _ in trained], self.plan.privacy.clip, CPU)
-        with self.trainer._gradients(trained) as gradients:
+        with self.trainer.per_unit_gradients(trained) as gradients:
             for each in gradients(data, np.array(units, np.int64)):
                 total.add(each.gradients)
         module.zero_grad(set_to_none=True)
@@ -208,7 +205,7 @@ def test_a_round_is_a_loop_over_units(overrides: tuple[str, ...], noise: NoiseSt
     assert np.linalg.norm(run.start + update.vector - expected) < 1e-3 * moved
 
 
-@pytest.mark.parametrize("kind", dpsgd._RIGHT_BY_OPACUS)
+@pytest.mark.parametrize("kind", dpsgd.RIGHT_BY_OPACUS)
 @pytest.mark.parametrize(
     "overrides",
     [(), FFA, ("model.adapter.scheme=lora", "model.adapter.rank=2")],
@@ -229,7 +226,7 @@ def assert_right(run: Run) -> None:
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     assert data.starts is not None
     units = np.arange(len(data.starts) - 1)
-    with run.trainer._gradients(trained) as gradients:
+    with run.trainer.per_unit_gradients(trained) as gradients:
         found = [
             ([g[at].clone() for g in each.gradients], each.tokens[at])
             for each in gradients(data, units)

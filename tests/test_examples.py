@@ -184,7 +184,7 @@ def test_bytes_are_counted_whatever_the_tokens() -> None:
 def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [{"text": "the answer to the question\n" * 50}]
     (whole,) = examples(records, MERGED)
-    monkeypatch.setattr("cloister.lm.examples._BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("cloister.lm.examples.BATCH_CHARACTERS", 100)
     (in_pieces,) = examples(records, MERGED)
     assert np.array_equal(in_pieces.tokens, whole.tokens)
 

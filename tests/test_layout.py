@@ -1,4 +1,4 @@
-"""The flat layout: what is flattened comes back where it was, and nothing else is taken for a vector."""
+"""The flat layout: flattening and restoring are inverse, and invalid vectors are refused."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What is read is what is there, and what cannot be read is refused in one line."""
+"""Records are read exactly, and unreadable sources are refused in one line."""
 
 import errno
 import json

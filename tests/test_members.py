@@ -153,7 +153,7 @@ def test_a_site_that_is_down_does_not_join() -> None:
     assert (failure.site, failure.reason, failure.refused) == ("node 2", "it is down", False)
 
 
-def test_a_reply_that_is_no_joining_is_no_joining() -> None:
+def test_a_site_that_answers_with_another_message_does_not_join() -> None:
     party = Party()
     party.replies("site-002", Confirm(bytes(32), "site-002", bytes(32)))
     assert party.join().sites == ["site-000", "site-001", "site-003"]
@@ -239,7 +239,7 @@ def test_where_sums_are_in_clear_a_refusal_needs_no_signature() -> None:
 
 
 def test_where_sums_are_in_clear_a_site_refuses_for_no_other() -> None:
-    """Nothing is signed there: a node speaks for itself alone."""
+    """Nothing is signed in clear: a node can refuse only for itself."""
     party = Party(CLEAR)
     members = party.join()
     party.replies("site-002", Refused("site-001", RUN, bytes(32), "no", b""))
@@ -293,16 +293,15 @@ def test_what_a_site_says_is_one_printable_line(what: str, site: str, plan: Plan
     members = party.join()
     party.replies("site-001", UNPRINTABLE[what](site))
     failures = [reply for reply in party.ask(members).values() if isinstance(reply, Failure)]
-    assert party.join().sites == [
-        name for name in NAMES if (what, site, name) == ("joined", name, name) or name != "site-001"
-    ]
+    joined = party.join().sites
+    assert joined == (NAMES if (what, site) == ("joined", "site-001") else [NAMES[0], *NAMES[2:]])
     for failure in (*failures, *party.heard):
         for text in (failure.site, failure.reason):
             assert text
             assert text.isprintable()
 
 
-def test_a_reason_that_is_not_printable_makes_a_refusal_unbelievable() -> None:
+def test_a_refusal_whose_reason_is_not_printable_is_not_believed() -> None:
     """Its signature is right, and its words could not be shown as they were signed."""
     party = Party()
     refused = dataclasses.replace(party.refusal("site-001"), reason=ESCAPE)

@@ -99,9 +99,21 @@ def test_a_builtin_model_takes_its_vocabulary_from_the_tokenizer() -> None:
     assert config.eos_token_id == model.tokenizer.eos_token_id
     assert config.pad_token_id == model.tokenizer.pad_token_id
     assert config.use_cache is False
-    assert config._attn_implementation == "sdpa"
     assert all(p.dtype == torch.float32 for p in model.module.parameters())
     assert model.layout.size == sum(p.numel() for p in model.module.parameters())
+
+
+def test_attention_is_the_fused_one_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = load_model(plan_of()), []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    model.module(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert len(calls) == SIZES["num_hidden_layers"]
 
 
 def test_tied_weights_lie_once_in_the_layout() -> None:

@@ -20,7 +20,8 @@ from randomgen import AESCounter
 from scipy import stats
 
 from cloister.privacy import noise
-from cloister.privacy.noise import BLOCK, LARGEST_VARIANCE, NoiseStream
+from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.encoding import pack
 
 WRONG = 1e-9
@@ -53,6 +54,15 @@ LAWS: list[Law] = [float64, float32, added, skellam]
 # The source.
 
 
+KEY = bytes(range(32))
+
+
+def keystream(law: str, block: int = 0) -> AESCounter:
+    """The keystream of a law of `NoiseStream(KEY)`, from a value of the counter that is a multiple of 2^64."""
+    key = HKDF(SHA256(), 16, None, pack("cloister/noise/1", "law", law)).derive(KEY)
+    return AESCounter(key=np.frombuffer(key, "<u8"), counter=block << 64)
+
+
 def aes_blocks(key: bytes, first: int, count: int) -> bytes:
     """AES-128 of `count` little-endian counters from `first` on, by OpenSSL."""
     counters = b"".join(((first + at) % 2**128).to_bytes(16, "little") for at in range(count))
@@ -82,23 +92,14 @@ def test_aes_128_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 7, 2**40])
 def test_each_block_starts_at_its_own_place_of_the_counter(number: int) -> None:
-    stream = NoiseStream(bytes(range(32)))
-    key = HKDF(SHA256(), 16, None, pack("cloister/noise/1", "law", "gaussian/float64")).derive(
-        bytes(range(32))
-    )
-    independent = AESCounter(key=np.frombuffer(key, "<u8"), counter=number << 64)
-    expected = np.random.Generator(independent).standard_normal(100)
-    np.testing.assert_array_equal(stream.gaussian(100, 1.0, number * BLOCK), expected)
+    expected = np.random.Generator(keystream("gaussian/float64", number)).standard_normal(100)
+    np.testing.assert_array_equal(NoiseStream(KEY).gaussian(100, 1.0, number * BLOCK), expected)
 
 
 def test_skellam_is_the_difference_of_two_poissons_of_separate_places() -> None:
-    key = HKDF(SHA256(), 16, None, pack("cloister/noise/1", "law", "skellam")).derive(bytes(32))
-    parts = [
-        np.random.Generator(AESCounter(key=np.frombuffer(key, "<u8"), counter=place << 64)).poisson(50.0, 200)
-        for place in (6, 7)
-    ]
+    parts = [np.random.Generator(keystream("skellam", place)).poisson(50.0, 200) for place in (6, 7)]
     expected = parts[0] - parts[1]
-    np.testing.assert_array_equal(NoiseStream(bytes(32)).skellam(200, 100.0, 3 * BLOCK), expected)
+    np.testing.assert_array_equal(NoiseStream(KEY).skellam(200, 100.0, 3 * BLOCK), expected)
 
 
 # Keys.
@@ -385,3 +386,19 @@ def test_a_mean_beyond_the_samplers_precision_is_refused() -> None:
 def test_a_key_has_32_bytes(size: int) -> None:
     with pytest.raises(ValueError, match=f"key has {size} bytes"):
         NoiseStream(bytes(size))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 7, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_uniform_numbers_are_one_draw_each_and_are_entered_anywhere(offset: int) -> None:
+    """Element e is draw e of the keystream, whose upper 53 bits are the number."""
+    size, stream = BLOCK + 100, NoiseStream(KEY)
+    whole = np.concatenate([block.copy() for block in stream.uniform(3 * BLOCK + 105)])
+    part = np.concatenate([block.copy() for block in stream.uniform(size, offset)])
+    np.testing.assert_array_equal(part, whole[offset : offset + size])
+    draws = keystream("uniform").random_raw(offset + size)[offset:]
+    np.testing.assert_array_equal(part, (draws >> np.uint64(11)) * 2.0**-53)
+    assert abs(float(part.mean()) - 0.5) < 6.1 / math.sqrt(12 * size)  # 1e-9 of a normal lies beyond
+    with pytest.raises(ValueError, match="offset is"):
+        STREAM.uniform(5, -1)
+    with pytest.raises(ValueError, match="size is"):
+        STREAM.uniform(-1)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.lm.corpus import corpus_records
-from cloister.protocol import storage
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import SimulationSection
 from cloister.simulations.partition import partition, site_name, write_sites
@@ -163,10 +163,10 @@ def test_written_records_are_read_back(
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "_sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left"):
         write_sites(tmp_path, [{"text": "x"}], [[0]])
     assert not any(path.is_file() for path in tmp_path.rglob("*"))

@@ -90,7 +90,7 @@ UNSOUND = [
         'only valid with privacy.unit = "site"; remove',
     ),
     (RECORD, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
-    # Nobody adds enough noise.
+    # No party adds enough noise.
     (
         SITE,
         ["aggregation.secure=false"],

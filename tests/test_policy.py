@@ -184,7 +184,7 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
         ("[privacy]\nleast_noise = 1.0", "expected one of the keys"),
         ("least_noise = nan", "least_noise"),
         ("least_noise = -1.0", "least_noise is -1.0: expected greater than or equal to 0"),
-        ("greatest_epsilon = 1.0", "greatest_delta beside it"),
+        ("greatest_epsilon = 1.0", "greatest_delta as well"),
         ("greatest_epsilon = inf", "greatest_epsilon"),
         ("greatest_epsilon = 0.0", "greater than 0"),
         ('greatest_epsilon = "8"', "expected a number"),
@@ -204,9 +204,9 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
         ("most_rounds = 0", "most_rounds"),
         ("most_rounds = 2026-01-01", "no dates"),
         ("most_rounds = ", "valid TOML"),
-        ('units = ["none", "record"]\nleast_noise = 1.0', "no none beside least_noise"),
-        ('units = ["none"]\ngreatest_epsilon = 1.0', "no none beside"),
-        ('units = ["none"]\ngreatest_delta = 1e-5', "no none beside"),
+        ('units = ["none", "record"]\nleast_noise = 1.0', 'no "none" together with least_noise'),
+        ('units = ["none"]\ngreatest_epsilon = 1.0', 'no "none" together with'),
+        ('units = ["none"]\ngreatest_delta = 1e-5', 'no "none" together with'),
     ],
 )
 def test_a_wrong_policy_is_refused_in_one_line(path: Path, text: str, message: str) -> None:

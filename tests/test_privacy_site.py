@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.aggregation.span import manifest_of
 from cloister.aggregation.sums import training_layout
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
@@ -21,6 +22,7 @@ from cloister.clients.kept import update_path
 from cloister.clients.resident import Resident
 from cloister.clients.serve import reticent
 from cloister.clients.spending import Spending
+from cloister.lm.model import load_model
 from cloister.lm.train import Trainer
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Ledger
@@ -48,11 +50,11 @@ from cloister.protocol.messages import (
     Refused,
     Reply,
 )
-from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP
+from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdapterSection
 from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import load_identity, new_identity
 from cloister.server.channel import Failure
-from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny
+from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
 
 Federate = Callable[[list[str]], Federation]
 UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
@@ -66,9 +68,12 @@ def federate(tmp_path: Path) -> Federate:
 @pytest.fixture
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secure sum without its masks: a test can then look at the vector that goes into it."""
-    monkeypatch.setattr(
-        Attempts, "mask", lambda _self, _inbox, _round, _model, _threads, make: (None, make())
-    )
+
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, _threads: int, make: Any) -> Any:
+        pieces = make()
+        return None, manifest_of(pieces), pieces
+
+    monkeypatch.setattr(Attempts, "mask", mask)
 
 
 def asked(federation: Federation, **about: Any) -> Contribute:
@@ -104,7 +109,7 @@ def test_without_that_guard_the_losses_would_leave(
     federation = federate([*RECORD, "data.held_out=0.3"])
     site = federation.joined()
     monkeypatch.setattr(Admission, "check_unpaid", lambda *_: None)
-    assert site.contribute(asked(federation, purpose=EVALUATE)).vector.any()
+    assert whole(site.contribute(asked(federation, purpose=EVALUATE))).any()
     assert federation.entries() == ()  # and it would not have been charged
 
 
@@ -114,7 +119,7 @@ def test_a_contribution_has_no_room_for_tokens_losses_or_clipped_counts(
     federate: Federate, settings: list[str]
 ) -> None:
     federation = federate(settings)
-    vector = federation.joined().contribute(asked(federation)).vector
+    vector = whole(federation.joined().contribute(asked(federation)))
     layout = training_layout(federation.plan, federation.model.size)
     assert layout.counters == ("weight",)
     assert vector.shape == (federation.model.size + layout.ring.limbs,)
@@ -133,11 +138,11 @@ def test_a_second_attempt_gets_the_same_vector_and_is_charged_once(
 ) -> None:
     federation = federate(settings)
     site = federation.joined()
-    vectors = [site.contribute(asked(federation, tries=tries)).vector for tries in (1, 2, 3)]
+    vectors = [whole(site.contribute(asked(federation, tries=tries))) for tries in (1, 2, 3)]
     assert all(np.array_equal(vector, vectors[0]) for vector in vectors)
     # So does a new process, which has only the folder.
     again = federation.site(resident=Resident()).contribute(asked(federation, tries=4))
-    assert np.array_equal(again.vector, vectors[0])
+    assert np.array_equal(whole(again), vectors[0])
     (entry,) = federation.entries()
     assert (entry.charge.run, entry.charge.round) == (RUN, 1)
 
@@ -150,9 +155,9 @@ def test_a_site_that_lost_its_update_is_charged_again_for_new_noise(
     """This is also the attack on a site without a memory: the mean of such trainings has less noise."""
     federation = federate(settings)
     site = federation.joined()
-    first = site.contribute(asked(federation)).vector
+    first = whole(site.contribute(asked(federation)))
     update_path(site.config.folder, 1).unlink()
-    second = site.contribute(asked(federation, tries=2)).vector
+    second = whole(site.contribute(asked(federation, tries=2)))
     assert len(federation.entries()) == 2
     terms = terms_of(federation.plan, federation.model.size)
     assert terms is not None
@@ -168,9 +173,9 @@ def test_another_clip_or_model_in_the_same_round_is_another_training_and_is_char
 ) -> None:
     federation = federate(CENTRAL)
     site = federation.joined()
-    first = site.contribute(federation.request()).vector
+    first = whole(site.contribute(federation.request()))
     other: dict[str, Any] = {"clip": 0.5} if change == "clip" else {"model": federation.model + 1}
-    second = site.contribute(federation.request(**other)).vector
+    second = whole(site.contribute(federation.request(**other)))
     assert not np.array_equal(first, second)
     assert len(federation.entries()) == 2
 
@@ -471,7 +476,7 @@ def test_a_clipping_norm_out_of_range_is_refused_before_anything_is_charged(
 @pytest.mark.parametrize("clip", [SMALLEST_CLIP, LARGEST_CLIP])
 def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federate, clip: float) -> None:
     federation = federate(CENTRAL)
-    vector = federation.joined().contribute(federation.request(clip=clip)).vector
+    vector = whole(federation.joined().contribute(federation.request(clip=clip)))
     layout = training_layout(federation.plan, federation.model.size)
     assert float(np.linalg.norm(layout.open(vector).mean.astype(np.float64))) <= 1.001
 
@@ -480,9 +485,34 @@ def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: F
     """Under the unit `record` the norm is the plan's; with another in the message the site is charged once more."""
     federation = federate(RECORD)
     site = federation.joined(noise=lambda _round: NoiseStream.from_declared_seed(5))
-    vectors = [site.contribute(federation.request(clip=clip)).vector for clip in (0.0, 1e9)]
+    vectors = [whole(site.contribute(federation.request(clip=clip))) for clip in (0.0, 1e9)]
     assert np.array_equal(vectors[0], vectors[1])
     assert len(federation.entries()) == 2
+
+
+def test_a_base_model_of_another_size_leaves_nothing_behind(federate: Federate) -> None:
+    federation = federate(RECORD)
+    site = federation.site()
+    with pytest.raises(UpdateError):
+        site.join(federation.join_request(base=np.zeros(10, np.float32)))
+    assert not list(site.config.folder.glob("base-*"))
+    assert not (site.config.folder / "runs").exists()
+    with pytest.raises(PinnedError, match="asked to join first"):
+        site.contribute(federation.request())
+
+
+def test_a_run_that_was_joined_keeps_its_base_model(federate: Federate) -> None:
+    """Another join of the same run cannot replace the base, or fill the disk with bases."""
+    federation = federate([*RECORD, "model.adapter.scheme=ffa-lora"])
+    full = load_model(changed(federation.plan, "model", adapter=AdapterSection()))
+    base = full.layout.flatten(full.module)
+    site = federation.site()
+    site.join(federation.join_request(base=base))
+    site.join(federation.join_request(base=base))
+    with pytest.raises(PinnedError, match="the one that was joined"):
+        site.join(federation.join_request(base=base + 1))
+    assert len(list(site.config.folder.glob("base-*"))) == 1
+    assert site.contribute(federation.request())
 
 
 @pytest.mark.parametrize("which", ["another model", "another length", "not finite"])
@@ -508,10 +538,10 @@ def test_a_base_model_that_is_not_the_one_named_is_refused(federate: Federate, w
 
 def test_sums_in_clear_are_the_sites_own_decision_under_privacy_too(federate: Federate) -> None:
     federation = federate(RECORD)
-    with pytest.raises(PlanError, match="takes part in no sum in clear"):
+    with pytest.raises(PlanError, match="does not take part in a sum in clear"):
         federation.joined(secure=True)
     federation.joined()
-    with pytest.raises(PlanError, match="takes part in no sum in clear"):  # also after it has joined
+    with pytest.raises(PlanError, match="does not take part in a sum in clear"):  # also after it has joined
         federation.site(secure=True).contribute(federation.request())
     assert federation.entries() == ()
 
@@ -542,7 +572,7 @@ def test_training_that_fails_is_charged_and_its_reason_stays(
     (reply,) = members.ask({"site-000": federation.request()}, 60, group="1")
     if kind is UpdateError:
         assert isinstance(reply, Contribution)
-        assert not reply.vector[: federation.model.size].any()  # in this plan the coordinator adds the noise
+        assert not whole(reply)[: federation.model.size].any()  # in this plan the coordinator adds the noise
     else:
         assert reply == Failure("site-000", "StorageError: the reason is in the site's own log")
     assert len(federation.entries()) == 1

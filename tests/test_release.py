@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from cloister.aggregation.average import WEIGHT, PlainSum, SumLayout
+from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.span import Span, tile
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
-from cloister.clients.release import Finished, for_site_unit, in_clear_units
+from cloister.clients.release import Clipped, Code, Finished, InClear, Protected, code_for, contribution
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
+from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages import TRAIN, Advertise, Confirm, Reveal, Shares
 from cloister.protocol.roster import Card, Roster, new_identity
@@ -54,7 +63,7 @@ def zeros(size: int) -> Floats:
 def test_an_update_of_another_length_does_not_leave() -> None:
     mechanism, layout = exit_of(5)
     with pytest.raises(UpdateError, match="a vector of 5 values"):
-        for_site_unit(Finished(zeros(4), 1, 0.5), layout, mechanism, 1.0, SECRET)
+        contribution(Protected(layout, mechanism, 1.0, SECRET), Finished(zeros(4), 1, 0.5))
 
 
 def test_nothing_of_the_data_stands_beside_the_vector() -> None:
@@ -62,7 +71,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     mechanism, layout = exit_of(7)
     assert layout.counters == ("weight",)
     one, other = (
-        for_site_unit(Finished(zeros(7), tokens, loss), layout, mechanism, 1.0, SECRET.child("x"))
+        contribution(Protected(layout, mechanism, 1.0, SECRET.child("x")), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
     )
     assert np.array_equal(one, other)
@@ -72,7 +81,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     )
     layout = training_layout(record, 7)
     one, other = (
-        in_clear_units(Finished(zeros(7), tokens, loss), layout, np.random.default_rng(0), weighted=False)
+        contribution(InClear(layout, 0, weighted=False), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
     )
     assert np.array_equal(one, other)
@@ -80,7 +89,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     # Without privacy both are in it.
     layout = training_layout(parse(""), 7)
     one, other = (
-        in_clear_units(Finished(zeros(7), tokens, loss), layout, np.random.default_rng(0), weighted=True)
+        contribution(InClear(layout, 0, weighted=True), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (4000, 99.0))
     )
     assert not np.array_equal(one, other)
@@ -123,14 +132,19 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
     updates = np.random.default_rng(3).normal(0, 1e-3, (8, SIZE))
     left = [number for number in range(8) if number not in lost]
     vectors = [
-        for_site_unit(
-            Finished(update.astype(np.float32), 9, 1.0), layout, mechanism, 1.0, SECRET.child(str(number))
+        contribution(
+            Protected(layout, mechanism, 1.0, SECRET.child(str(number))),
+            Finished(update.astype(np.float32), 9, 1.0),
         )
         for number, update in enumerate(updates)
     ]
     for number in left:
-        statement, masked = attempts[names[number]].mask(
-            inboxes[names[number]], 1, model, 1, vectors[number].copy
+        statement, _, masked = attempts[names[number]].mask(
+            inboxes[names[number]],
+            1,
+            model,
+            1,
+            lambda vector=vectors[number]: [(0, vector.copy())],  # type: ignore[misc]  # bound now
         )
         coordinator.fold(statement, masked)
     survivors = coordinator.survivors()
@@ -148,9 +162,159 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
     assert opened.counters == {WEIGHT: len(left)}
     clear = PlainSum(layout)
     for number in left:
-        clear.add(vectors[number])
+        clear.add([(0, vectors[number])])
     assert np.array_equal(mean, clear.open().mean)
     noise = mean - updates[left].mean(axis=0)
     assert_deviation(noise, 1.5 * math.sqrt(len(left) / 5) / len(left))
     with pytest.raises(AssertionError, match="deviation"):
         assert_deviation(noise, 1.5 * math.sqrt(len(left) / 5) / len(left) / 2)
+
+
+# Spans: a site's update at several ranks.
+
+
+class Ranks:
+    """Threads that each hold one span, and meet at a barrier to gather what they have."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._barrier = Barrier(len(spans), timeout=60)
+        self._given: list[list[float]] = [[] for _ in spans]
+
+    def _gather(self, rank: int, numbers: list[float]) -> list[float]:
+        self._given[rank] = numbers
+        self._barrier.wait()
+        gathered = [number for given in self._given for number in given]
+        self._barrier.wait()
+        return gathered
+
+    def contribution(self, code: Code, update: Finished) -> RingVector:
+        """What the ranks send, each its span and the last one the tail, assembled."""
+
+        def release(rank: int) -> tuple[RingVector, Clipped]:
+            span = self._spans[rank]
+            gather = partial(self._gather, rank)
+            return code.release(span.of(update.vector), update.tokens, span.start, gather)
+
+        with ThreadPoolExecutor(len(self._spans)) as pool:
+            sent = list(pool.map(release, range(len(self._spans))))
+        tail = code.tail([clipped for _, clipped in sent], update.tokens, update.loss)
+        return np.concatenate([*(values for values, _ in sent), tail])
+
+
+SIZES = st.one_of(
+    st.integers(1, 300),
+    st.integers(1, 5).flatmap(lambda n: st.sampled_from([n * BLOCK - 1, n * BLOCK, n * BLOCK + 1])),
+    st.integers(1, 5 * BLOCK),
+)
+KINDS = ["none", "weighted", "record", "site", "adaptive", "central", "central-adaptive"]
+
+
+def code_of(kind: str, size: int, bits: int) -> Code:
+    changes = [f"aggregation.ring_bits={bits}"]
+    if kind == "weighted":
+        changes += ["aggregation.weighting=tokens", "aggregation.bound=0.02"]
+    else:
+        changes += ["aggregation.weighting=uniform", "aggregation.bound=0.02"]
+    if kind == "record":
+        changes += [
+            *SITE[1:2],
+            "privacy.unit=record",
+            "privacy.noise_multiplier=1.0",
+            "privacy.sampling_rate=0.1",
+        ]
+    elif kind not in ("none", "weighted"):
+        central, adaptive = str("central" in kind).lower(), "adaptive" in kind
+        changes += [*SITE, "privacy.noise_multiplier=1.5", f"privacy.trusted_coordinator={central}"]
+        changes += ["privacy.adaptive={count_noise=2.0}"] if adaptive else []
+    plan = parse("", changes)
+    terms = terms_of(plan, size)
+    return code_for(plan, terms, size, rounding=7, clip_norm=0.3, noise=SECRET.child(kind))
+
+
+def update_of(size: int, scale: float, seed: int) -> Finished:
+    values = np.random.default_rng(seed).normal(0, scale, size).astype(np.float32)
+    return Finished(values, 321, 1.25)
+
+
+@given(
+    size=SIZES,
+    parts=st.sampled_from([1, 2, 3, 7]),
+    kind=st.sampled_from(KINDS),
+    bits=st.sampled_from([16, 32]),
+    scale=st.sampled_from([1e-4, 0.01, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_number_of_spans_gives_the_same_bytes(
+    size: int, parts: int, kind: str, bits: int, scale: float, seed: int
+) -> None:
+    code, update = code_of(kind, size, bits), update_of(size, scale, seed)
+    whole = contribution(code, update)
+    assert whole.shape == (code.layout.length,)
+    assert Ranks(tile(size, parts)).contribution(code, update).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_of_several_blocks_give_the_same_bytes(kind: str) -> None:
+    size = 6 * BLOCK + 17
+    code, update = code_of(kind, size, 32), update_of(size, 0.01, 1)
+    whole = contribution(code, update)
+    for parts in (1, 2, 3, 7):
+        spans = tile(size, parts)
+        assert all(span.size for span in spans)
+        assert Ranks(spans).contribution(code, update).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("where", [0, BLOCK + 5, 3 * BLOCK + 16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_all_spans_are_zeros_where_one_is_not_finite(where: int, bad: float) -> None:
+    size = 3 * BLOCK + 17
+    code, update = code_of("adaptive", size, 32), update_of(size, 0.01, 1)
+    update.vector[where] = bad
+    expected = contribution(code, Finished(zeros(size), 321, 1.25))
+    assert np.array_equal(contribution(code, update), expected)
+    assert np.array_equal(Ranks(tile(size, 3)).contribution(code, update), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guard"),
+    [("none", "PCG64DXSM.advance"), ("site", "skellam"), ("central", "uniform"), ("site", "gather")],
+)
+def test_a_span_that_ignores_its_place_is_found(
+    kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 3 * BLOCK + 17
+    code, update = code_of(kind, size, 32), update_of(size, 0.01, 1)
+    whole = contribution(code, update)
+    skellam, uniform = NoiseStream.skellam, NoiseStream.uniform
+    if guard == "PCG64DXSM.advance":
+
+        class Unmoved(np.random.PCG64DXSM):
+            def advance(self, delta: int) -> Unmoved:
+                return self
+
+        monkeypatch.setattr(np.random, "PCG64DXSM", Unmoved)
+    elif guard == "skellam":
+        monkeypatch.setattr(
+            NoiseStream, "skellam", lambda self, size, variance, offset=0: skellam(self, size, variance)
+        )
+    elif guard == "uniform":
+        monkeypatch.setattr(NoiseStream, "uniform", lambda self, size, offset=0: uniform(self, size))
+    else:
+        monkeypatch.setattr(Ranks, "_gather", lambda self, rank, numbers: numbers)
+    assert Ranks(tile(size, 1)).contribution(code, update).tobytes() == whole.tobytes()
+    assert Ranks(tile(size, 3)).contribution(code, update).tobytes() != whole.tobytes()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, BLOCK - 1), (5, BLOCK), (BLOCK, 3 * BLOCK)])
+def test_a_span_that_is_not_of_whole_blocks_of_the_update_is_refused(begin: int, end: int) -> None:
+    code = code_of("site", 2 * BLOCK + 9, 32)
+    with pytest.raises((UpdateError, ValueError), match=r"whole blocks|multiple of"):
+        code.release(zeros(end - begin), 1, begin)
+
+
+def test_a_span_beyond_the_update_is_refused_in_clear() -> None:
+    code = code_of("none", 100, 32)
+    with pytest.raises(UpdateError, match="a span of a vector of 100 values"):
+        code.release(zeros(60), 1, 41)

@@ -1,4 +1,4 @@
-"""The report as data: what it claims and when it claims nothing, what an epsilon means, and JSON."""
+"""The report as data: its claims, the cases without a claim, the meaning of an epsilon, and JSON."""
 
 from __future__ import annotations
 

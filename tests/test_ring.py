@@ -3,12 +3,13 @@
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.aggregation.average import PlainSum, SumLayout
-from cloister.aggregation.ring import Ring
+from cloister.aggregation.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
 
 Bits = Literal[16, 32]
@@ -17,6 +18,14 @@ BITS: st.SearchStrategy[Bits] = st.sampled_from([16, 32])
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(seed))
+
+
+def contribution(
+    layout: SumLayout, values: npt.NDArray[np.float32], weight: int, seed: int = 0, **counters: int
+) -> RingVector:
+    """A site's whole vector, in one span."""
+    coded, clipped = layout.encode(values, weight, seed)
+    return np.concatenate([coded, layout.tail({"weight": weight, "clipped": clipped, **counters})])
 
 
 @given(
@@ -35,7 +44,7 @@ def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
     values[0, :2] = bound, -bound
     total = np.zeros(50, dtype=ring.dtype)
     for row in values:
-        coded, clipped = ring.encode(row, random)
+        coded, clipped = ring.encode(row, int(random.integers(2**63)))
         assert clipped == int(np.count_nonzero(np.abs(row.astype(np.float64)) > bound))
         total += coded
     exact = np.clip(values.astype(np.float64), -bound, bound).sum(axis=0)
@@ -47,7 +56,7 @@ def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
 def test_the_largest_sum_does_not_wrap(bits: Bits, terms: int) -> None:
     ring = Ring(bits, 1.0, terms)
     for sign in (1, -1):
-        coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), rng())
+        coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), 0)
         total = np.zeros(3, dtype=ring.dtype)
         for _ in range(terms):
             total += coded
@@ -62,7 +71,7 @@ def test_a_ring_without_room_for_one_step_is_refused() -> None:
 def test_sum_does_not_depend_on_order() -> None:
     ring = Ring(32, 1.0, 9)
     random = rng(3)
-    coded = [ring.encode(random.normal(size=1000).astype(np.float32) * 0.1, random)[0] for _ in range(9)]
+    coded = [ring.encode(random.normal(size=1000).astype(np.float32) * 0.1, seed)[0] for seed in range(9)]
     forward = sum(coded[1:], coded[0].copy())
     backward = sum(coded[-2::-1], coded[-1].copy())
     assert np.array_equal(forward, backward)
@@ -74,16 +83,17 @@ def test_sum_does_not_depend_on_order() -> None:
 def test_rounding_is_unbiased() -> None:
     ring = Ring(16, 1.0, 1)
     value = np.float32(0.3 / ring.scale)  # between two steps
-    coded, _ = ring.encode(np.full(200_000, value), rng(1))
+    coded, _ = ring.encode(np.full(200_000, value), 1)
     mean = ring.decode(coded).mean() * ring.scale
     # A Bernoulli(0.3) mean over 200 000 draws has a standard deviation of 0.00102.
     assert abs(mean - 0.3) < 5 * 0.00103
 
 
-def test_the_same_random_source_gives_the_same_code() -> None:
+def test_the_same_seed_gives_the_same_code() -> None:
     ring = Ring(32, 1.0, 4)
     values = rng(2).normal(size=200_000).astype(np.float32)
-    assert np.array_equal(ring.encode(values, rng(7))[0], ring.encode(values, rng(7))[0])
+    assert np.array_equal(ring.encode(values, 7)[0], ring.encode(values, 7)[0])
+    assert not np.array_equal(ring.encode(values, 7)[0], ring.encode(values, 8)[0])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -91,7 +101,7 @@ def test_a_value_that_is_not_finite_is_refused_and_named(bad: float) -> None:
     values = np.zeros(100_000, dtype=np.float32)
     values[70_001] = bad
     with pytest.raises(UpdateError, match=r"update\[70001\] is (nan|-?inf): expected a finite number"):
-        Ring(32, 1.0, 2).encode(values, rng())
+        Ring(32, 1.0, 2).encode(values, 0)
 
 
 @given(
@@ -125,7 +135,7 @@ def test_weighted_mean_agrees_with_float64(bits: Bits, weights: list[int], seed:
     values = random.uniform(-0.5, 0.5, (len(weights), 40)).astype(np.float32)
     total = PlainSum(layout)
     for row, weight in zip(values, weights, strict=True):
-        total.add(layout.contribution(row, weight, {"seen": 3}, random))
+        total.add([(0, contribution(layout, row, weight, seed, seen=3))])
     opened = total.open()
     expected = np.average(values.astype(np.float64), axis=0, weights=weights)
     step = len(weights) / ring.scale * 4096 / sum(weights)
@@ -136,22 +146,42 @@ def test_weighted_mean_agrees_with_float64(bits: Bits, weights: list[int], seed:
 def test_contributions_that_do_not_fit_are_refused_and_change_nothing() -> None:
     layout = SumLayout(Ring(32, 1.0, 2), 3, ("weight",), heaviest=10)
     total = PlainSum(layout)
-    good = layout.contribution(np.ones(3, np.float32), 10, {}, rng())
-    total.add(good)
+    good = contribution(layout, np.ones(3, np.float32), 10)
+    total.add([(0, good)])
     with pytest.raises(UpdateError, match="uint32"):
-        total.add(good.astype(np.uint16))
-    with pytest.raises(UpdateError, match="uint32"):
-        total.add(good[:-1])
+        total.add([(0, good.astype(np.uint16))])
+    for pieces in ([(0, good[:-1])], [(1, good)], [(0, good), (0, good)], [(2, good[2:]), (0, good[:2])]):
+        with pytest.raises(UpdateError, match="span"):
+            total.add(pieces)
     with pytest.raises(UpdateError, match="from 1 to 10"):
-        layout.contribution(np.ones(3, np.float32), 11, {}, rng())
+        contribution(layout, np.ones(3, np.float32), 11)
     with pytest.raises(UpdateError, match="vector of 3"):
-        layout.contribution(np.ones(4, np.float32), 1, {}, rng())
-    total.add(good)
+        contribution(layout, np.ones(4, np.float32), 1)
+    total.add([(0, good)])
     with pytest.raises(UpdateError, match="at most 2"):
-        total.add(good)
+        total.add([(0, good)])
     np.testing.assert_allclose(total.open().mean, 1.0, rtol=1e-6)
 
 
 def test_an_empty_sum_is_refused() -> None:
     with pytest.raises(UpdateError, match="at least one contribution"):
         PlainSum(SumLayout(Ring(32, 1.0, 2), 3, ("weight",))).open()
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("cut", [1, 2, 99, 32_768, 50_001])
+def test_an_element_is_rounded_by_the_draw_of_its_offset(bits: Bits, cut: int) -> None:
+    """One 64-bit draw of PCG64DXSM makes one number, so a span is entered at its offset."""
+    ring = Ring(bits, 1.0, 4)
+    values = rng(4).uniform(-2, 2, 70_000).astype(np.float32)
+    whole, clipped = ring.encode(values, 7, factor=0.7)
+    left, right = ring.encode(values[:cut], 7, factor=0.7), ring.encode(values[cut:], 7, cut, factor=0.7)
+    np.testing.assert_array_equal(np.concatenate([left[0], right[0]]), whole)
+    assert left[1] + right[1] == clipped > 0
+    draws = np.random.PCG64DXSM(7).random_raw(70_000)
+    uniform = (draws >> np.uint64(11)) * 2.0**-53
+    within = np.abs(values) < 1
+    by_hand = np.floor(values.astype(np.float64) * (ring.scale * 0.7) + uniform)
+    signed = whole.view(np.int16 if bits == 16 else np.int32)
+    np.testing.assert_array_equal(signed[within], by_hand[within])
+    assert not np.array_equal(ring.encode(values[cut:], 7, 0, factor=0.7)[0], whole[cut:])

@@ -1,4 +1,4 @@
-"""The report of real runs: what it claims, held against an independent accountant, and what makes it claim nothing."""
+"""The report of real runs: its claims, checked by an independent accountant, and the cases without a claim."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_an_altered_ledger_carries_no_claim(copy: Path) -> None:
 
 def test_a_lost_ledger_carries_no_claim(copy: Path) -> None:
     (copy / "ledger.sqlite").unlink()
-    assert "it is gone" in no_claim(copy)
+    assert "which is missing" in no_claim(copy)
     assert not (copy / "ledger.sqlite").exists()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from cloister.aggregation import keys, masks, shamir
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import commitment
+from cloister.aggregation.span import Piece
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     AgreementError,
@@ -43,7 +44,7 @@ def test_late_unknown_and_repeated_messages_are_refused() -> None:
     own = [parties.sites[name].advertise(coordinator.begin) for name in parties.names]
     for message in own[:3]:
         coordinator.advertised(message)
-    with pytest.raises(StepError, match="one message of each"):
+    with pytest.raises(StepError, match="one message from each"):
         coordinator.advertised(own[0])
     with pytest.raises(StepError):
         coordinator.sum()
@@ -101,8 +102,8 @@ def test_a_changed_message_is_refused_at_every_step() -> None:
     inboxes = parties.share(peers)
     statement = parties.mask("site-000", inboxes["site-000"])
     with pytest.raises(SignatureError):
-        coordinator.fold(dataclasses.replace(statement, digest=bytes(32)), parties.masked["site-000"])
-    coordinator.fold(statement, parties.masked["site-000"])
+        coordinator.fold(dataclasses.replace(statement, digest=bytes(32)), [(0, parties.masked["site-000"])])
+    coordinator.fold(statement, [(0, parties.masked["site-000"])])
     survivors = parties.upload(inboxes, parties.names[1:])
     reply = site.confirm(survivors)
     refused(coordinator.confirmed, reply, survivors=bytes(32))
@@ -233,7 +234,7 @@ def commits_to_another_seed(kind: type[SecureCoordinator]) -> masks.Ring:
     site.receive(inboxes[liar])
     seeds = site.take_seeds(model=MODEL)
     masks.apply(vector, (other_seed, *seeds.add[1:]), seeds.subtract)
-    parties.coordinator.fold(site.masked(vector_hash(vector)), vector)
+    parties.coordinator.fold(site.masked(vector_hash(vector)), [(0, vector)])
     parties.reveal(parties.confirm(parties.upload(inboxes, others)))
     return parties.coordinator.sum() - parties.plain_sum()
 
@@ -245,7 +246,7 @@ def test_a_wrong_commitment_is_noticed() -> None:
 
 
 class AddsAnyVector(SecureCoordinator):
-    def _check_upload(self, site: str, vector: masks.Ring) -> None:
+    def _check_upload(self, site: str, pieces: Sequence[Piece]) -> None:
         pass
 
 
@@ -256,7 +257,7 @@ def uploads_one_element(kind: type[SecureCoordinator]) -> masks.Ring:
     liar = parties.names[0]
     statement = parties.mask(liar, inboxes[liar])
     with contextlib.suppress(MaskError):
-        parties.coordinator.fold(statement, parties.masked[liar][:1])
+        parties.coordinator.fold(statement, [(0, parties.masked[liar][:1])])
     survivors = parties.upload(inboxes, parties.names[1:])
     parties.reveal(parties.confirm(survivors))
     return parties.coordinator.sum() - parties.plain_sum(survivors.survivors)
@@ -271,13 +272,17 @@ def test_a_wrong_length_is_refused_and_the_others_are_summed() -> None:
     vector = parties.masked["site-000"]
     wrong: Any
     for wrong in (
-        vector[:-1],
-        np.append(vector, vector),
-        vector.astype(np.uint16),
-        vector.astype(np.float64),
+        [(0, vector[:-1])],
+        [(0, np.append(vector, vector))],
+        [(0, vector.astype(np.uint16))],
+        [(0, vector.astype(np.float64))],
+        [(1, vector)],
+        [(0, vector[:9]), (10, vector[10:])],
+        [(0, vector[:9]), (8, vector[8:])],
+        [(9, vector[9:]), (0, vector[:9])],
     ):
         with pytest.raises(MaskError):
             parties.coordinator.fold(statement, wrong)
-    parties.coordinator.fold(statement, vector)
+    parties.coordinator.fold(statement, [(0, vector[:9]), (9, vector[9:])])
     with pytest.raises(StepError):
-        parties.coordinator.fold(statement, vector)
+        parties.coordinator.fold(statement, [(0, vector[:9]), (9, vector[9:])])

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from cloister.aggregation import keys, masks, shamir
 from cloister.aggregation.secure_site import Message, SecureSite, Seeds
 from cloister.aggregation.secure_sum import Answered, Attempt, Contract, context, survivors_digest, transcript
-from cloister.protocol.digest import vector_hash
+from cloister.aggregation.span import manifest_digest, manifest_of
 from cloister.protocol.errors import (
     AgreementError,
     AnsweredError,
@@ -77,7 +77,7 @@ def test_messages_handled_again_give_the_same_reply() -> None:
     assert isinstance(request, Unmask)
     assert [site.advertise(begin), site.share(peers)] == said[:2]
     site.receive(inbox)
-    assert site.masked(vector_hash(parties.masked["site-001"])) == said[2]
+    assert site.masked(manifest_digest(manifest_of([(0, parties.masked["site-001"])]))) == said[2]
     assert [site.confirm(survivors), site.unmask(request)] == said[3:]
     assert len(parties.marks["site-001"]) == 1
 

@@ -167,7 +167,7 @@ def test_uploads_leave_one_accumulator_and_nothing_else() -> None:
     parties = Parties(5)
     inboxes = parties.share(parties.advertise())
     for name in parties.names:
-        parties.coordinator.fold(parties.mask(name, inboxes[name]), parties.masked[name])
+        parties.coordinator.fold(parties.mask(name, inboxes[name]), [(0, parties.masked[name])])
         parties.masked[name][:] = 0
     parties.reveal(parties.confirm(parties.coordinator.survivors()))
     np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())

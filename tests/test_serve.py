@@ -49,7 +49,7 @@ from cloister.protocol.wire import decode_reply, encode, view
 from cloister.server.app import GridChannel
 from cloister.server.channel import Failure
 from cloister.simulations.process import identify
-from cloister.tests.federation import RUN, SKELLAM, Federation, changed, tiny
+from cloister.tests.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
 SECRET = "patient 7 was seen in /data/ward-3"
 SUM = SumId(RUN, bytes(32), TRAIN, 1, 1)
@@ -136,7 +136,7 @@ def test_an_interrupt_is_not_a_reply() -> None:
 
 def test_a_refusal_of_the_secure_sum_is_told_in_full() -> None:
     """It is about the coordinator's own messages."""
-    error = StaleError("round", 3, expected="2, which the attempt is at")
+    error = StaleError("round", 3, expected="2, the round of the attempt")
     assert told(raises(error)) == Failed("site-0", str(error))
 
 
@@ -209,9 +209,9 @@ def test_an_error_tells_the_coordinator_nothing_of_a_sites_records(tmp_path: Pat
     assert decode_reply(serve(lambda: site, request)) == Failed(
         "site-000", "DataError: the reason is in the site's own log"
     )
-    open_hearted = decode_reply(serve(lambda: federation.site(1, pinned=False), request, explain=str))
-    assert isinstance(open_hearted, Failed)
-    assert "was seen on day" in open_hearted.reason  # which shows what would have left
+    explained = decode_reply(serve(lambda: federation.site(1, pinned=False), request, explain=str))
+    assert isinstance(explained, Failed)
+    assert "was seen on day" in explained.reason  # which shows what would have left
 
 
 def test_a_real_site_signs_its_refusal_to_join(tmp_path: Path) -> None:
@@ -292,7 +292,8 @@ class Echo(Acts):
         self.seen.append(request)
         if isinstance(request, Join):
             return Joined(self.name, 50)
-        return Contribution(self.name, request.sum, bytes(32), None, VECTOR)
+        assert isinstance(request, Contribute)
+        return contribution_of(request, self.name, VECTOR)
 
 
 @pytest.fixture
@@ -316,11 +317,11 @@ def test_requests_and_replies_survive_flowers_messages(grid: Wire) -> None:
     for node, reply in replies.items():
         assert isinstance(reply, Contribution)
         assert (reply.site, reply.sum) == (f"site-{node}", SUM)
-        assert np.array_equal(reply.vector, VECTOR)
-        assert reply.vector.dtype == np.uint32
+        assert np.array_equal(whole(reply), VECTOR)
+        assert whole(reply).dtype == np.uint32
 
 
-def test_each_site_gets_its_own_request_and_all_of_them_one_vector(grid: Wire) -> None:
+def test_each_site_gets_its_own_request_and_all_of_them_one_vector() -> None:
     """An engine sends a vector that many messages share only once, if it is one object."""
     sites = {node: Echo(f"site-{node}") for node in (1, 2, 3)}
     grid = Wire(dict(sites))
@@ -404,7 +405,7 @@ def test_records_that_are_no_request_are_answered_by_a_failure(content: RecordDi
     assert not site.seen
 
 
-def test_a_node_that_answers_twice_or_unasked_is_heard_once(grid: Wire) -> None:
+def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
     class Twice(Wire):
         def send_and_receive(
             self, messages: Iterable[Message], *, timeout: float | None = None

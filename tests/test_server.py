@@ -4,6 +4,7 @@ import errno
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,10 +135,16 @@ def test_a_journal_that_is_no_database_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "j")
 
 
-def test_a_full_disk_refuses_the_entry(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+
+    def connect_to_a_full_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        database: sqlite3.Connection = connect(*arguments, **options)
+        database.execute("PRAGMA max_page_count = 2")  # SQLite's own "database or disk is full"
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_a_full_disk)
     with Journal(tmp_path / "j") as journal:
-        pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
-        journal._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own "database or disk is full"
 
         def write_on() -> None:
             for number in range(10_000):
@@ -220,7 +227,7 @@ def plan() -> Plan:
 
 def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", plan()).close()
-    with pytest.raises(RunFolderError, match="this one holds another run; go on with it by `cloister resume"):
+    with pytest.raises(RunFolderError, match="this one holds another run; continue it with `cloister resume"):
         RunFolder.create(tmp_path / "run", plan())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.doc").touch()

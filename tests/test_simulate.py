@@ -1,84 +1,39 @@
 """The main job, from the command line: real processes, real training, real crashes."""
 
-import contextlib
 import hashlib
-import io
 import json
 import multiprocessing
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from cloister.cli.main import main
-from cloister.protocol.errors import StorageError
+from cloister.aggregation.average import SumLayout
+from cloister.aggregation.sums import TOKENS, training_layout
 from cloister.protocol.roster import new_identity, save_identity
 from cloister.protocol.soundness import load
-from cloister.server.folder import RunFolder
-from cloister.server.journal import DONE, UNMASKING, Journal
+from cloister.server.folder import RunFolder, read_plan
+from cloister.server.journal import DONE, Journal
 from cloister.server.progress import (
     Evaluated,
     Event,
-    Finished,
-    RoundDone,
     RoundStarted,
-    SiteAnswered,
     SiteFailed,
 )
 from cloister.simulations.federation import simulate
+from cloister.tests.command import found, ran, refusal
 
 
-def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main(list(arguments))
-    streams = capsys.readouterr()
-    return code, streams.out, streams.err
-
-
-def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    code, out, err = run_cli(capsys, *arguments, "--json")
-    assert code == 0, err
-    found = json.loads(out.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code, _, err = run_cli(capsys, *arguments)
-    assert code == 2
-    assert "Traceback" not in err
-    last = err.splitlines()[-1]
-    assert last.startswith("cloister: ")
-    return last
-
-
-@pytest.fixture(scope="module")
-def whole(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run that nothing disturbed: what it printed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert main(["simulate", str(small_plan), "--out", str(out), "--workers", "2", "--json"]) == 0
-    found = json.loads(printed.getvalue().splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
-
-
-def tokens_of_update(path: Path) -> int:
-    """What a site has counted itself."""
-    with safe_open(path, framework="np") as file:
-        return int(file.metadata()["tokens"])
+def tokens_of_update(path: Path, layout: SumLayout) -> int:
+    """What a site has counted itself, in the tail of the vector that it keeps."""
+    vector = np.fromfile(path, layout.ring.dtype)
+    return layout.ring.decode_counters(vector[layout.size :])[layout.counters.index(TOKENS)]
 
 
 def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
@@ -93,9 +48,10 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
-    assert rows[-1]["tokens"] == sum(
-        tokens_of_update(path) for path in folder.glob("sites/*/state/update-00003.*")
-    )
+    layout = training_layout(read_plan(folder), 11_056)
+    updates = list(folder.glob("sites/*/state/update-00003.ring"))
+    assert len(updates) == 4
+    assert rows[-1]["tokens"] == sum(tokens_of_update(path, layout) for path in updates)
     # Imported here: a killed run imports this file, and need not wait for TensorBoard.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -130,18 +86,18 @@ def test_the_final_model_loads_with_transformers_and_writes(
         "--temperature",
         "0",
     ]
-    code, out, _ = run_cli(capsys, *arguments)
+    code, out, _ = ran(capsys, *arguments)
     assert code == 0
     assert out.startswith("patient")
-    assert run_cli(capsys, *arguments)[1] == out
+    assert ran(capsys, *arguments)[1] == out
 
 
 def test_the_number_of_workers_does_not_change_the_weights(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = result(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "alone"), "--workers", "1")
+    alone = found(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "alone"), "--workers", "1")
     assert alone["params_sha256"] == whole["params_sha256"]
-    other = result(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "other"), "--seed", "1")
+    other = found(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "other"), "--seed", "1")
     assert other["params_sha256"] != whole["params_sha256"]
 
 
@@ -155,173 +111,7 @@ def test_flower_runs_the_same_apps_to_the_same_weights(
     assert json.loads(done.stdout.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
 
 
-# Crashes
-
-
-def die_at(moment: Callable[[Event], bool]) -> Callable[[Event], None]:
-    """An observer that kills this process, as `kill -9` would, at a moment of the run."""
-
-    def observe(event: Event) -> None:
-        if moment(event):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return observe
-
-
-MOMENTS: dict[str, Callable[[Event], bool]] = {
-    "before anything": lambda event: True,
-    "initial model evaluated": lambda event: isinstance(event, Evaluated) and event.round == 0,
-    "first round begun": lambda event: isinstance(event, RoundStarted) and event.round == 1,
-    "one site answered": lambda event: isinstance(event, SiteAnswered) and event.round == 2,
-    "round done, not reported": lambda event: isinstance(event, RoundDone) and event.round == 2,
-    "round evaluated, not reported": lambda event: isinstance(event, Evaluated) and event.round == 2,
-    "finished": lambda event: isinstance(event, Finished),
-}
-
-
-def killed_run(plan: Path, out: Path, moment: str) -> None:
-    simulate(RunFolder.create(out, load(plan)), die_at(MOMENTS[moment]), workers=2)
-
-
-def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
-    record = Journal.record
-
-    def die(journal: Journal, number: int, attempt: int, step: str, *rest: Any) -> None:
-        if before and (number, step) == (2, entry):
-            os.kill(os.getpid(), signal.SIGKILL)
-        record(journal, number, attempt, step, *rest)
-        if (number, step) == (2, entry):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(Journal, "record", die):
-        simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
-
-
-def kill_while(target: Callable[..., None], *arguments: Any) -> None:
-    # Forked from a single-threaded process that has imported torch: a fresh interpreter would import it for each kill.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cloister.clients.app", "cloister.simulations.federation"])
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_goes_on_to_the_same_weights(
-    moment: str, whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "killed"
-    kill_while(killed_run, small_plan, out, moment)
-    resumed = result(capsys, "resume", str(out), "--workers", "1")
-    assert_as_if_undisturbed(out, resumed, whole)
-
-
-@pytest.mark.parametrize(
-    ("entry", "before"), [(DONE, True), (f"train {UNMASKING}", False), (f"evaluate {UNMASKING}", False)]
-)
-def test_a_run_killed_around_a_journal_entry_goes_on_to_the_same_weights(
-    entry: str,
-    before: bool,
-    whole: dict[str, Any],
-    small_plan: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "killed"
-    kill_while(killed_at_entry, small_plan, out, entry, before)
-    assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
-
-
-def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str, Any]) -> None:
-    for name in ("params_sha256", "initial_loss", "final_loss", "rounds"):
-        assert resumed[name] == whole[name], name
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [0, 1, 2, 3]
-
-
-def test_kept_optimizer_state_survives_a_kill(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = tmp_path / "keep.toml"
-    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
-    kept = result(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"))
-    kill_while(killed_run, plan, tmp_path / "killed", "one site answered")
-    resumed = result(capsys, "resume", str(tmp_path / "killed"))
-    assert resumed["params_sha256"] == kept["params_sha256"]
-    assert kept["params_sha256"] != whole["params_sha256"]
-
-
-def test_a_finished_run_is_not_run_again(
-    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (Path(whole["run"]) / "metrics.jsonl").read_text()
-    again = result(capsys, "resume", whole["run"])
-    assert again["params_sha256"] == whole["params_sha256"]
-    assert (Path(whole["run"]) / "metrics.jsonl").read_text() == before
-
-
-def test_what_was_lost_from_a_folder_is_rebuilt_or_named_and_nothing_more_is_lost(
-    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole["run"], run)
-    shutil.rmtree(run / "final")
-    (run / "metrics.jsonl").unlink()
-    again = result(capsys, "resume", str(run))
-    assert again["params_sha256"] == whole["params_sha256"]
-    assert again["tokens_per_second"] == whole["tokens_per_second"]
-    assert run_cli(capsys, "generate", str(run), "--prompt", "patient", "--tokens", "3")[0] == 0
-    shutil.copy(Path(whole["run"]) / "metrics.jsonl", run)
-    for file in run.glob("journal.sqlite*"):
-        file.unlink()
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert "the journal of this run, and it is gone" in refusal(capsys, "resume", str(run))
-    kept = {
-        path: path.read_bytes()
-        for path in before
-        if "journal" not in path.name and path.name != "workers.log"
-    }
-    assert all(before[path] == content for path, content in kept.items())
-
-
-def test_a_damaged_checkpoint_is_named(
-    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "killed"
-    kill_while(killed_run, small_plan, out, "round done, not reported")
-    newest = max((out / "checkpoints").iterdir())
-    newest.write_bytes(newest.read_bytes()[:1000])
-    line = refusal(capsys, "resume", str(out))
-    assert newest.name in line
-    assert "restore the file from a backup" in line
-
-
-def test_a_full_disk_while_checkpointing_loses_nothing(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The kernel refuses this process's large writes from round 2 on, as a full disk would; workers are not touched."""
-    out = tmp_path / "full"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (Path(whole["run"]) / "checkpoints" / "round-00003.safetensors").stat().st_size
-
-    def fill_disk(event: Event) -> None:
-        if isinstance(event, RoundStarted) and event.round == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
-
-    try:
-        with (
-            RunFolder.create(out, load(small_plan)) as folder,
-            pytest.raises(StorageError, match=r"round-00002.*expected a disk that accepts the write.*resume"),
-        ):
-            simulate(folder, fill_disk, workers=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
-        "round-00000.safetensors",
-        "round-00001.safetensors",
-    ]
-    assert_as_if_undisturbed(out, result(capsys, "resume", str(out)), whole)
+# Where evaluation happens, dropouts, refusals
 
 
 def test_the_coordinator_evaluates_where_it_has_records(
@@ -330,7 +120,7 @@ def test_the_coordinator_evaluates_where_it_has_records(
     public = tmp_path / "public.jsonl"
     public.write_text('{"text": "patient 3 was seen on day 21. patient 3 was seen on day 21."}\n' * 3)
     arguments = ["--out", str(tmp_path / "run"), "--set", "data.held_out=0.0"]
-    code, out, err = run_cli(
+    code, out, err = ran(
         capsys, "simulate", str(small_plan), *arguments, "--set", f"server.evaluation={public}"
     )
     assert code == 0, err
@@ -349,22 +139,22 @@ def test_the_secure_sum_does_not_change_the_weights(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clear = ["--set", "aggregation.secure=false", "--out", str(tmp_path / "clear")]
-    assert result(capsys, "simulate", str(small_plan), *clear)["params_sha256"] == whole["params_sha256"]
+    assert found(capsys, "simulate", str(small_plan), *clear)["params_sha256"] == whole["params_sha256"]
 
 
 def test_dropouts_by_the_plan_leave_the_weights_of_those_who_stay(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = ["cohort.sites=6", "cohort.quorum=0.5", "faults.update=0.2", "run.rounds=2"]
-    found = []
+    results = []
     for secure in ("true", "false"):
         out = ["--out", str(tmp_path / secure), "--set", f"aggregation.secure={secure}"]
         for setting in faults:
             out += ["--set", setting]
-        found.append(result(capsys, "simulate", str(small_plan), *out))
+        results.append(found(capsys, "simulate", str(small_plan), *out))
         rows = [json.loads(line) for line in (tmp_path / secure / "metrics.jsonl").read_text().splitlines()]
         assert sum(row["dropouts"] for row in rows[1:]) > 0
-    assert found[0]["params_sha256"] == found[1]["params_sha256"]
+    assert results[0]["params_sha256"] == results[1]["params_sha256"]
 
 
 def test_dropouts_at_every_step_do_not_end_a_run(
@@ -374,17 +164,17 @@ def test_dropouts_at_every_step_do_not_end_a_run(
     arguments += ["--set", "cohort.attempts=8"]
     for step in ("advertise", "share", "update", "confirm", "unmask"):
         arguments += ["--set", f"faults.{step}=0.06"]
-    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
+    code, out, err = ran(capsys, "simulate", str(small_plan), *arguments)
     assert code == 0, err
     for step in ("advertise", "share", "update", "confirm", "unmask"):
-        assert f"[faults] {step} took it out" in out, step
+        assert f"[faults] {step} made it drop out" in out, step
 
 
 def test_a_run_whose_sites_never_reveal_shares_stops_and_says_so(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--out", str(tmp_path / "run"), "--rounds", "9", "--set", "cohort.attempts=2"]
-    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments, "--set", "faults.unmask=1.0")
+    code, out, err = ran(capsys, "simulate", str(small_plan), *arguments, "--set", "faults.unmask=1.0")
     assert code == 2
     assert "rounds 1 to 2 is 'given up': expected survivors that reveal their shares" in err
     assert "round 0: not evaluated, after 2 attempts" in out
@@ -422,7 +212,13 @@ def test_a_site_without_its_place_in_the_roster_is_refused(
 ) -> None:
     """Another identity, another roster, too small a cohort: each site refuses by itself, and says why."""
     out = tmp_path / "run"
-    kill_while(killed_run, small_plan, out, "initial model evaluated")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Evaluated):
+            raise KeyboardInterrupt
+
+    with RunFolder.create(out, load(small_plan)) as folder, pytest.raises(KeyboardInterrupt):
+        simulate(folder, stop, workers=2)
     sites = out / "sites"
     (sites / "site-000" / "identity.pem").unlink()
     save_identity(new_identity(), sites / "site-000" / "identity.pem")
@@ -432,7 +228,7 @@ def test_a_site_without_its_place_in_the_roster_is_refused(
     (sites / "site-002" / "site.toml").write_text(
         (sites / "site-002" / "site.toml").read_text() + "minimum_cohort = 9\n"
     )
-    code, printed, err = run_cli(capsys, "resume", str(out))
+    code, printed, err = ran(capsys, "resume", str(out))
     assert code == 2
     assert "identity of site-000: expected the key that the roster has for it" in printed
     assert "0000000000" in printed
@@ -505,7 +301,7 @@ def test_updates_that_are_not_finite_are_dropouts_and_no_quorum_ends_the_run(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--out", str(tmp_path / "nan"), "--set", "local.learning_rate=1e38"]
-    code, out, err = run_cli(capsys, "simulate", str(small_plan), *arguments)
+    code, out, err = ran(capsys, "simulate", str(small_plan), *arguments)
     assert code == 2
     assert "dropped out" in out
     assert "non-finite" in out
@@ -531,14 +327,14 @@ def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
 def test_plan_check_prints_the_plan_and_its_cost(
     small_plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run_cli(capsys, "plan", "check", str(small_plan), "--json", "--sites", "5")
+    code, out, _ = ran(capsys, "plan", "check", str(small_plan), "--json", "--sites", "5")
     assert code == 0
     found = json.loads(out)
     assert found["plan"]["cohort"]["sites"] == 5
     assert found["cohort"] == 5
     assert found["bytes_down"] == 4 * found["trained_parameters"]
     assert found["trained_parameters"] == found["parameters"] > 0
-    code, out, _ = run_cli(capsys, "plan", "check", str(small_plan))
+    code, out, _ = ran(capsys, "plan", "check", str(small_plan))
     assert code == 0
     assert f"{found['parameters']:,}" in out
     assert "learning_rate = 0.003" in out
@@ -561,9 +357,9 @@ def test_private_runs_are_the_same_where_the_noise_is_declared_and_only_there(
 ) -> None:
     def weights(name: str, workers: str, *more: str) -> str:
         out = ["--out", str(tmp_path / name), "--workers", workers]
-        found = result(capsys, "simulate", str(small_plan), *PRIVATE, *BY_UNIT[unit], *out, *more)
-        assert (found["epsilon"] is None) == bool(more)  # whoever has the seed can take the noise off
-        return str(found["params_sha256"])
+        result = found(capsys, "simulate", str(small_plan), *PRIVATE, *BY_UNIT[unit], *out, *more)
+        assert (result["epsilon"] is None) == bool(more)  # anyone with the seed can remove the noise
+        return str(result["params_sha256"])
 
     declared = ["--set", "simulation.noise_seed=3"]
     assert weights("one", "1", *declared) == weights("two", "2", *declared)

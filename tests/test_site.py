@@ -41,7 +41,7 @@ from cloister.protocol.messages import (
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
 from cloister.protocol.threshold import parameters
-from cloister.tests.federation import RUN, Federation, changed, tiny
+from cloister.tests.federation import RUN, Federation, changed, tiny, whole
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def without_guard(federation: Federation) -> Site:
 
 
 class Attack:
-    """A coordinator without scruples, up to the moment at which sites hold each other's shares.
+    """A coordinator that may lie, up to the moment at which sites hold each other's shares.
 
     Args:
         federation: The sites; each joins the run.
@@ -104,7 +104,7 @@ class Attack:
             contribution = self.contribute(site, inboxes[site.name])
             if site in left:
                 assert contribution.statement is not None
-                coordinator.fold(contribution.statement, contribution.vector)
+                coordinator.fold(contribution.statement, [(0, whole(contribution))])
         survivors = coordinator.survivors()
         for site in left:
             confirmed = self.agree(site, survivors)
@@ -124,7 +124,7 @@ class Attack:
 def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federation: Federation) -> None:
     clear = in_clear(federation.plan)
     site = federation.joined(pinned=False)
-    with pytest.raises(PlanError, match="takes part in no sum in clear"):
+    with pytest.raises(PlanError, match="does not take part in a sum in clear"):
         site.join(federation.join_request(clear))
     for purpose in (TRAIN, EVALUATE):
         # The plan of the sum is the one that the site has joined, and no message can name another.
@@ -134,7 +134,7 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federatio
         with pytest.raises(UpdateError, match="the shares of the other sites, under the secure sum"):
             site.contribute(federation.request(purpose=purpose))
     # Without the guard the same message opens the site's own update.
-    vector = without_guard(federation).contribute(federation.request(plan=clear)).vector
+    vector = whole(without_guard(federation).contribute(federation.request(plan=clear)))
     assert np.abs(training_layout(clear, federation.layout.size).open(vector).mean).max() > 0
 
 
@@ -146,17 +146,17 @@ def test_a_site_whose_people_end_sums_in_clear_gives_nothing_in_clear_from_then_
     federation.joined(plan=clear, secure=False, pinned=False)
     site = federation.site(secure=True, pinned=False)
     for purpose in (TRAIN, EVALUATE):
-        with pytest.raises(PlanError, match="takes part in no sum in clear"):
+        with pytest.raises(PlanError, match="does not take part in a sum in clear"):
             site.contribute(federation.request(plan=clear, purpose=purpose))
     again = federation.site(secure=False, pinned=False)
-    assert again.contribute(federation.request(plan=clear)).vector.any()
+    assert whole(again.contribute(federation.request(plan=clear))).any()
 
 
 def test_what_leaves_under_masks_is_not_the_update(federation: Federation) -> None:
     attack = Attack(federation)
     inboxes, site = attack.deal(), attack.sites[0]
-    masked = attack.contribute(site, inboxes[site.name]).vector
-    plain = without_guard(federation).contribute(federation.request(plan=in_clear(federation.plan))).vector
+    masked = whole(attack.contribute(site, inboxes[site.name]))
+    plain = whole(without_guard(federation).contribute(federation.request(plan=in_clear(federation.plan))))
     assert masked.shape == plain.shape
     assert np.count_nonzero(masked == plain) <= 2  # by chance 2^-32 each
 
@@ -304,7 +304,7 @@ def test_shares_for_another_site_are_refused(federation: Federation) -> None:
 def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: Federation) -> None:
     Attack(federation).carry_through(left_out=())
     again = Attack(federation, attempt=2)
-    with pytest.raises(SecureSumError, match="the difference of two sums would open updates"):
+    with pytest.raises(SecureSumError, match="the difference of two sums would reveal updates"):
         again.carry_through(left_out=(federation.names[3],))
 
 
@@ -319,7 +319,7 @@ def test_a_site_holds_the_coordinator_to_the_plans_quorum(federation: Federation
 
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), 1e300])
 def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> None:
-    """An error would tell that it happened, and once told by how much."""
+    """A non-finite or huge loss gives no error, because an error would reveal it."""
     ring = training_layout(parse(""), 1).ring
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]

@@ -23,7 +23,7 @@ from scipy import stats
 from cloister.aggregation.average import PlainSum, SumLayout
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.sums import training_layout
-from cloister.clients.release import Finished, for_site_unit
+from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy import site_noise
 from cloister.privacy.accounting import spent
 from cloister.privacy.events import Gaussian, Skellam
@@ -62,7 +62,7 @@ class Federation:
         """What a site sends; a colluder is silent, and adds no noise."""
         mechanism = dataclasses.replace(self.mechanism, variance=0.0) if silent else self.mechanism
         finished = Finished(update.astype(np.float32), 100, 2.0)
-        return for_site_unit(finished, self.layout, mechanism, clip, SECRET.child(who))
+        return contribution(Protected(self.layout, mechanism, clip, SECRET.child(who)), finished)
 
     def vectors(
         self, updates: npt.NDArray[Any], clip: float = 1.0, what: str = "", *, silent: int = 0
@@ -77,7 +77,7 @@ class Federation:
         """The decoded mean of all values, in clipping norms, and the number of sites."""
         total = PlainSum(self.layout)
         for vector in vectors:
-            total.add(vector)
+            total.add([(0, vector)])
         opened = total.open()
         return opened.mean, opened.counters["weight"]
 
@@ -342,21 +342,21 @@ def test_without_the_clip_one_site_would_change_it_by_more(monkeypatch: pytest.M
     assert isinstance(event, Skellam)
     update = np.full(60, 1.0, np.float32)
     assert np.linalg.norm(federation.steps(update)) <= event.l2
-    monkeypatch.setattr("cloister.privacy.site_noise.l2_norm", lambda vector: 0.0)
+    monkeypatch.setattr("cloister.privacy.site_noise.norm_of", lambda sums: 0.0)
     assert np.linalg.norm(federation.steps(update)) <= event.l2  # `clip` holds the bound by itself
-    monkeypatch.setattr("cloister.privacy.site_noise.clip", lambda vector, bound: (vector, 0.0))
+    monkeypatch.setattr("cloister.privacy.site_noise.clip", lambda vector, *_: (vector, 0.0))
     with pytest.raises(UpdateError, match="clip it first"):  # the rounding holds the bound by itself
         federation.steps(update)
     monkeypatch.setattr(
         "cloister.privacy.site_noise.integer_round",
-        lambda vector, scale, bound, random: np.rint(vector * scale).astype(np.int64),
+        lambda vector, scale, *_: np.rint(vector * scale).astype(np.int64),
     )
     assert np.linalg.norm(federation.steps(update)) > event.l2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_leaves_as_zeros(bad: float) -> None:
-    """An error would tell, of this one site and without noise, what its update is."""
+    """An error would reveal facts about this one site's update, without noise."""
     federation = Federation(SITE, size=5)
     update = zeros(5)
     update[3] = bad

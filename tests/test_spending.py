@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from cloister.aggregation.average import SumLayout
 from cloister.clients import spending as clients_spending
@@ -28,11 +24,12 @@ from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
 from cloister.server.history import identity
 from cloister.server.outcome import Outcome
-from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted
+from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted, SiteAnswered
 from cloister.server.run import run
 from cloister.server.spending import Spending
-from cloister.simulations.federation import lay_out
+from cloister.simulations.federation import lay_out, simulate
 from cloister.tests.federation import CENTRAL, RECORD, SKELLAM, Federation, changed, tiny, write_records
+from cloister.tests.kills import kill_while, killed_again
 
 UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
 NAMES = [f"site-{number:03d}" for number in range(4)]
@@ -58,7 +55,6 @@ class Run:
         RunFolder.create(self.out, self.plan).close()
         with RunFolder.reopen(self.out) as opened:
             self.identity = identity(opened)
-        self.members = self.federation.members(self.identity)
         terms = terms_of(self.plan, self.federation.layout.size)
         assert terms is not None
         self.terms = terms
@@ -66,7 +62,7 @@ class Run:
     def go(self) -> Outcome:
         roster = self.federation.roster if self.plan.aggregation.secure else None
         with RunFolder.reopen(self.out) as folder:
-            return run(folder, self.members, self.events.append, roster=roster, clock=lambda: 0.0)
+            return run(folder, self.federation.channel, self.events.append, roster=roster, clock=lambda: 0.0)
 
     def charged(self) -> list[tuple[int, str]]:
         """(round, site) of every entry of the coordinator's ledger, in order."""
@@ -174,7 +170,7 @@ def test_records_are_charged_at_each_site_that_was_asked_and_sites_where_they_ar
 ) -> None:
     for settings, expected in ((RECORD, NAMES), (CENTRAL, NAMES[:3]), (SKELLAM, NAMES[:3])):
         case = begin(settings, "run.rounds=1")
-        case.channel.down = lambda site, _step, _request: site == NAMES[3]
+        case.channel.down = lambda site, step, _request: site == NAMES[3] and step != "join"
         case.go()
         assert case.charged() == rounds(1, sites=expected)
 
@@ -294,8 +290,13 @@ def test_a_run_whose_sites_refuse_ends_with_the_model_it_has(begin: Begin) -> No
     case = begin(RECORD, "cohort.attempts=1")
     limit = case.terms.epsilon(2) * 1.0001
     policy = f"secure_required = false\ngreatest_epsilon = {limit}\ngreatest_delta = {case.terms.delta}\n"
-    for index, name in enumerate(NAMES[:2]):
-        case.channel.sites[name] = partial(case.federation.site, index, policy=policy)
+
+    def tighten(_site: str, request: Request) -> None:
+        """Two sites get a policy once all of them have joined."""
+        for index, name in enumerate(NAMES[:2] if isinstance(request, Contribute) else []):
+            case.channel.sites[name] = partial(case.federation.site, index, policy=policy)
+
+    case.channel.before = tighten
     outcome = case.go()
     assert (outcome.rounds, outcome.stopped) == (2, "refused")
     assert any(isinstance(event, Refusing) and event.sites == tuple(NAMES[:2]) for event in case.events)
@@ -364,60 +365,26 @@ def test_a_resumed_run_charges_no_round_twice(
 
 # kill -9 of real processes.
 
-SCRIPT = """
-import sys
-from pathlib import Path
 
-from cloister.server.folder import RunFolder
-from cloister.simulations.federation import simulate
+class Nth:
+    """The moment at which events of a kind and round have come so often."""
 
+    def __init__(self, kind: type, number: int, times: int) -> None:
+        self._wanted, self._left = (kind, number), times
 
-def observe(event):
-    print(type(event).__name__, getattr(event, "round", 0), flush=True)
-    sys.stdin.readline()
-
-
-if __name__ == "__main__":
-    with RunFolder.reopen(Path(sys.argv[1])) as folder:
-        simulate(folder, observe, workers=1)
-"""
-
-
-def play(script: Path, out: Path, kill_at: tuple[str, int]) -> int:
-    """Run the script, event by event, to its end or to where an event has come so often; its exit status."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (
-        (out.parent / "errors.txt").open("wb") as errors,
-        subprocess.Popen(
-            [sys.executable, str(script), str(out)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        what, left = kill_at
-        for line in process.stdout:  # it waits for an answer at every event
-            left -= line.strip() == what
-            if left == 0:
-                process.send_signal(signal.SIGKILL)
-                break
-            process.stdin.write("\n")
-            process.stdin.flush()
-        return process.wait()
+    def __call__(self, event: Event) -> bool:
+        self._left -= (type(event), getattr(event, "round", 0)) == self._wanted
+        return self._left == 0
 
 
 def test_after_kill_9_every_release_has_a_charge_and_no_round_two(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.jsonl")
     plan = changed(tiny(*RECORD, *QUICK), "simulation", source=str(records))
-    script, out = tmp_path / "play.py", tmp_path / "run"
-    script.write_text(SCRIPT)
+    out = tmp_path / "run"
     RunFolder.create(out, plan).close()
     lay_out(plan, out / "sites")
     sites, before, own = out / "sites", list[Entry](), dict[str, list[Entry]]()
+    released = set[str]()
 
     def check(charged: int) -> None:
         now = coordinators(out)
@@ -431,18 +398,20 @@ def test_after_kill_9_every_release_has_a_charge_and_no_round_two(tmp_path: Path
             assert entries[: len(own.get(name, []))] == own.get(name, [])
             own[name] = entries
             paid = {(entry.charge.run, entry.charge.round) for entry in entries}
-            for kept in (sites / name / "state").glob("update-*.safetensors"):
-                with safe_open(kept, framework="np") as file:
-                    run_of = file.metadata()["run"]
+            for kept in (sites / name / "state").glob("update-*.json"):
+                run_of = json.loads(kept.read_bytes())["facts"]["run"]
                 assert (run_of, int(kept.stem.split("-")[1])) in paid, "a release without a charge"
+                released.add(name)
             assert {number for _, number in paid} >= set(range(1, charged))
 
     # When two sites have answered; and when all have, and the sum is not opened.
-    for moment, charged in ((("SiteAnswered 1", 2), 1), (("SiteAnswered 2", 4), 2)):
-        assert play(script, out, moment) == -signal.SIGKILL, (tmp_path / "errors.txt").read_text()
+    for moment, charged in ((Nth(SiteAnswered, 1, 2), 1), (Nth(SiteAnswered, 2, 4), 2)):
+        kill_while(killed_again, out, moment)
         check(charged)
-    assert play(script, out, ("never", 1)) == 0, (tmp_path / "errors.txt").read_text()
+    with RunFolder.reopen(out) as folder:
+        simulate(folder, lambda _event: None, workers=1)
     check(3)
+    assert released == set(NAMES)
     assert sorted((entry.charge.round, entry.charge.dataset) for entry in before) == rounds(1, 2, 3)
     for name in NAMES:
         assert {entry.charge.round for entry in own[name]} == {1, 2, 3}

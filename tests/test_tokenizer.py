@@ -1,4 +1,4 @@
-"""Bytes as tokens lose nothing; a tokenizer that cannot be had is refused at once."""
+"""Bytes as tokens lose nothing; an unavailable tokenizer is refused at once."""
 
 import time
 from pathlib import Path

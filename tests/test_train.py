@@ -174,7 +174,7 @@ def test_tokens_are_the_learned_labels_of_the_batches_drawn() -> None:
 
 def test_blocks_of_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Run(plan_of()).train()
-    monkeypatch.setattr("cloister.lm.train._BLOCK_TOKENS", 3 * 4 * 16)  # three steps, then one
+    monkeypatch.setattr("cloister.lm.train.BLOCK_TOKENS", 3 * 4 * 16)  # three steps, then one
     parts = Run(plan_of()).train()
     np.testing.assert_array_equal(parts.vector, whole.vector)
 
@@ -497,13 +497,13 @@ def test_a_vector_of_another_model() -> None:
         run.train(run.start[:-1])
 
 
-def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory() -> None:
     run = Run(plan_of())
 
     def exhausted(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(run.trainer, "_forward", exhausted)
+    run.model.module.register_forward_pre_hook(exhausted)
     with pytest.raises(ModelError, match=r"local\.batch_size is 4.*local\.accumulation"):
         run.train()
 

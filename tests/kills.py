@@ -1,0 +1,58 @@
+"""`kill -9` of a coordinator at a moment of its run.
+
+The process that is killed is forked from pytest's fork server, which has imported torch and transformers once for all
+of them. Its own workers come from a fork server of its own and end with it, as in a real crash.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cloister.lm.model import imported_by_loading
+from cloister.protocol.soundness import load, parse
+from cloister.server.folder import RunFolder
+from cloister.server.progress import Event
+from cloister.simulations.federation import simulate
+
+Moment = Callable[[Event], bool]
+
+
+def die() -> None:
+    """End this process as `kill -9` would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(moment: Moment) -> Callable[[Event], None]:
+    """An observer that ends its process at a moment of the run."""
+
+    def observe(event: Event) -> None:
+        if moment(event):
+            die()
+
+    return observe
+
+
+def killed_run(plan: Path, out: Path, moment: Moment) -> None:
+    """Begin a run in a new folder, and die at a moment of it."""
+    simulate(RunFolder.create(out, load(plan)), die_at(moment), workers=2)
+
+
+def killed_again(out: Path, moment: Moment) -> None:
+    """Go on with a run, and die at a moment of it."""
+    with RunFolder.reopen(out) as folder:
+        simulate(folder, die_at(moment), workers=1)
+
+
+def kill_while(target: Callable[..., None], *arguments: Any) -> None:
+    """Run something in a process that dies of SIGKILL in it; the arguments are pickled."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cloister.simulations.federation", *imported_by_loading(parse(""))])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL

@@ -1,0 +1,167 @@
+"""A run that is killed, or that the disk refuses, goes on to the same weights; real processes, real crashes."""
+
+import json
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from cloister.protocol.errors import StorageError
+from cloister.protocol.soundness import load
+from cloister.server.folder import RunFolder
+from cloister.server.journal import DONE, UNMASKING, Journal
+from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
+from cloister.simulations.federation import simulate
+from cloister.tests.command import found, ran, refusal
+from cloister.tests.kills import Moment, die, kill_while, killed_run
+
+
+def at(kind: type, number: int, event: Event) -> bool:
+    """Whether an event is of a kind and round."""
+    return isinstance(event, kind) and getattr(event, "round", number) == number
+
+
+MOMENTS: dict[str, Moment] = {
+    "before anything": partial(at, object, 0),
+    "initial model evaluated": partial(at, Evaluated, 0),
+    "first round begun": partial(at, RoundStarted, 1),
+    "one site answered": partial(at, SiteAnswered, 2),
+    "round done, not reported": partial(at, RoundDone, 2),
+    "round evaluated, not reported": partial(at, Evaluated, 2),
+    "finished": partial(at, Finished, 3),
+}
+
+
+def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
+    record = Journal.record
+
+    def record_and_die(journal: Journal, number: int, attempt: int, step: str, *rest: Any) -> None:
+        if before and (number, step) == (2, entry):
+            die()
+        record(journal, number, attempt, step, *rest)
+        if (number, step) == (2, entry):
+            die()
+
+    with mock.patch.object(Journal, "record", record_and_die):
+        simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_goes_on_to_the_same_weights(
+    moment: str, whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_run, small_plan, out, MOMENTS[moment])
+    resumed = found(capsys, "resume", str(out), "--workers", "1")
+    assert_as_if_undisturbed(out, resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("entry", "before"), [(DONE, True), (f"train {UNMASKING}", False), (f"evaluate {UNMASKING}", False)]
+)
+def test_a_run_killed_around_a_journal_entry_goes_on_to_the_same_weights(
+    entry: str,
+    before: bool,
+    whole: dict[str, Any],
+    small_plan: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_at_entry, small_plan, out, entry, before)
+    assert_as_if_undisturbed(out, found(capsys, "resume", str(out)), whole)
+
+
+def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    for name in ("params_sha256", "initial_loss", "final_loss", "rounds"):
+        assert resumed[name] == whole[name], name
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_kept_optimizer_state_survives_a_kill(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "keep.toml"
+    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
+    kept = found(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"))
+    kill_while(killed_run, plan, tmp_path / "killed", MOMENTS["one site answered"])
+    resumed = found(capsys, "resume", str(tmp_path / "killed"))
+    assert resumed["params_sha256"] == kept["params_sha256"]
+    assert kept["params_sha256"] != whole["params_sha256"]
+
+
+def test_a_finished_run_is_not_run_again(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (Path(whole["run"]) / "metrics.jsonl").read_text()
+    again = found(capsys, "resume", whole["run"])
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert (Path(whole["run"]) / "metrics.jsonl").read_text() == before
+
+
+def test_what_was_lost_from_a_folder_is_rebuilt_or_named_and_nothing_more_is_lost(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["run"], run)
+    shutil.rmtree(run / "final")
+    (run / "metrics.jsonl").unlink()
+    again = found(capsys, "resume", str(run))
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["tokens_per_second"] == whole["tokens_per_second"]
+    assert ran(capsys, "generate", str(run), "--prompt", "patient", "--tokens", "3")[0] == 0
+    shutil.copy(Path(whole["run"]) / "metrics.jsonl", run)
+    for file in run.glob("journal.sqlite*"):
+        file.unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert "the journal of this run, which is missing" in refusal(capsys, "resume", str(run))
+    kept = {
+        path: path.read_bytes()
+        for path in before
+        if "journal" not in path.name and path.name != "workers.log"
+    }
+    assert all(before[path] == content for path, content in kept.items())
+
+
+def test_a_damaged_checkpoint_is_named(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "killed"
+    kill_while(killed_run, small_plan, out, MOMENTS["round done, not reported"])
+    newest = max((out / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:1000])
+    line = refusal(capsys, "resume", str(out))
+    assert newest.name in line
+    assert "restore the file from a backup" in line
+
+
+def test_a_full_disk_while_checkpointing_loses_nothing(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel refuses this process's large writes from round 2 on, as a full disk would; workers are not touched."""
+    out = tmp_path / "full"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (Path(whole["run"]) / "checkpoints" / "round-00003.safetensors").stat().st_size
+
+    def fill_disk(event: Event) -> None:
+        if isinstance(event, RoundStarted) and event.round == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
+
+    try:
+        with (
+            RunFolder.create(out, load(small_plan)) as folder,
+            pytest.raises(StorageError, match=r"round-00002.*expected a disk that accepts the write.*resume"),
+        ):
+            simulate(folder, fill_disk, workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "round-00000.safetensors",
+        "round-00001.safetensors",
+    ]
+    assert_as_if_undisturbed(out, found(capsys, "resume", str(out)), whole)
