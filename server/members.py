@@ -57,6 +57,8 @@ class Members:
                 failure = self._failure(f"node {node}", reply)
             elif not reply.site or not reply.site.isprintable():
                 failure = Failure(f"node {node}", "a name that is not printable")
+            elif roster is not None and reply.site not in roster:
+                failure = Failure(f"node {node}", "a name that is not in the roster")
             elif reply.site in self._nodes:
                 failure = Failure(f"node {node}", "a name already taken")
             else:

@@ -45,6 +45,7 @@ from cloister.protocol.messages import (
     Request,
     Reveal,
     Shares,
+    Step,
     SumId,
     Told,
 )
@@ -58,6 +59,10 @@ from cloister.server.progress import AttemptFailed, Observer, RoundStarted, Site
 from cloister.server.spending import Spending
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
+
+_ENDS = {Step.ADVERTISE: 0.2, Step.SHARE: 0.3, Step.UPDATE: 0.9, Step.CONFIRM: 0.95, Step.UNMASK: 1.0}
+"""When a step of a masked attempt ends at the latest, as a fraction of its deadline: a silent site is a dropout of its
+step and leaves time for the steps after it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Party:
     spending: Spending | None = None
     """The coordinator's privacy ledger; None without a privacy unit."""
     refused: set[str] = field(default_factory=set)
-    """Sites whose policy or budget forbids them to continue; they are not asked again."""
+    """Sites whose policy or budget forbids them to continue."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,10 @@ def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -
         started = party.clock()
         sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
         kind = _Masked if plan.aggregation.secure else _Plain
-        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, started + plan.cohort.deadline_s)
+        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, started)
         try:
             opened = under_way.run(needed)
-        except SecureSumError as error:
+        except (SecureSumError, UpdateError) as error:  # an UpdateError: what was opened makes no mean
             failures += 1
             journal.record(number, attempt, f"{purpose} {steps.FAILED}", {"reason": str(error)})
             party.observe(AttemptFailed(number, attempt, str(error)))
@@ -166,7 +171,7 @@ class _Plain:
         model_hash: bytes,
         sites: Sequence[str],
         attempt: int,
-        until: float,
+        started: float,
     ) -> None:
         self.party = party
         self.wanted = wanted
@@ -174,7 +179,7 @@ class _Plain:
         self.model_hash = model_hash
         self.sites = sites
         self.attempt = attempt
-        self.until = until
+        self.started = started
         self.folded: set[str] = set()
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
@@ -222,7 +227,7 @@ class _Plain:
             site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model)
             for site, inbox in inboxes.items()
         }
-        for reply in self.ask(requests):
+        for reply in self.ask(requests, Step.UPDATE):
             refusal = self._not_of(reply)
             if refusal is None:
                 assert isinstance(reply, Contribution)
@@ -236,9 +241,11 @@ class _Plain:
             else:
                 self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
 
-    def ask(self, requests: Mapping[str, Request]) -> Iterator[Reply | Failure]:
-        """Ask sites, with the attempt's remaining time as the timeout."""
-        left = max(0.0, self.until - self.party.clock())
+    def ask(self, requests: Mapping[str, Request], step: Step) -> Iterator[Reply | Failure]:
+        """Ask sites, with what is left of the attempt's time for this step as the timeout."""
+        plan = self.party.plan
+        end = _ENDS[step] if plan.aggregation.secure else 1.0
+        left = max(0.0, self.started + end * plan.cohort.deadline_s - self.party.clock())
         return self.party.members.ask(requests, left, group=str(self.wanted.round))
 
     def _not_of(self, reply: Reply | Failure) -> str | None:
@@ -326,7 +333,7 @@ class _Masked(_Plain):
             for site, message in told.items()
         }
         left = []
-        for reply in self.ask(requests):
+        for reply in self.ask(requests, kind.STEP):
             if isinstance(reply, Failure):
                 self.drop(reply.site, reply.reason, refused=reply.refused)
                 continue

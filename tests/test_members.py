@@ -134,6 +134,14 @@ def test_a_name_is_taken_once() -> None:
     assert party.channel.asked[-1] == ("advertise", "site-001")
 
 
+def test_a_name_that_is_not_in_the_roster_does_not_join() -> None:
+    """Every honest site would refuse a cohort with it."""
+    party = Party()
+    party.replies("site-003", Joined("stranger", 7))
+    assert party.join().sites == NAMES[:3]
+    assert party.heard == [Failure("node 3", "a name that is not in the roster")]
+
+
 def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
     party = Party()
     party.replies("site-001", Failed("site-001", "its disk is full"))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from cloister.protocol.messages import (
     Request,
     Reveal,
     Shares,
+    Step,
     SumId,
     Unmask,
 )
@@ -44,11 +45,12 @@ from cloister.protocol.threshold import parameters
 from cloister.protocol.wire import decode_request, encode
 from cloister.server import journal as steps
 from cloister.server import sum as sums
+from cloister.server.channel import Failure
 from cloister.server.journal import Journal
 from cloister.server.members import Members
 from cloister.server.progress import AttemptFailed, Event, SiteFailed
 from cloister.server.sum import Party, Total, Wanted, sum_over
-from cloister.tests.federation import RUN, Loopback, VectorSite, whole
+from cloister.tests.federation import RUN, Loopback, VectorSite, step_of, whole
 
 NAMES = [f"site-{number:03d}" for number in range(12)]
 IDENTITIES = {name: new_identity() for name in NAMES}
@@ -542,3 +544,75 @@ def test_a_survivor_that_has_not_joined_again_is_a_dropout(
 def die_at_second_try(request: Request) -> None:
     if not isinstance(request, Join) and request.sum.tries == 2:
         raise KeyboardInterrupt
+
+
+class Slow:
+    """A channel on which some sites never answer a step: they cost the whole timeout of the request."""
+
+    def __init__(self, inner: Loopback, silent: set[tuple[str, str]]) -> None:
+        self._inner = inner
+        self._silent = silent
+        self.now = 0.0
+
+    def nodes(self) -> range:
+        return self._inner.nodes()
+
+    def ask(
+        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        if deadline_s <= 0:
+            yield from ((node, Failure(f"node {node}", "timeout")) for node in requests)
+            return
+        mute = {
+            node
+            for node, request in requests.items()
+            if (step_of(request), self._inner.names[node]) in self._silent
+        }
+        heard = {node: request for node, request in requests.items() if node not in mute}
+        yield from self._inner.ask(heard, deadline_s, group=group)
+        for node in mute:
+            self.now += deadline_s
+            yield node, Failure(f"node {node}", "timeout")
+
+
+@pytest.mark.parametrize("step", ["advertise", "share", "update", "confirm", "unmask"])
+def test_a_silent_site_is_a_dropout_of_its_step_and_not_of_the_attempt(
+    open_run: Callable[..., Run], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(8)
+    slow = Slow(run.channel, {(step, run.names[3])})
+    members = Members(slow, run.plan, RUN, lambda _failure: None, roster=run.roster)
+    run.party = dataclasses.replace(run.party, members=members, clock=lambda: slow.now)
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert total.attempts == 1
+    assert slow.now <= run.plan.cohort.deadline_s
+    # Without a time of its own for each step, the site that is silent first takes all of it.
+    monkeypatch.setattr(sums, "_ENDS", dict.fromkeys(Step, 1.0))
+    again = open_run(8)
+    slow = Slow(again.channel, {(step, again.names[3])})
+    members = Members(slow, again.plan, RUN, lambda _failure: None, roster=again.roster)
+    again.party = dataclasses.replace(again.party, members=members, clock=lambda: slow.now)
+    assert isinstance(again.sum(), Total) == (step == "unmask")
+
+
+def test_weights_that_sum_to_zero_fail_the_round_and_not_the_run(open_run: Callable[..., Run]) -> None:
+    """A site that lies in its weight: the sum cannot be opened, and a later process is not stopped by it either."""
+    run = open_run(6, "aggregation.secure=false")
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if not isinstance(reply, Contribution) or reply.site != run.names[0]:
+            return reply
+        layout = training_layout(run.plan, LAYOUT.size)
+        vector = np.zeros(layout.length, layout.ring.dtype)
+        at = layout.size + layout.counters.index("weight") * layout.ring.limbs
+        others = sum(
+            layout.ring.decode_counters(run.vector(name)[layout.size :])[0] for name in run.names[1:]
+        )
+        vector[at] -= np.asarray(others).astype(layout.ring.dtype)
+        return dataclasses.replace(reply, manifest=manifest_of([(0, vector)]), spans=(vector,))
+
+    run.channel.tamper = lie
+    assert run.sum() == sums.Failed(3, bound=False)
+    run.channel.tamper = lambda _step, reply: reply
+    assert isinstance(run.sum(2), Total)
