@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, validate_object_content
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -319,6 +321,43 @@ def test_requests_and_replies_survive_flowers_messages(grid: Wire) -> None:
         assert (reply.site, reply.sum) == (f"site-{node}", SUM)
         assert np.array_equal(whole(reply), VECTOR)
         assert whole(reply).dtype == np.uint32
+
+
+def deployed(message: Message) -> Message:
+    """The message as a deployed node receives it: through the objects that Flower's SuperLink checks and stores."""
+    objects = {name: nested.deflate() for name, nested in get_all_nested_objects(message).items()}
+    for content in objects.values():
+        validate_object_content(content)
+    received = inflate_object_from_contents(message.object_id, objects)
+    assert isinstance(received, Message)
+    return received
+
+
+@pytest.mark.parametrize("chunk", [64, 5 * 2**20])
+def test_requests_and_replies_survive_flowers_own_transport(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The apps give Flower memoryviews where it documents bytes; a deployment serializes them in chunks."""
+    monkeypatch.setattr("flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", chunk)
+
+    class Deployed(Wire):
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
+            received = [deployed(message) for message in messages]
+            return [deployed(reply) for reply in super().send_and_receive(received)]
+
+    identify(1, 0)
+    sites = {node: Echo(f"site-{node}") for node in (1, 2)}
+    replies = ask(Deployed(dict(sites)))
+    for node, site in sites.items():
+        (request,) = site.seen
+        assert isinstance(request, Contribute)
+        assert request.inbox == inbox(node)
+        assert np.array_equal(request.model, MODEL)
+        reply = replies[node]
+        assert isinstance(reply, Contribution)
+        assert np.array_equal(whole(reply), VECTOR)
 
 
 def test_each_site_gets_its_own_request_and_all_of_them_one_vector() -> None:
