@@ -292,7 +292,7 @@ class WorkerPool:
         # The pickle names the main module __main__, or __mp_main__ if multiprocessing spawned this process.
         try:
             with environment(dict(common)), _main_module(needed=b"_main__" in self._factory):
-                with _interrupts_held():
+                with interrupts_held():
                     forkserver.ensure_running()
                 return act()
         except (EOFError, OSError) as error:
@@ -314,7 +314,7 @@ def _end_all(workers: list[Worker | None]) -> None:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """Block SIGINT: the process that starts meanwhile inherits the mask, and a Ctrl-C here is delivered afterwards.
 
     The fork server ignores SIGINT itself, but only after it has imported its preloads.

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cloister.protocol.soundness import load, parse
 from cloister.server.folder import RunFolder
 from cloister.server.progress import Event
 from cloister.simulations.federation import simulate
+from cloister.simulations.workers import interrupts_held
 
 Moment = Callable[[Event], bool]
 
@@ -52,6 +54,8 @@ def kill_while(target: Callable[..., None], *arguments: Any) -> None:
     """Run something in a process that dies of SIGKILL in it; the arguments are pickled."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cloister.simulations.federation", *imported_by_loading(parse(""))])
+    with interrupts_held():  # as a grid starts it: it serves the grids of later tests too
+        forkserver.ensure_running()
     process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)
