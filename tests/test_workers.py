@@ -117,6 +117,8 @@ def test_close_may_be_repeated_and_ends_everything(open_grid: Open) -> None:
 
 
 COORDINATOR = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 from functools import partial
 from pathlib import Path
 from flwr.app import Message, RecordDict
@@ -158,7 +160,10 @@ def test_ctrl_c_ends_the_coordinator_and_its_workers(tmp_path: Path, events: Eve
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as coordinator:
         pids = [events.next()[1] for _ in range(2)]
         os.killpg(coordinator.pid, signal.SIGINT)  # as a terminal does
-        assert coordinator.communicate(timeout=60)[1].splitlines()[-1] == b"KeyboardInterrupt"
+        try:
+            assert coordinator.communicate(timeout=60)[1].splitlines()[-1] == b"KeyboardInterrupt"
+        finally:
+            coordinator.kill()
     assert all(ended(pid) for pid in pids)
 
 
