@@ -366,7 +366,7 @@ def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
         else:
             sites[name].take_seeds(model=MODEL)
         message = clock.run(name, sites[name].masked, bytes(32))
-        clock.run("coordinator", coordinator.fold, message, vector)
+        clock.run("coordinator", coordinator.fold, message, [(0, vector)])
     survivors = clock.run("coordinator", coordinator.survivors)
     for name in alive:
         message = clock.run(name, sites[name].confirm, survivors)
