@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hmac
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
@@ -13,9 +15,12 @@ from cloister.aggregation import keys, masks, shamir
 from cloister.aggregation.secure_sum import (
     Attempt,
     Contract,
+    check_names,
     check_signature,
     commitment,
     ring_dtype,
+    share_hash,
+    sharers_digest,
     survivors_digest,
     transcript,
 )
@@ -58,18 +63,22 @@ class SecureCoordinator:
         round_: Round, from 1.
         attempt: Attempt at that round, from 1.
         model: Hash of the global model.
-        cohort: Names of the round's sites.
+        needed: Fewest sites in the sum, where more are needed than the protocol needs.
+
+    Raises:
+        ParameterError: the cohort cannot tolerate the dropouts and colluders of the contract.
     """
 
     def __init__(
-        self, contract: Contract, round_: int, attempt: int, model: bytes, cohort: Iterable[str]
+        self, contract: Contract, round_: int, attempt: int, model: bytes, *, needed: int = 0
     ) -> None:
         self.contract = contract
-        sites = tuple(sorted(cohort))
-        threshold = contract.tolerance.parameters(len(sites)).threshold
-        self.begin = Begin(round_, attempt, model, sites, threshold)
+        self.begin = Begin(round_, attempt, model)
         """The first message to each site of the cohort."""
         self.attempt = Attempt(contract, self.begin)
+        self.liars: dict[str, str] = {}
+        """Sites that lied, each with what it did. Its own signed messages prove it, or more than A sites complain."""
+        self._least = max(needed, self.attempt.parameters.quorum)
         self._step: Step | None = Step.ADVERTISE
         self._probe = keys.Exchange(bytes(keys.KEY))
         self._advertised: dict[str, Advertise] = {}
@@ -77,8 +86,9 @@ class SecureCoordinator:
         self._folded: set[str] = set()
         self._accumulator: masks.Ring | None = None
         self._confirmed: dict[str, Confirm] = {}
+        self._complaints: dict[str, tuple[str, ...]] = {}  # by site: whose shares it cannot open
+        self._statements: dict[str, Masked] = {}
         self._revealed: dict[str, Reveal] = {}
-        self._suspects: set[str] = set()
 
     # 2. Advertise.
 
@@ -110,21 +120,33 @@ class SecureCoordinator:
         """
         self._check(message, Step.SHARE, self._advertised, self._shared)
         expected = [site for site in self.attempt.graph.neighbours(message.site) if site in self._advertised]
-        if [site for site, _ in message.sealed] != expected:
-            raise ShareError(f"shares of {message.site}", expected="one for each of its neighbours, sorted")
+        holders = [site for site in self.attempt.graph.holders(message.site) if site in self._advertised]
+        if [site for site, _ in message.sealed] != expected or [
+            site for site, _, _ in message.hashes
+        ] != holders:
+            raise ShareError(
+                f"shares of {message.site}", expected="one, and its hashes, for each of its holders, sorted"
+            )
         self._shared[message.site] = message
 
     def inboxes(self) -> dict[str, Inbox]:
         """Step 3, end: the message to each site of U2."""
         self._close(Step.SHARE, self._shared)
         self._sharers = tuple(sorted(self._shared))
+        self._agreed = sharers_digest(self.attempt.context, self._transcript, self._sharers)
         sealed: dict[str, list[tuple[str, bytes]]] = {site: [] for site in self._sharers}
+        hashes: dict[str, list[tuple[str, bytes, bytes]]] = {site: [] for site in self._sharers}
         for sender in self._sharers:
-            for recipient, ciphertext in self._shared[sender].sealed:
+            shares = self._shared[sender]
+            for recipient, ciphertext in shares.sealed:
                 if recipient in sealed:
                     sealed[recipient].append((sender, ciphertext))
+            for holder, of_b, of_s in shares.hashes:
+                if holder in hashes and holder != sender:
+                    hashes[holder].append((sender, of_b, of_s))
         return {
-            site: Inbox(self.attempt.context, self._sharers, tuple(sealed[site])) for site in self._sharers
+            site: Inbox(self.attempt.context, self._sharers, tuple(sealed[site]), tuple(hashes[site]))
+            for site in self._sharers
         }
 
     # 4. Mask.
@@ -139,14 +161,23 @@ class SecureCoordinator:
             pieces: Offset and elements of each span, of the ring's type, that tile the vector; they are only read.
 
         Raises:
-            StaleError, SignatureError, MemberError, StepError, MaskError: the upload is not valid.
+            StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: the upload is not valid.
         """
         self._check(message, Step.UPDATE, self._shared, self._folded)
+        if message.sharers != self._agreed:
+            raise AgreementError(
+                f"sharers of {message.site}", expected="the keys and the list that were sent"
+            )
+        possible = set(self.attempt.graph.neighbours(message.site)).intersection(self._sharers)
+        check_names(f"complaints of {message.site}", message.complaints)
+        if not possible.issuperset(message.complaints):
+            raise MemberError(f"complaints of {message.site}", expected="only about neighbours that shared")
         self._check_upload(message.site, pieces)
         if self._accumulator is None:
             self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
         add_pieces(self._accumulator, pieces)
         self._folded.add(message.site)
+        self._statements[message.site] = message
 
     def _check_upload(self, site: str, pieces: Sequence[Piece]) -> None:
         try:
@@ -155,10 +186,36 @@ class SecureCoordinator:
             raise MaskError(f"vector of {site}", expected=f"pieces that tile it ({error})") from error
 
     def survivors(self) -> Survivors:
-        """Step 4, end: the message to each site of U3."""
+        """Step 4, end: the message to each site of U3.
+
+        Raises:
+            TooFewSitesError: too few sites are left.
+            ReconstructionError: too few of them hold a share of a secret that the sum needs; no site is bound to these
+                survivors, so a later attempt may be without the site that sent wrong shares.
+        """
         self._close(Step.UPDATE, self._folded)
         self._survivors = tuple(sorted(self._folded))
+        complaints = Counter(site for message in self._statements.values() for site in message.complaints)
+        for site, count in complaints.items():
+            if count > self.attempt.parameters.colluders:
+                self.liars[site] = f"{count} sites could not open the shares that it sent them"
+        threshold = self.attempt.parameters.threshold
+        closed = [site for site in self._needed() if len(self._openers(site)) < threshold]
+        if closed:
+            raise ReconstructionError(
+                f"shares of {', '.join(closed)}",
+                expected=f"{threshold} survivors that can open them",
+                fix="try the round again",
+            )
         return Survivors(self.attempt.context, self._survivors)
+
+    def _openers(self, site: str) -> list[str]:
+        """The survivors that hold shares of `site`, sorted."""
+        return [
+            holder
+            for holder in self.attempt.graph.holders(site)
+            if holder in self._folded and site not in self._statements[holder].complaints
+        ]
 
     # 5. Consistency.
 
@@ -169,16 +226,37 @@ class SecureCoordinator:
             StaleError, SignatureError, MemberError, StepError, AgreementError: the message is not valid.
         """
         self._check(message, Step.CONFIRM, self._folded, self._confirmed)
-        if message.survivors != survivors_digest(self.attempt.context, self._survivors):
+        if message.survivors != survivors_digest(self._agreed, self._survivors):
             raise AgreementError(f"survivors of {message.site}", expected="the list that was sent")
         self._confirmed[message.site] = message
 
-    def request(self) -> Unmask:
-        """Step 5, end: the message to each site of U3."""
-        self._close(Step.CONFIRM, self._confirmed, least=self.attempt.parameters.agreement)
+    def request(self) -> dict[str, Unmask]:
+        """Step 5, end: the message to each site of U3; sites that are sent the same share one object."""
+        agreement = self.attempt.parameters.agreement
+        self._close(Step.CONFIRM, self._confirmed, least=agreement)
         dropouts = tuple(site for site in self._sharers if site not in self._folded)
-        signatures = tuple((site, self._confirmed[site].signature) for site in sorted(self._confirmed))
-        return Unmask(self.attempt.context, self._survivors, dropouts, signatures)
+        confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time
+        signatures = tuple((site, self._confirmed[site].signature) for site in confirmed)
+        requests: dict[tuple[str, ...], Unmask] = {}
+        return {
+            site: requests.setdefault(
+                held := tuple(self._asked(site)[0]),
+                Unmask(self.attempt.context, self._survivors, dropouts, signatures, self._stated(held)),
+            )
+            for site in self._survivors
+        }
+
+    def _stated(self, sites: Iterable[str]) -> tuple[tuple[str, bytes, tuple[str, ...], bytes], ...]:
+        stated = (self._statements[site] for site in sites)
+        return tuple((it.site, it.digest, it.complaints, it.signature) for it in stated)
+
+    def _asked(self, holder: str) -> tuple[list[str], list[str]]:
+        """The survivors whose share of b, and the dropouts whose share of s, `holder` can reveal; sorted."""
+        closed = self._statements[holder].complaints
+        held = [site for site in self.attempt.graph.holders(holder) if site not in closed]  # it is mutual
+        return [site for site in held if site in self._folded], [
+            site for site in held if site in self._shared and site not in self._folded
+        ]
 
     # 6. Unmask.
 
@@ -189,25 +267,31 @@ class SecureCoordinator:
             StaleError, SignatureError, MemberError, StepError, ShareError: the message cannot stand.
         """
         self._check(message, Step.UNMASK, self._folded, self._revealed)
-        held = set(self.attempt.graph.holders(message.site))  # holding shares is mutual
-        self_shares = [site for site in self._survivors if site in held]
-        mask_shares = [site for site in self._sharers if site in held and site not in self._folded]
+        holder = message.site
+        self_shares, mask_shares = self._asked(holder)
         if [site for site, _ in message.self_shares] != self_shares or [
             site for site, _ in message.mask_shares
         ] != mask_shares:
-            raise ShareError(
-                f"shares from {message.site}", expected="one of each site that it holds shares of"
-            )
-        if any(len(share) != shamir.SHARE for _, share in message.self_shares + message.mask_shares):
-            raise ShareError(f"shares from {message.site}", expected=f"{shamir.SHARE} bytes each")
-        self._revealed[message.site] = message
+            raise ShareError(f"shares from {holder}", expected="one of each site that it holds shares of")
+        for which, shares in enumerate((message.self_shares, message.mask_shares)):
+            for sender, share in shares:
+                self._check_revealed(holder, sender, share, which)
+        self._revealed[holder] = message
+
+    def _check_revealed(self, holder: str, sender: str, share: bytes, which: int) -> None:
+        """Check a share of b (0) or s (1) against the hash that its sender has signed; `holder` has compared them."""
+        hashes = self._shared[sender].hashes
+        _, *expected = hashes[bisect.bisect_left(hashes, holder, key=lambda entry: entry[0])]
+        if share_hash(self.attempt.context, share, sender=sender, holder=holder) != expected[which]:
+            self.liars[holder] = f"it revealed another share of {sender} than the one that it was sent"
+            raise ShareError(f"share of {sender} from {holder}", expected=f"the one that {sender} has signed")
 
     @property
     def enough(self) -> bool:
         """Every secret that is needed has t shares."""
         needed = self.attempt.parameters.threshold
         return self._step is Step.UNMASK and all(
-            sum(holder in self._revealed for holder in self.attempt.graph.holders(site)) >= needed
+            sum(holder in self._revealed for holder in self._openers(site)) >= needed
             for site in self._needed()
         )
 
@@ -230,7 +314,8 @@ class SecureCoordinator:
 
         Raises:
             TooFewSitesError: a secret has fewer than t shares; more may arrive. Nothing was reconstructed.
-            ReconstructionError: a site's shares do not match its commitment or key; the error names the site.
+            ReconstructionError: the shares that a site has signed do not match its commitment or key; the error names
+                the site, and so does `liars`.
             StepError: the sum was taken before, or this is not the current step.
         """
         if self._step is not Step.UNMASK or self._accumulator is None:
@@ -252,13 +337,28 @@ class SecureCoordinator:
             ):
                 for site, share in shares:
                     into.setdefault(site, {})[holder] = share
+        secrets = {
+            site: self._reconstruct(site, self_shares[site], self._fits_commitment)
+            if site in self._folded
+            else self._reconstruct(site, mask_shares[site], self._fits_key)
+            for site in self._needed()
+        }
+        wrong = [site for site, secret in secrets.items() if secret is None]
+        if wrong:
+            self.liars |= dict.fromkeys(wrong, "it shared another secret than the one that it committed to")
+            raise ReconstructionError(
+                f"secrets of {', '.join(wrong)}",
+                expected="shares that match the commitment or the key of the site that signed them",
+                fix="try the round again",
+            )
         add: list[bytes] = []
         subtract: list[bytes] = []
-        for site in self._needed():
+        for site, secret in secrets.items():
+            assert secret is not None
             if site in self._folded:
-                subtract.append(self._reconstruct(site, self_shares[site], self._fits_commitment))
+                subtract.append(secret)
                 continue
-            exchange = keys.Exchange(self._reconstruct(site, mask_shares[site], self._fits_key))
+            exchange = keys.Exchange(secret)
             for other in graph.neighbours(site):
                 if other in self._folded:
                     seed = keys.mask_seed(
@@ -273,31 +373,18 @@ class SecureCoordinator:
         masks.apply(self._accumulator, add, subtract, cipher=self.contract.cipher, threads=threads, pool=pool)
         return self._accumulator
 
-    def _reconstruct(self, site: str, shares: dict[str, bytes], fits: Callable[[str, bytes], bool]) -> bytes:
-        """The secret of `site`; with more than t shares, even if one holder's share is wrong."""
-        threshold = self.attempt.parameters.threshold
-        holders = sorted(
-            shares, key=lambda holder: (holder in self._suspects, self.attempt.graph.index(holder))
-        )
-        for left_out in (None, *holders[:threshold]):
-            chosen = [holder for holder in holders if holder != left_out][:threshold]
-            if len(chosen) < threshold:
-                break
-            chosen.sort(key=self.attempt.graph.index)
-            interpolation = _interpolation(tuple(self.attempt.graph.index(holder) for holder in chosen))
-            try:
-                secret = interpolation.secret([shares[holder] for holder in chosen])
-            except ShareError:
-                continue  # not a field element, or not a secret: a share is wrong
-            if fits(site, secret):
-                if left_out is not None:
-                    self._suspects.add(left_out)
-                return secret
-        raise ReconstructionError(
-            f"secret of {site}",
-            expected=f"shares that match the commitment of {site}: {site} or a holder of its shares sent wrong data",
-            fix="try the round again",
-        )
+    def _reconstruct(
+        self, site: str, shares: dict[str, bytes], fits: Callable[[str, bytes], bool]
+    ) -> bytes | None:
+        """The secret of `site` from t of its shares; None if they, which `site` has signed, are not of its secret."""
+        index = self.attempt.graph.index
+        chosen = sorted(shares, key=index)[: self.attempt.parameters.threshold]
+        interpolation = _interpolation(tuple(index(holder) for holder in chosen))
+        try:
+            secret = interpolation.secret([shares[holder] for holder in chosen])
+        except ShareError:
+            return None  # not a field element, or not a secret
+        return secret if fits(site, secret) else None
 
     def _fits_commitment(self, site: str, seed: bytes) -> bool:
         return hmac.compare_digest(commitment(self.attempt.context, seed), self._shared[site].commitment)
@@ -326,7 +413,7 @@ class SecureCoordinator:
     def _close(self, step: Step, sites: Iterable[str], least: int | None = None) -> None:
         if self._step is not step:
             raise StepError(f"end of {step.label}", expected=f"the end of {self._now}")
-        count, needed = len(list(sites)), self.attempt.parameters.quorum if least is None else least
+        count, needed = len(list(sites)), self._least if least is None else least
         if count < needed:
             raise TooFewSitesError(
                 f"sites that finished the step {step.label}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
@@ -22,6 +23,8 @@ from cloister.aggregation.secure_sum import (
     check_signature,
     check_vector,
     commitment,
+    share_hash,
+    sharers_digest,
     survivors_digest,
     transcript,
 )
@@ -35,7 +38,6 @@ from cloister.protocol.errors import (
     ShareError,
     StaleError,
     StepError,
-    ThresholdError,
     TooFewSitesError,
 )
 from cloister.protocol.messages import (
@@ -117,15 +119,14 @@ class SecureSite:
         """Step 2: join the attempt with fresh one-time keys.
 
         Raises:
-            StaleError, MemberError, TooFewSitesError, ParameterError, ThresholdError, StepError: it refuses.
+            StaleError, MemberError, TooFewSitesError, ParameterError, StepError: it refuses.
         """
         if (reply := self._check_order(Step.ADVERTISE, begin)) is not None:
             return reply  # type: ignore[no-any-return]  # the reply of this same step
         self._check_fresh(begin)  # 2a
-        self._check_cohort(begin.cohort)  # 2b
         attempt = self._attempt(begin)
-        self._check_size("cohort", len(begin.cohort), self.minimum)  # 2c
-        self._check_threshold(begin.threshold, attempt.parameters.threshold)  # 2d
+        self._check_drawn(attempt)  # 2b
+        self._check_size("cohort", attempt.parameters.n, self.minimum)  # 2c
         self.attempt = attempt
         self._share_key = keys.Exchange(self._random(keys.KEY))
         self._mask_private = self._random(keys.KEY)
@@ -145,21 +146,13 @@ class SecureSite:
                 expected=f"one after attempt {self._newest[1]} of round {self._newest[0]}",
             )
 
-    def _check_cohort(self, cohort: tuple[str, ...]) -> None:
-        check_names("cohort", cohort)
-        for site in cohort:
-            if site not in self.contract.roster:
-                raise MemberError("cohort", site, expected="only sites of the roster")
-        if self.name not in cohort:
-            raise MemberError("cohort", f"without {self.name}", expected="this site to be in it")
+    def _check_drawn(self, attempt: Attempt) -> None:
+        if self.name not in attempt.cohort:
+            raise MemberError("cohort", f"without {self.name}", expected=f"a draw of {self.name}")
 
     def _check_size(self, what: str, size: int, least: int) -> None:
         if size < least:
             raise TooFewSitesError(what, size, expected=f"at least {least} sites")
-
-    def _check_threshold(self, offered: int, own: int) -> None:
-        if offered != own:
-            raise ThresholdError("threshold", offered, expected=f"{own}, which follows from the plan")
 
     # 3. Share.
 
@@ -180,7 +173,7 @@ class SecureSite:
         self._check_size("sites with keys", len(advertised), self._least())  # 3e
         graph, threshold, ctx = self.attempt.graph, self.attempt.parameters.threshold, self.attempt.context
         holders = [site for site in graph.holders(self.name) if site in advertised]
-        self._check_size(f"holders of {self.name}'s shares", len(holders), threshold)
+        self._check_holders(holders)  # 3f
 
         self._peers = advertised
         self._transcript = transcript(ctx, peers.advertised)
@@ -192,8 +185,9 @@ class SecureSite:
         self_shares = shamir.share(self._self_seed, threshold, indices, self._random)
         mask_shares = shamir.share(self._mask_private, threshold, indices, self._random)
         self._held: dict[str, tuple[bytes, bytes]] = {}  # by peer: its share of b, its share of s
-        sealed = []
+        sealed, hashes = [], []
         for site, self_share, mask_share in zip(holders, self_shares, mask_shares, strict=True):
+            hashes.append((site, *self._hashes(self.name, site, (self_share, mask_share))))
             if site == self.name:
                 self._held[site] = (self_share, mask_share)
                 continue
@@ -208,7 +202,18 @@ class SecureSite:
                 self_share + mask_share, key, context=ctx, sender=self.name, recipient=site
             )
             sealed.append((site, share))
-        return self._finish(peers, Shares(ctx, self.name, commitment(ctx, self._self_seed), tuple(sealed)))
+        committed = commitment(ctx, self._self_seed)
+        return self._finish(peers, Shares(ctx, self.name, committed, tuple(sealed), tuple(hashes)))
+
+    def _check_holders(self, present: Iterable[str]) -> None:
+        """3f, 4c: t holders of this site's shares, itself among them in the complete graph."""
+        holders = set(self.attempt.graph.holders(self.name)).intersection(present)
+        what = f"holders of {self.name}'s shares"
+        self._check_size(what, len(holders), self.attempt.parameters.threshold)
+
+    def _hashes(self, sender: str, holder: str, shares: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+        own, mask = (share_hash(self.attempt.context, it, sender=sender, holder=holder) for it in shares)
+        return own, mask
 
     def _check_own_keys(self, returned: Advertise | None) -> None:
         if returned is None:
@@ -229,6 +234,8 @@ class SecureSite:
     def receive(self, inbox: Inbox) -> None:
         """Step 4, first half: open the shares of the others and derive the masks.
 
+        A share that cannot be opened is left out, and `masked` names its sender: one bad site does not stop the others.
+
         Raises:
             StaleError, MemberError, TooFewSitesError, ShareError, OneTimeKeyError, StepError: it refuses.
         """
@@ -239,16 +246,24 @@ class SecureSite:
         self._check_within("sharers", inbox.sharers, self._peers)
         self._check_includes_me("sharers", inbox.sharers)
         self._check_size("sharers", len(inbox.sharers), self._least())  # 4b
-        sealed = dict(inbox.sealed)
+        self._check_holders(inbox.sharers)  # 4c
         neighbours = [site for site in self.attempt.graph.neighbours(self.name) if site in inbox.sharers]
-        check_names("shares", tuple(sender for sender, _ in inbox.sealed))
-        if sorted(sealed) != neighbours:
-            wrong = set(sealed).symmetric_difference(neighbours)
-            raise ShareError("shares", sorted(wrong), expected="one from each neighbour that shared")
-        held = {site: self._open(site, sealed[site]) for site in neighbours}  # 4c
+        for what, senders in (
+            ("shares", [sender for sender, _ in inbox.sealed]),
+            ("hashes of shares", [sender for sender, _, _ in inbox.hashes]),
+        ):
+            if senders != neighbours:
+                wrong = sorted(set(senders).symmetric_difference(neighbours))
+                raise ShareError(what, wrong, expected="one from each neighbour that shared, sorted by name")
+        held = {}
+        for (site, ciphertext), (_, *hashes) in zip(inbox.sealed, inbox.hashes, strict=True):
+            with contextlib.suppress(ShareError):
+                held[site] = self._open(site, ciphertext, tuple(hashes))  # 4d
 
+        self._complaints = tuple(site for site in neighbours if site not in held)
         self._held |= held
         self._sharers = inbox.sharers
+        self._agreed = sharers_digest(self.attempt.context, self._transcript, inbox.sharers)
         seeds = {
             site: keys.mask_seed(
                 self._mask_key.secret(self._peers[site].mask_key),
@@ -265,7 +280,7 @@ class SecureSite:
         )
         self._done[Step.UPDATE] = (inbox, ())
 
-    def _open(self, sender: str, sealed: bytes) -> tuple[bytes, bytes]:
+    def _open(self, sender: str, sealed: bytes, hashes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
         key = keys.share_key(
             self._share_secrets[sender],
             transcript=self._transcript,
@@ -278,7 +293,10 @@ class SecureSite:
             raise ShareError(
                 f"share of {sender}", f"{len(opened)} bytes", expected=f"{2 * shamir.SHARE} bytes"
             )
-        return opened[: shamir.SHARE], opened[shamir.SHARE :]
+        shares = opened[: shamir.SHARE], opened[shamir.SHARE :]
+        if self._hashes(sender, self.name, shares) != hashes:
+            raise ShareError(f"share of {sender}", expected=f"the one that {sender} has signed the hash of")
+        return shares
 
     def _decrypt(self, sealed: bytes, key: bytes, sender: str) -> bytes:
         return keys.decrypt_share(
@@ -351,7 +369,8 @@ class SecureSite:
         return self._seeds
 
     def masked(self, digest: bytes) -> Masked:
-        """Step 4, end: sign the masked vector's digest; nothing can be masked after this.
+        """Step 4, end: sign the masked vector's digest and the sharers that it was masked with; nothing can be masked
+        after this.
 
         Raises:
             StepError: this is not the current step, or parts of the vector are not masked.
@@ -361,7 +380,8 @@ class SecureSite:
                 raise StepError("masking", expected="the shares of the others first")
             if not self._seeds_taken and self._applied != self.contract.length:
                 raise StepError("masking", expected=f"all {self.contract.length} elements to be masked first")
-            self._masked = self._sign(Masked(self.attempt.context, self.name, digest))
+            ctx = self.attempt.context
+            self._masked = self._sign(Masked(ctx, self.name, digest, self._agreed, self._complaints))
         if self._masked.digest != digest:
             raise StepError("masked vector", expected="the one that was signed before")
         return self._masked
@@ -400,7 +420,7 @@ class SecureSite:
         self._check_earlier(listed)  # 5c
         self._check_one_list(listed)  # 5d
         ctx = self.attempt.context
-        reply = self._sign(Confirm(ctx, self.name, survivors_digest(ctx, listed)))
+        reply = self._sign(Confirm(ctx, self.name, survivors_digest(self._agreed, listed)))
         self._done.setdefault(Step.CONFIRM, (survivors, reply))
         return reply
 
@@ -410,12 +430,12 @@ class SecureSite:
             self.attempt.round,
         ):
             return
-        if self._earlier.survivors != answered_digest(survivors):
+        if self._earlier.survivors != answered_digest(self.attempt.model, survivors):
             raise AnsweredError(
                 "survivors",
                 f"{len(survivors)} sites",
-                expected=f"the same as in attempt {self._earlier.attempt}, which this site answered: "
-                "the difference of two sums would reveal updates",
+                expected=f"the same survivors and model as in attempt {self._earlier.attempt}, which this site "
+                "answered: the difference of two sums would reveal updates",
                 fix="continue with the next round",
             )
 
@@ -432,7 +452,7 @@ class SecureSite:
 
         Raises:
             StaleError, AgreementError, SignatureError, MemberError, ExclusiveError, AnsweredError, StepError: it
-                refuses.
+                refuses; SignatureError also where a survivor has masked with other sharers than this site.
             Exception: whatever `answered` raised; nothing was revealed.
         """
         self._check_context(request.context)
@@ -442,12 +462,12 @@ class SecureSite:
         self._check_agreement(request)  # 6b
         check_names("dropouts", request.dropouts)  # 6c
         self._check_exclusive(request)  # 6d
+        self._check_masked_alike(request)  # 6e
         ctx, survivors = self.attempt.context, request.survivors
         self_shares = tuple((site, self._held[site][0]) for site in survivors if site in self._held)
         mask_shares = tuple((site, self._held[site][1]) for site in request.dropouts if site in self._held)
-        mark = Answered(
-            self.contract.run, self.attempt.round, self.attempt.attempt, answered_digest(survivors)
-        )
+        answered = answered_digest(self.attempt.model, survivors)
+        mark = Answered(self.contract.run, self.attempt.round, self.attempt.attempt, answered)
         self.answered(mark)  # durable before the reply exists
         return self._finish(request, Reveal(ctx, self.name, self_shares, mask_shares))
 
@@ -463,7 +483,7 @@ class SecureSite:
 
     def _check_agreement(self, request: Unmask) -> None:
         ctx = self.attempt.context
-        digest = survivors_digest(ctx, request.survivors)
+        digest = survivors_digest(self._agreed, request.survivors)
         signers = tuple(site for site, _ in request.signatures)
         check_names("signatures", signers)
         self._check_within("signatures", signers, request.survivors)
@@ -484,6 +504,27 @@ class SecureSite:
             )
         if sorted(request.survivors + request.dropouts) != sorted(self._sharers):
             raise MemberError("survivors and dropouts", expected="together exactly the sites that shared")
+
+    def _check_masked_alike(self, request: Unmask) -> None:
+        """6e: each survivor whose share this site holds has masked with the same U1 and U2 as this site.
+
+        Otherwise a coordinator could tell one site that its neighbours dropped out, so that it masks with few others or
+        none, and then have the same neighbours open its self-mask.
+        """
+        held = [site for site in request.survivors if site in self._held]
+        stated = [site for site, *_ in request.statements]
+        if stated != held:
+            wrong = sorted(set(stated).symmetric_difference(held))
+            raise MemberError(
+                "statements", wrong, expected="that of each survivor whose share is wanted, sorted by name"
+            )
+        ctx = self.attempt.context
+        self._check_signatures(
+            [
+                Masked(ctx, site, digest, self._agreed, complaints, signature)
+                for site, digest, complaints, signature in request.statements
+            ]
+        )
 
     # All steps.
 

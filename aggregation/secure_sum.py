@@ -1,22 +1,26 @@
 """The secure sum: the coordinator learns the sum of the sites' vectors modulo 2^b, and nothing else, even if it lies.
 
 After Bonawitz et al. 2017 ("Practical secure aggregation", the malicious-server variant with a consistency step), with
-the graph of Bell et al. 2020 above 64 sites. n sites, at most A of them colluding with the coordinator, at most D
-dropping out. Everything a site sends is signed with the identity key that the roster holds (`protocol.roster`), over
-the protocol's name, the step and `ctx`, the hash of everything that the parties must agree on about this attempt
-(`Attempt.context`). The steps are those of a round (`protocol.messages.Step`, `server/round.py`), which draws the
-cohort in step 1.
+the graph of Bell et al. 2020 above 64 sites, in its malicious variant. n sites, at most A of them colluding with the
+coordinator, at most D absent or dropping out. Everything a site sends is signed with the identity key that the roster
+holds (`protocol.roster`), over the protocol's name, the step and `ctx`, the hash of everything that the parties must
+agree on about this attempt (`Attempt.context`). The steps are those of a round (`protocol.messages.Step`,
+`server/round.py`). In step 1 each party repeats the public draw of the cohort (`protocol.cohort`): n, A, k and t follow
+from it, and sites that are absent are dropouts.
 
-2. Advertise. A site checks the attempt that it is asked to join (2a-2d) and answers with two one-time X25519 keys: c
+2. Advertise. A site checks the attempt that it is asked to join (2a-2c) and answers with two one-time X25519 keys: c
    for shares, s for masks. U1 are the sites that answered.
-3. Share. A site checks the keys of U1 (3a-3e), draws the seed b of its self-mask, shares b and s t-of-n among the
-   holders that the graph gives, encrypts each share for its holder, and commits to b. U2 are the sites that answered.
-4. Mask. A site opens the shares that it received (4a-4c) and uploads y = x + PRG(b) + sum over neighbours j in U2 of
-   +-PRG(s_ij) mod 2^b, s_ij from X25519 of the two mask keys, + for the site whose name sorts first. U3 are the sites
-   whose upload is complete.
-5. Consistency. A site checks U3 (5a-5d) and signs it, once.
-6. Unmask. Shown enough signatures under the one list that it signed itself (6a-6d), a site writes a durable mark that
-   it has answered, and only then reveals the share of b of each survivor, or that of s of each dropout: never both.
+3. Share. A site checks the keys of U1 (3a-3f), draws the seed b of its self-mask, shares b and s t-of-n among the
+   holders that the graph gives, encrypts each share for its holder, commits to b and to each share. U2 are the sites
+   that answered.
+4. Mask. A site checks U2 (4a-4d), opens the shares that it received, and uploads y = x + PRG(b) + sum over neighbours j
+   in U2 of +-PRG(s_ij) mod 2^b, s_ij from X25519 of the two mask keys, + for the site whose name sorts first. It signs
+   with y the keys of U1 and the list U2, and names the sites whose share it cannot open. U3 are the sites whose upload
+   is complete.
+5. Consistency. A site checks U3 (5a-5d) and signs it, with U1 and U2, once.
+6. Unmask. Shown enough signatures under the one list that it signed itself, and for each survivor whose share it holds
+   a statement that the survivor masked with the same U1 and U2 (6a-6e), a site writes a durable mark that it has
+   answered, and only then reveals the share of b of each survivor, or that of s of each dropout: never both.
 7. Sum. The coordinator reconstructs the secrets, checks b against its commitment and s against the advertised key, and
    removes the masks from its accumulator. With fewer than t shares the attempt ends, and nothing was revealed.
 
@@ -25,8 +29,8 @@ I/O or reads a clock; randomness and the durable mark are passed in. `SecureSite
 attempt each: a new attempt has new keys. Each check is a method, so that a test can remove it and see the attack that
 it prevents succeed. Refused: a check inside an adapter, where a second engine would lack it.
 
-A site answers at most one list of survivors in all attempts at one round. The reason is that a retry sums the same
-updates again: from the sums over U3 and over U3 without one site, that site's update follows.
+A site answers at most one model and one list of survivors in all attempts at one round. The reason is that a retry sums
+the same updates again: from the sums over U3 and over U3 without one site, that site's update follows.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ import numpy as np
 
 from cloister.aggregation import keys, masks
 from cloister.aggregation.graph import Graph
+from cloister.protocol.cohort import Draw
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MaskError, MemberError, StaleError
 from cloister.protocol.messages import (
@@ -71,8 +76,10 @@ class Contract:
     """The sites' identities."""
     plan: bytes
     """The plan's digest."""
+    draw: Draw
+    """The draw of each round's cohort from the roster."""
     tolerance: Tolerance
-    """How many of a cohort may drop out or collude with the coordinator."""
+    """How many of a cohort may drop out, and how many of the roster may collude with the coordinator."""
     ring_bits: Literal[16, 32]
     """b: elements are integers modulo 2^b."""
     length: int
@@ -85,31 +92,37 @@ class Contract:
 
 @dataclass(frozen=True)
 class Answered:
-    """A site's durable mark: it has revealed shares for these survivors, and for no others in this round."""
+    """A site's durable mark: it has revealed shares for this model and these survivors, and no others in this round."""
 
     run: str
     round: int
     attempt: int
     survivors: bytes
-    """Digest of the list of survivors, the same in every attempt."""
+    """Digest of the model and of the list of survivors, the same in every attempt (`answered_digest`)."""
 
 
 class Attempt:
-    """What follows from a contract and a `Begin`: the graph, t, and the context of every message of the attempt."""
+    """What follows from a contract and a `Begin`: the cohort, the graph, t, and the context of every message.
+
+    Raises:
+        ParameterError: the cohort cannot tolerate the dropouts and colluders of the contract.
+    """
 
     def __init__(self, contract: Contract, begin: Begin) -> None:
         self.contract = contract
         self.round = begin.round
         self.attempt = begin.attempt
         self.model = begin.model
-        self.parameters = contract.tolerance.parameters(len(begin.cohort))
-        self.graph = Graph(begin.cohort, self.parameters, contract.roster.hash, begin.round)
-        self.cohort = frozenset(begin.cohort)
-        self.context = context(contract, begin, self.parameters)
+        sites = contract.roster.names
+        cohort = contract.draw.cohort(sites, begin.round)
+        self.parameters = contract.tolerance.parameters(len(sites), len(cohort))
+        self.graph = Graph(cohort, self.parameters, contract.roster.hash, begin.round)
+        self.cohort = frozenset(cohort)
+        self.context = context(contract, begin, cohort, self.parameters)
 
 
-def context(contract: Contract, begin: Begin, parameters: Parameters) -> bytes:
-    """ctx: SHA-256 of the run, round, attempt, roster, plan, model, cohort, n, t, ring, layout and cipher."""
+def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, model, cohort, n, k, t, ring, layout and cipher."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -120,8 +133,9 @@ def context(contract: Contract, begin: Begin, parameters: Parameters) -> bytes:
             contract.roster.hash,
             contract.plan,
             begin.model,
-            begin.cohort,
+            cohort,
             parameters.n,
+            parameters.k,
             parameters.threshold,
             contract.ring_bits,
             contract.length,
@@ -136,9 +150,14 @@ def transcript(ctx: bytes, advertised: Iterable[Advertise]) -> bytes:
     return hashlib.sha256(pack("transcript", ctx, tuple(message.body() for message in advertised))).digest()
 
 
-def survivors_digest(ctx: bytes, survivors: tuple[str, ...]) -> bytes:
-    """H(ctx || U3), which the survivors sign."""
-    return hashlib.sha256(pack("survivors", ctx, survivors)).digest()
+def sharers_digest(ctx: bytes, transcript_: bytes, sharers: tuple[str, ...]) -> bytes:
+    """H(ctx || U1's keys || U2), which a site signs with its masked vector."""
+    return hashlib.sha256(pack("sharers", ctx, transcript_, sharers)).digest()
+
+
+def survivors_digest(sharers: bytes, survivors: tuple[str, ...]) -> bytes:
+    """H(`sharers_digest` || U3), which the survivors sign."""
+    return hashlib.sha256(pack("survivors", sharers, survivors)).digest()
 
 
 def commitment(ctx: bytes, seed: bytes) -> bytes:
@@ -146,9 +165,14 @@ def commitment(ctx: bytes, seed: bytes) -> bytes:
     return hashlib.sha256(seed + ctx).digest()
 
 
-def answered_digest(survivors: tuple[str, ...]) -> bytes:
-    """The digest of U3 in a site's durable mark: the same in every attempt."""
-    return hashlib.sha256(pack("answered", survivors)).digest()
+def share_hash(ctx: bytes, share: bytes, *, sender: str, holder: str) -> bytes:
+    """Hash of one share. A share is uniform in a field of 256 bits, so its hash hides it."""
+    return hashlib.sha256(pack("share", ctx, sender, holder, share)).digest()
+
+
+def answered_digest(model: bytes, survivors: tuple[str, ...]) -> bytes:
+    """The digest of the model's hash and of U3 in a site's durable mark: the same in every attempt."""
+    return hashlib.sha256(pack("answered", model, survivors)).digest()
 
 
 def ring_dtype(ring_bits: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -210,23 +234,29 @@ def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:
         parameters: Of the cohort.
         name_length: Characters of a site's name.
     """
-    n, holders = parameters.n, parameters.n if parameters.complete else parameters.k
+    n, k, holders = parameters.n, parameters.k, parameters.n if parameters.complete else parameters.k
     name, key, signature = "x" * name_length, bytes(32), bytes(64)
-    names, sealed = (name,) * n, ((name, bytes(82)),) * parameters.k
+    names, sealed = (name,) * n, ((name, bytes(82)),) * k
     own = Advertise(key, name, key, key, signature)
     sent = (
         own,
-        Shares(key, name, key, sealed, signature),
-        Masked(key, name, key, signature),
+        Shares(key, name, key, sealed, ((name, key, key),) * holders, signature),
+        Masked(key, name, key, key, (), signature),
         Confirm(key, name, key, signature),
         Reveal(key, name, ((name, bytes(33)),) * holders, (), signature),
     )
     received = (
-        Begin(1, 1, key, names, parameters.threshold),
+        Begin(1, 1, key),
         Peers(key, (own,) * n),
-        Inbox(key, names, sealed),
+        Inbox(key, names, sealed, ((name, key, key),) * k),
         Survivors(key, names),
-        Unmask(key, names, (), ((name, signature),) * n),
+        Unmask(
+            key,
+            names,
+            (),
+            ((name, signature),) * parameters.agreement,
+            ((name, key, (), signature),) * holders,
+        ),
     )
     return sum(len(to_bytes(message)) for message in sent), sum(
         len(to_bytes(message)) for message in received

@@ -9,6 +9,7 @@ from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.messages import TRAIN, Purpose
 from cloister.protocol.plan import Plan
@@ -48,8 +49,8 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
 
 
 def evaluation_layout(plan: Plan) -> SumLayout:
-    """The layout of an evaluation's sum: totals over all sites' held-out records."""
-    ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.sites)
+    """The layout of an evaluation's sum: totals over the held-out records of a cohort."""
+    ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
     return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES))
 
 
@@ -87,6 +88,7 @@ def contract_for(
         run=f"{run}/{purpose}",
         roster=roster,
         plan=bytes.fromhex(plan.digest()),
+        draw=draw_of(plan, purpose),
         tolerance=Tolerance(plan.aggregation.dropouts, plan.aggregation.colluders),
         ring_bits=plan.aggregation.ring_bits,
         length=layout.length,

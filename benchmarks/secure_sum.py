@@ -51,7 +51,8 @@ from cloister.clients import app as site_app
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.train import LocalUpdate, Trainer
-from cloister.protocol.messages import Masked, Signed
+from cloister.protocol.cohort import Draw
+from cloister.protocol.messages import TRAIN, Masked, Signed
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
 from cloister.protocol.soundness import parse
@@ -332,14 +333,15 @@ def federation(n: int, d: int, timed: int) -> tuple[SecureCoordinator, dict[str,
     names = [f"site-{number:04d}" for number in range(n)]
     identities = {name: new_identity() for name in names}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
-    contract = Contract("run", roster, bytes(32), Tolerance(0.1, 0.1), 32, d, b"")
+    draw = Draw(0, TRAIN, n)
+    contract = Contract("run", roster, bytes(32), draw, Tolerance(0.1, 0.1), 32, d, b"")
     sites = {
         name: (SecureSite if place < timed else Untimed)(
             contract, name, identities[name], minimum=2, random=os.urandom, answered=lambda mark: None
         )
         for place, name in enumerate(names)
     }
-    return SecureCoordinator(contract, 1, 1, MODEL, names), sites
+    return SecureCoordinator(contract, 1, 1, MODEL), sites
 
 
 def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
@@ -371,9 +373,9 @@ def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
     for name in alive:
         message = clock.run(name, sites[name].confirm, survivors)
         clock.run("coordinator", coordinator.confirmed, message)
-    request = clock.run("coordinator", coordinator.request)
+    requests = clock.run("coordinator", coordinator.request)
     for name in alive:
-        message = clock.run(name, sites[name].unmask, request)
+        message = clock.run(name, sites[name].unmask, requests[name])
         clock.run("coordinator", coordinator.revealed, message)
     total = clock.run("coordinator", coordinator.sum)
     if every and total.any():
@@ -445,9 +447,9 @@ def finish(
     survivors = coordinator.survivors()
     for site in sites:
         coordinator.confirmed(site.confirm(survivors))
-    request = coordinator.request()
+    requests = coordinator.request()
     for site in sites:
-        coordinator.revealed(site.unmask(request))
+        coordinator.revealed(site.unmask(requests[site.name]))
     coordinator.sum()
 
 

@@ -17,16 +17,15 @@ from cloister.clients.spending import Spending
 from cloister.lm.model import count_parameters
 from cloister.privacy.policy import Policy, load_policy, offer_of
 from cloister.privacy.terms import terms_of
-from cloister.protocol.cohort import draw
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import (
     BudgetError,
-    MemberError,
     PlanError,
     PolicyError,
     RosterError,
     StaleError,
 )
-from cloister.protocol.messages import EVALUATE, TRAIN, Begin, Purpose, Refused
+from cloister.protocol.messages import EVALUATE, TRAIN, Purpose, Refused
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable, sign_refusal
 from cloister.protocol.roster import Roster
@@ -96,21 +95,16 @@ class Admission:
                 fix="only the site itself can allow it: set secure = false in its TOML",
             )
 
-    def check_begin(self, plan: Plan, purpose: Purpose, begin: Begin) -> None:
-        """Check that a round is in the plan, and that a cohort is a subset of the one that the plan draws for it.
+    def check_round(self, plan: Plan, purpose: Purpose, round_number: int) -> None:
+        """Check that the round of an attempt is in the plan.
 
         Raises:
             StaleError: the plan has no such round.
-            MemberError: a site of the cohort was not drawn.
         """
-        if not (1 if purpose == TRAIN else 0) <= begin.round <= plan.run.rounds:
-            raise StaleError("round", begin.round, expected=f"one of the plan's {plan.run.rounds}")
-        names = self.roster().names
-        drawn = draw(plan, names, begin.round) if purpose == TRAIN else names
-        strangers = sorted(set(begin.cohort).difference(drawn))
-        if strangers:
-            raise MemberError(
-                "cohort", strangers[0], expected=f"only sites that the plan draws for round {begin.round}"
+        first = 1 if purpose == TRAIN else 0
+        if not first <= round_number <= plan.run.rounds:
+            raise StaleError(
+                "round", round_number, expected=f"one of {first} to {plan.run.rounds}, as the plan has"
             )
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
@@ -215,5 +209,5 @@ class Admission:
         """Rounds of the plan that draw this site; all rounds if the site has no roster."""
         if not self._config.roster or plan.cohort.fraction == 1:
             return plan.run.rounds
-        names, name = self.roster().names, self._config.name
-        return sum(name in draw(plan, names, number) for number in range(1, plan.run.rounds + 1))
+        names, name, drawn = self.roster().names, self._config.name, draw_of(plan, TRAIN)
+        return sum(name in drawn.cohort(names, number) for number in range(1, plan.run.rounds + 1))

@@ -39,7 +39,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.records import read_records
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import BudgetError, DataError, PolicyError, StaleError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -138,7 +138,7 @@ class Site:
         loaded = self._open(request.sum)
         self._admission.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
-            self._admission.check_begin(loaded.plan, request.sum.purpose, request.told)
+            self._admission.check_round(loaded.plan, request.sum.purpose, request.told.round)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -150,8 +150,7 @@ class Site:
         loaded = self._open(request.sum)
         plan, purpose = loaded.plan, request.sum.purpose
         self._admission.check_unpaid(plan, purpose)
-        if purpose == TRAIN and not 1 <= request.sum.round <= plan.run.rounds:
-            raise StaleError("round", request.sum.round, expected=f"one of the plan's {plan.run.rounds}")
+        self._admission.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
         if purpose == TRAIN and loaded.terms is not None and loaded.terms.mechanism is not None:
             _check_clip(request.clip)
@@ -208,12 +207,11 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
-        needed = plan.cohort.needed() if purpose == TRAIN else plan.cohort.needed_to_evaluate()
         # A folder for each run: the answers of one run are kept while other runs continue.
         folder = (
             self.config.folder / "secure" / purpose / hashlib.sha256(sum_id.run.encode()).hexdigest()[:32]
         )
-        return Attempts(folder, contract, self._admission.member(needed), loaded.live)
+        return Attempts(folder, contract, self._admission.member(plan.quorum()), loaded.live)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
         """The site's records as sequences: tokenised once, mapped from disk after that."""

@@ -1,21 +1,49 @@
-"""The cohort of a round: a public draw, so that a site can check the cohort that it is shown."""
+"""The cohort of a sum: a public draw that each party repeats, so that no party chooses who is in it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+from cloister.protocol.encoding import pack
+from cloister.protocol.messages import Purpose
 from cloister.protocol.plan import Plan
 
 
-def draw(plan: Plan, sites: Sequence[str], round_number: int) -> list[str]:
-    """The cohort of a round: `plan.cohort.size()` of the sites, uniformly, without replacement, in order of name.
+@dataclass(frozen=True)
+class Draw:
+    """How the cohorts of a run's sums of one purpose are drawn."""
 
-    The draw is public and depends only on the plan's seed, the round and the sites' names, so that any party
-    can repeat it: each site gets a hash, and the sites with the smallest hashes are drawn.
-    """
+    seed: int
+    """The plan's seed."""
+    purpose: Purpose
+    """Trainings and evaluations have draws of their own."""
+    size: int
+    """Sites in a cohort."""
 
-    def ticket(site: str) -> bytes:
-        return hashlib.sha256(f"cohort/{plan.run.seed}/{round_number}/{site}".encode()).digest()
+    def cohort(self, sites: Iterable[str], round_number: int) -> tuple[str, ...]:
+        """The cohort of a round: `size` of the sites, uniformly, without replacement, sorted by name.
 
-    return sorted(sorted(sites, key=ticket)[: plan.cohort.size()])
+        Each site has a ticket, and those with the smallest are drawn. A ticket depends on the names of all sites, so
+        that a site cannot choose its name for the rounds that will draw it.
+
+        Args:
+            sites: Names of the federation's sites, distinct, in any order.
+            round_number: The round.
+        """
+        names = tuple(sorted(sites))
+        if self.size >= len(names):
+            return names
+        federation = hashlib.sha256(pack("cloister/federation/1", names)).digest()
+
+        def ticket(site: str) -> bytes:
+            drawn = pack("cloister/cohort/2", federation, self.seed, self.purpose, round_number, site)
+            return hashlib.sha256(drawn).digest()
+
+        return tuple(sorted(sorted(names, key=ticket)[: self.size]))
+
+
+def draw_of(plan: Plan, purpose: Purpose) -> Draw:
+    """The draw of a plan's sums of one purpose."""
+    return Draw(plan.run.seed, purpose, plan.cohort.size())

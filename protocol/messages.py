@@ -65,6 +65,8 @@ Signature: TypeAlias = Annotated[bytes, Limit(64)]
 """Of Ed25519, 64 bytes; empty in a message that is not signed yet."""
 Sealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(128)]], ...], Limit(LARGEST)]
 """A site's name and a share that is encrypted for it, or by it."""
+Hashes: TypeAlias = Annotated[tuple[tuple[Name, Digest, Digest], ...], Limit(LARGEST)]
+"""A site's name, and the hashes of the shares of b and of s that it holds, or that it made."""
 Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], ...], Limit(LARGEST)]
 """A site's name and a share of one of its secrets."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
@@ -130,13 +132,11 @@ class Begin:
 
     STEP: ClassVar = Step.ADVERTISE
     round: int
+    """Round, as in `SumId`."""
     attempt: int
+    """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
     """Hash of the global model."""
-    cohort: Names
-    """The n sites of the round, sorted by name."""
-    threshold: int
-    """t, as the coordinator computes it."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,14 @@ class Shares:
     """H(b || context)."""
     sealed: Sealed
     """(recipient, ciphertext), sorted by recipient."""
+    hashes: Hashes
+    """(holder, hash of its share of b, hash of its share of s), sorted by holder; in the complete graph the site itself
+    is a holder too."""
     signature: Signature = b""
 
     def body(self) -> Value:
         """What is signed."""
-        return (self.site, self.commitment, self.sealed)
+        return (self.site, self.commitment, self.sealed, self.hashes)
 
 
 # Step 4: update.
@@ -199,6 +202,8 @@ class Inbox:
     """U2, sorted."""
     sealed: Sealed
     """(sender, ciphertext), sorted by sender."""
+    hashes: Hashes
+    """(sender, hash of the share of its b, hash of the share of its s), sorted by sender."""
 
 
 @dataclass(frozen=True)
@@ -219,18 +224,22 @@ class Contribute:
 
 @dataclass(frozen=True)
 class Masked:
-    """Site to coordinator, step 4: its masked vector is this one."""
+    """Site to coordinator to the holders of its shares, step 4: its masked vector is this one, with these sharers."""
 
     STEP: ClassVar = Step.UPDATE
     context: Digest
     site: Name
     digest: Digest
     """Digest of the masked vector's manifest."""
+    sharers: Digest
+    """Digest of U1's keys and of U2, with which the site masked (`secure_sum.sharers_digest`)."""
+    complaints: Names
+    """Its neighbours in U2 whose share it cannot open, or whose share does not match its hash; sorted."""
     signature: Signature = b""
 
     def body(self) -> Value:
         """What is signed."""
-        return (self.site, self.digest)
+        return (self.site, self.digest, self.sharers, self.complaints)
 
 
 @dataclass(frozen=True)
@@ -272,7 +281,7 @@ class Confirm:
     context: Digest
     site: Name
     survivors: Digest
-    """H(context || U3)."""
+    """Digest of U1's keys, U2 and U3 (`secure_sum.survivors_digest`)."""
     signature: Signature = b""
 
     def body(self) -> Value:
@@ -295,6 +304,9 @@ class Unmask:
     """U2 without U3, sorted: the share of s is wanted."""
     signatures: Annotated[tuple[tuple[Name, Signature], ...], Limit(LARGEST)]
     """(site, its signature of `Confirm`), sorted by site."""
+    statements: Annotated[tuple[tuple[Name, Digest, Names, Signature], ...], Limit(LARGEST)]
+    """(site, digest, complaints, signature) of the `Masked` of each survivor whose share of b the recipient holds;
+    sorted by site."""
 
 
 @dataclass(frozen=True)

@@ -180,12 +180,8 @@ class CohortSection(Section):
         return max(1, round(self.fraction * self.sites))
 
     def needed(self) -> int:
-        """Sites of the cohort that must finish for the round to count."""
+        """Sites of the cohort that `quorum` requires; `Plan.quorum` is the number that counts."""
         return max(1, math.ceil(self.quorum * self.size()))
-
-    def needed_to_evaluate(self) -> int:
-        """Sites of the federation that must answer for an evaluation to count."""
-        return max(1, math.ceil(self.quorum * self.sites))
 
 
 class AggregationSection(Section):
@@ -194,7 +190,7 @@ class AggregationSection(Section):
     secure: bool = True
     """Sum under masks, so that the coordinator learns only the total; if false, it sees every update."""
     colluders: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Largest fraction of a cohort that may collude with the coordinator against the other sites."""
+    """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
     dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
     cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
@@ -402,19 +398,21 @@ class Plan(Section):
         local = self.local
         return local.steps * local.batch_size * local.accumulation * self.data.sequence_length
 
-    def threshold(self, n: int | None = None) -> Parameters:
-        """k and t of the secure sum over `n` sites, and how many of them may drop out and collude.
-
-        Args:
-            n: Sites in the cohort; None: the cohort of a round.
+    def threshold(self) -> Parameters:
+        """k and t of the secure sum over a cohort, and how many of its sites may drop out and collude.
 
         Raises:
-            ParameterError: no k and t meet the plan's tolerances for that cohort. It cannot happen for the cohort of a
-                round, or for all sites, of a sound plan with `aggregation.secure`; a plan that sums in clear is not
-                checked for it.
+            ParameterError: no k and t meet the plan's tolerances. It cannot happen for a sound plan with
+                `aggregation.secure`; a plan that sums in clear is not checked for it.
         """
         tolerance = Tolerance(self.aggregation.dropouts, self.aggregation.colluders)
-        return tolerance.parameters(self.cohort.size() if n is None else n)
+        return tolerance.parameters(self.cohort.sites, self.cohort.size())
+
+    def quorum(self) -> int:
+        """Sites of a cohort that must finish for a sum to count: more than `cohort.quorum` where the secure sum needs
+        more."""
+        needed = self.cohort.needed()
+        return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
 
 
 def _canonical(value: object) -> bytes:

@@ -254,16 +254,17 @@ def _check_secure(plan: Plan) -> None:
             expected=f"at most {LARGEST} sites with aggregation.secure = true",
             fix="lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
         )
-    for field, n in (("cohort.sites", plan.cohort.sites), ("cohort.fraction", plan.cohort.size())):
-        if n < SMALLEST_COHORT:
-            raise PlanError(
-                field,
-                plan.cohort.fraction if field == "cohort.fraction" else n,
-                expected=f"a cohort of at least {SMALLEST_COHORT} sites with aggregation.secure = true, not {n}; "
-                "each of two sites could compute the other's update from the sum",
-                fix=f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
-            )
-        try:
-            plan.threshold(n)
-        except ParameterError as error:
-            raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
+    n = plan.cohort.size()
+    if n < SMALLEST_COHORT:
+        field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
+        raise PlanError(
+            field,
+            plan.cohort.fraction if field == "cohort.fraction" else n,
+            expected=f"a cohort of at least {SMALLEST_COHORT} sites with aggregation.secure = true, not {n}; "
+            "each of two sites could compute the other's update from the sum",
+            fix=f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
+        )
+    try:
+        plan.threshold()
+    except ParameterError as error:
+        raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error

@@ -26,12 +26,11 @@ Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
 
 
 def at_sites(party: Party) -> Evaluation:
-    """Evaluation by every site on its own held-out records, weighted by their tokens."""
-    plan = party.plan
+    """Evaluation by a cohort, each site on its own held-out records, weighted by their tokens."""
 
     def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
         wanted = Wanted(EVALUATE, round_number, weights)
-        total = sum_over(party, wanted, party.members.sites, plan.cohort.needed_to_evaluate())
+        total = sum_over(party, wanted)
         if isinstance(total, Failed):
             party.observe(NotEvaluated(round_number, total.attempts))
             return None

@@ -1,6 +1,6 @@
 """One round, in numbered steps.
 
-1. Draw the cohort. Journal the round and the attempt.
+1. Draw the cohort. Journal the round and the attempt. Sites that are absent are dropouts.
 2. Advertise: each site returns signed one-time keys.
 3. Share: each site verifies its peers against the roster and returns encrypted key shares.
 4. Update: each site trains from the global model and returns its masked contribution; contributions fold into one
@@ -28,7 +28,6 @@ from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.layout import Vector
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
-from cloister.protocol.cohort import draw
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
@@ -53,13 +52,6 @@ class RoundContext:
     """Returns, for a round, a stream that nothing else uses."""
 
 
-def cohort_of(party: Party, number: int) -> list[str]:
-    """The sites of a round: drawn from the whole roster, so that each site can repeat the draw, less the absent."""
-    joined = set(party.members.sites)
-    known = party.roster.names if party.roster else party.members.sites
-    return [site for site in draw(party.plan, known, number) if site in joined]
-
-
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
     """Run one round, in as many attempts as the plan allows.
 
@@ -72,19 +64,19 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.
-    cohort = cohort_of(party, number)
+    cohort = party.cohort(TRAIN, number)
     # 2 to 7.
     clip = context.clip
     wanted = Wanted(TRAIN, number, context.optimizer.weights.copy(), clip)
-    total = sum_over(party, wanted, cohort, plan.cohort.needed())
+    total = sum_over(party, wanted)
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
-        if len(cohort) - len(refusing) < plan.cohort.needed():
+        if len(cohort) - len(refusing) < plan.quorum():
             return Refusing(number, tuple(refusing))
         raise QuorumError(
             f"round {number}",
             f"{total.attempts} failed attempts",
-            expected=f"{plan.cohort.needed()} of {len(cohort)} sites to finish in one of them",
+            expected=f"{plan.quorum()} of {len(cohort)} sites to finish in one of them",
             fix="repair the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
         )
     mean: Vector | None = None
@@ -108,7 +100,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             round=number,
             attempts=total.attempts,
             sites=total.sites,
-            dropouts=len(cohort) - total.sites,
+            dropouts=total.cohort - total.sites,
             tokens=tokens,
             seconds=total.seconds,
             train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),

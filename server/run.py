@@ -16,6 +16,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
+from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
@@ -40,7 +41,7 @@ from cloister.server.progress import (
     Started,
 )
 from cloister.server.public import base_of
-from cloister.server.round import RoundContext, cohort_of, run_round
+from cloister.server.round import RoundContext, run_round
 from cloister.server.spending import Spending
 from cloister.server.sum import Party
 
@@ -114,6 +115,11 @@ def run(
             clock,
             b"" if base is None else vector_hash(base),
             Spending(terms, run_identity, folder.ledger) if terms else None,
+            left_out={
+                entry.detail["site"]: entry.detail["reason"]
+                for entry in journal.entries()
+                if entry.step == steps.LEFT_OUT
+            },
         )
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
@@ -142,7 +148,7 @@ def _rounds(
     abandoned = 0
     for number in range(last + 1, plan.run.rounds + 1):
         spending = party.spending
-        if spending is not None and not spending.affords(number, cohort_of(party, number)):
+        if spending is not None and not spending.affords(number, party.present(party.cohort(TRAIN, number))):
             assert spending.terms.budget is not None
             party.observe(BudgetSpent(number, spending.epsilon(), spending.terms.budget))
             _report_end(context, folder, last, evaluate)

@@ -13,15 +13,16 @@ The steps have the same numbers as in `round.py`. An evaluation at the sites is 
 
 Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
 
-A site answers only one list of survivors in a round (the reason is in `aggregation/secure_sum.py`). So after shares
-were requested, later attempts at the same sum ask only those survivors.
+The cohort is the draw of the round, whoever is there: a site that has not joined, or is left out because it lied, is a
+dropout. A site answers only one list of survivors in a round (the reason is in `aggregation/secure_sum.py`). So after
+shares were requested, later attempts at the same sum ask only those survivors, and need all of them.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,8 +31,15 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import CloisterError, SecureSumError, TooFewSitesError, UpdateError
+from cloister.protocol.errors import (
+    CloisterError,
+    ParameterError,
+    SecureSumError,
+    TooFewSitesError,
+    UpdateError,
+)
 from cloister.protocol.messages import (
     TRAIN,
     Advertise,
@@ -86,6 +94,18 @@ class Party:
     """The coordinator's privacy ledger; None without a privacy unit."""
     refused: set[str] = field(default_factory=set)
     """Sites whose policy or budget forbids them to continue."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Sites that lied in a secure sum, each with what it did: they are asked for no other sum."""
+
+    def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
+        """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
+        known = self.roster.names if self.roster else self.members.sites
+        return draw_of(self.plan, purpose).cohort(known, number)
+
+    def present(self, cohort: Iterable[str]) -> list[str]:
+        """The sites of a cohort that can be asked."""
+        there = set(self.members.sites).difference(self.left_out)
+        return [site for site in cohort if site in there]
 
 
 @dataclass(frozen=True)
@@ -96,6 +116,7 @@ class Total:
     sites: int
     """Sites whose vectors are in it."""
     cohort: int
+    """Sites that were drawn."""
     attempts: int
     seconds: float
     """Seconds from the first request of the successful attempt to the decoded sum."""
@@ -124,16 +145,15 @@ class Wanted:
     """Clipping norm, if the unit of privacy is the site."""
 
 
-def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -> Total | Failed:
-    """Sum over a cohort, in as many attempts as the plan allows.
+def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
+    """Sum over the cohort of a round, in as many attempts as the plan allows.
 
     Args:
         party: The run.
         wanted: The sum to make.
-        cohort: The sites.
-        needed: Fewest sites in the sum for it to count.
     """
     plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
+    cohort = party.cohort(purpose, number)
     model_hash = vector_hash(wanted.model)
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
@@ -141,7 +161,8 @@ def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -
         unmasking = journal.newest(f"{purpose} {steps.UNMASKING}", number)
         if failures >= last:
             return Failed(failures, bound=unmasking is not None)
-        sites = unmasking.detail["survivors"] if unmasking else list(cohort)
+        sites = unmasking.detail["survivors"] if unmasking else party.present(cohort)
+        needed = len(sites) if unmasking else plan.quorum()
         # 1. Journal the attempt.
         attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
         journal.record(number, attempt, f"{purpose} {steps.BEGUN}", {"cohort": sites})
@@ -157,7 +178,7 @@ def sum_over(party: Party, wanted: Wanted, cohort: Sequence[str], needed: int) -
             journal.record(number, attempt, f"{purpose} {steps.FAILED}", {"reason": str(error)})
             party.observe(AttemptFailed(number, attempt, str(error)))
             continue
-        return Total(opened, len(under_way.folded), len(sites), attempt, party.clock() - started)
+        return Total(opened, len(under_way.folded), len(cohort), attempt, party.clock() - started)
 
 
 class _Plain:
@@ -292,25 +313,45 @@ class _Masked(_Plain):
             layout.size,
             layout.digest() + party.base_hash.hex(),
         )
-        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, self.model_hash, self.sites)
+        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, self.model_hash, needed=needed)
+        if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
+            raise ParameterError(
+                "sites in the cohort",
+                coordinator.attempt.parameters.n,
+                expected=f"at most {self.sum_layout.ring.terms}, for which the ring has room",
+            )
+        try:
+            return self._steps(coordinator)
+        finally:
+            self.leave_out(coordinator.liars)
+
+    def _steps(self, coordinator: SecureCoordinator) -> Opened:
+        party, wanted = self.party, self.wanted
         # 2. Advertise.
         left = self.step(dict.fromkeys(self.sites, coordinator.begin), Advertise, coordinator.advertised)
         # 3. Share.
         left = self.step(dict.fromkeys(left, coordinator.peers()), Shares, coordinator.shared)
         # 4. Update.
         self.collect(coordinator.inboxes(), lambda contribution: self.fold(coordinator, contribution))
-        self.check_needed(needed)
         # 5. Consistency.
         survivors = coordinator.survivors()
         self.step(dict.fromkeys(survivors.survivors, survivors), Confirm, coordinator.confirmed)
         # 6. Unmask.
-        unmask = coordinator.request()
-        detail = {"survivors": list(unmask.survivors)}
+        requests = coordinator.request()
+        detail = {"survivors": list(survivors.survivors)}
         party.journal.record(wanted.round, self.attempt, f"{wanted.purpose} {steps.UNMASKING}", detail)
-        self.step(dict.fromkeys(unmask.survivors, unmask), Reveal, coordinator.revealed)
+        self.step(requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
+
+    def leave_out(self, liars: Mapping[str, str]) -> None:
+        """Ask sites that lied for no other sum; durable, so that a resumed run does not ask them either."""
+        for site, what in liars.items():
+            self.party.left_out[site] = what
+            detail = {"site": site, "reason": what}
+            self.party.journal.record(self.wanted.round, self.attempt, steps.LEFT_OUT, detail)
+            self.party.observe(SiteFailed(self.wanted.round, site, f"left out of all later sums: {what}"))
 
     def fold(self, coordinator: SecureCoordinator, contribution: Contribution) -> None:
         """Add a masked vector to the sum.

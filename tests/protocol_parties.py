@@ -18,9 +18,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cloister.aggregation import keys, masks
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import Message, SecureSite
-from cloister.aggregation.secure_sum import Answered, Contract, ring_dtype
+from cloister.aggregation.secure_sum import Answered, Contract, ring_dtype, sharers_digest, transcript
 from cloister.aggregation.span import manifest_digest, manifest_of
+from cloister.protocol.cohort import Draw
 from cloister.protocol.messages import (
+    TRAIN,
     Inbox,
     Masked,
     Peers,
@@ -82,7 +84,7 @@ class Parties:
     """n sites and a coordinator, in one attempt.
 
     Args:
-        n: Sites of the cohort: the first n of the roster.
+        n: Sites of the cohort, which is drawn from the roster; by default the roster has no others.
         site: What the sites are.
         coordinator: What the coordinator is.
         minimum: Fewest sites whose sum a site takes part in.
@@ -90,6 +92,7 @@ class Parties:
         seed: Of the vectors, and with the attempt of what the sites draw.
         earlier: Marks that sites wrote in an earlier attempt.
         newest: Round and attempt that the sites joined last.
+        model: Hash of the model.
         contract: Fields of the contract that are not the usual ones.
     """
 
@@ -104,12 +107,22 @@ class Parties:
         seed: int = 0,
         earlier: Mapping[str, Answered] = {},
         newest: tuple[int, int] = (0, 0),
+        model: bytes = MODEL,
         **contract: Any,
     ) -> None:
-        usual = Contract("run", roster(names_of(n)), bytes(32), Tolerance(0.0, 0.0), 32, LENGTH, b"layout")
+        usual = Contract(
+            "run",
+            roster(names_of(n)),
+            bytes(32),
+            Draw(0, TRAIN, n),
+            Tolerance(0.0, 0.0),
+            32,
+            LENGTH,
+            b"layout",
+        )
         self.contract = replace(usual, **contract)
-        self.names = tuple(self.contract.roster.names)[:n]
-        self.coordinator = coordinator(self.contract, 1, attempt, MODEL, self.names)
+        self.names = self.contract.draw.cohort(self.contract.roster.names, 1)
+        self.coordinator = coordinator(self.contract, 1, attempt, model)
         self.marks: dict[str, list[Answered]] = {name: [] for name in self.names}
         """The durable marks that each site has written."""
         self.told: dict[str, list[Message]] = {name: [] for name in self.names}
@@ -202,19 +215,19 @@ class Parties:
             self.coordinator.fold(self.mask(name, inboxes[name], threads=threads), [(0, self.masked[name])])
         return carried(self.coordinator.survivors())
 
-    def confirm(self, survivors: Survivors, names: Iterable[str] | None = None) -> Unmask:
+    def confirm(self, survivors: Survivors, names: Iterable[str] | None = None) -> dict[str, Unmask]:
         """Step 5, of these sites."""
         for name in survivors.survivors if names is None else names:
             self.coordinator.confirmed(self._ask(name, self.sites[name].confirm, survivors))
-        return carried(self.coordinator.request())
+        return {name: carried(request) for name, request in self.coordinator.request().items()}
 
-    def reveal(self, request: Unmask, names: Iterable[str] | None = None) -> None:
+    def reveal(self, requests: Mapping[str, Unmask], names: Iterable[str] | None = None) -> None:
         """Step 6, of these sites."""
-        for name in request.survivors if names is None else names:
-            self.reveals[name] = self._ask(name, self.sites[name].unmask, request)
+        for name in requests if names is None else names:
+            self.reveals[name] = self._ask(name, self.sites[name].unmask, requests[name])
             self.coordinator.revealed(self.reveals[name])
 
-    def to_request(self) -> Unmask:
+    def to_request(self) -> dict[str, Unmask]:
         """Steps 2 to 5, of all sites."""
         return self.confirm(self.upload(self.share(self.advertise())))
 
@@ -233,6 +246,15 @@ class Parties:
         survivors = self.upload(inboxes, left(Step.UPDATE), threads=threads)
         self.reveal(self.confirm(survivors, left(Step.CONFIRM)), left(Step.UNMASK))
         return self.coordinator.sum(threads=threads)
+
+    def statements(self, names: Iterable[str]) -> tuple[tuple[str, bytes, tuple[str, ...], bytes], ...]:
+        """What these sites have signed with their masked vectors, as a request for shares shows it."""
+        signed = {name: reply for name in names for reply in self.said[name] if isinstance(reply, Masked)}
+        return tuple((it.site, it.digest, it.complaints, it.signature) for _, it in sorted(signed.items()))
+
+    def agreed(self, peers: Peers, sharers: Iterable[str]) -> bytes:
+        """The digest of U1's keys and U2, which is signed with a masked vector."""
+        return sharers_digest(peers.context, transcript(peers.context, peers.advertised), tuple(sharers))
 
     def plain_sum(self, names: Iterable[str] | None = None) -> masks.Ring:
         """The sum of these sites' vectors modulo 2^b."""

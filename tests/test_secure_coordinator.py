@@ -32,7 +32,8 @@ from cloister.protocol.errors import (
     StepError,
     TooFewSitesError,
 )
-from cloister.protocol.messages import Advertise, Peers, Shares, Signed
+from cloister.protocol.messages import Advertise, Peers, Shares, Signed, Survivors
+from cloister.protocol.threshold import Tolerance
 from cloister.tests.protocol_parties import MODEL, Parties, names_of, roster, signed
 
 # Messages that cannot stand.
@@ -58,10 +59,16 @@ def test_late_unknown_and_repeated_messages_are_refused() -> None:
         coordinator.shared(dataclasses.replace(shares, site="site-003"))
     with pytest.raises(StaleError):
         coordinator.shared(dataclasses.replace(shares, context=bytes(32)))
-    for sealed in (shares.sealed[:1], shares.sealed[::-1], (*shares.sealed, ("site-003", b""))):
-        changed = signed(dataclasses.replace(shares, sealed=sealed))
+    for change in (
+        {"sealed": shares.sealed[:1]},
+        {"sealed": shares.sealed[::-1]},
+        {"sealed": (*shares.sealed, ("site-003", b""))},
+        {"hashes": shares.hashes[1:]},
+        {"hashes": shares.hashes[::-1]},
+    ):
+        changed: Any = dataclasses.replace(shares, **change)
         with pytest.raises(ShareError):
-            coordinator.shared(changed)
+            coordinator.shared(signed(changed))
     coordinator.shared(shares)
     with pytest.raises(TooFewSitesError, match="try the round again"):
         coordinator.inboxes()
@@ -76,14 +83,14 @@ def test_a_sum_is_taken_once() -> None:
 
 def test_a_site_of_the_roster_outside_the_cohort_is_refused() -> None:
     parties = Parties(4, roster=roster(names_of(5)))
-    outsider = "site-004"
+    (outsider,) = set(names_of(5)).difference(parties.names)
     begin, ctx = parties.coordinator.begin, parties.coordinator.attempt.context
-    own = parties.sites["site-000"].advertise(begin)
+    own = parties.sites[parties.names[0]].advertise(begin)
     with pytest.raises(MemberError, match=outsider):
         parties.coordinator.advertised(signed(dataclasses.replace(own, site=outsider)))
     parties.advertise()
     with pytest.raises(MemberError, match=outsider):
-        parties.coordinator.shared(signed(Shares(ctx, outsider, bytes(32), ())))
+        parties.coordinator.shared(signed(Shares(ctx, outsider, bytes(32), (), ())))
 
 
 def test_a_changed_message_is_refused_at_every_step() -> None:
@@ -101,16 +108,26 @@ def test_a_changed_message_is_refused_at_every_step() -> None:
     refused(coordinator.shared, site.share(peers), commitment=bytes(32))
     inboxes = parties.share(peers)
     statement = parties.mask("site-000", inboxes["site-000"])
+    pieces: list[Piece] = [(0, parties.masked["site-000"])]
     with pytest.raises(SignatureError):
-        coordinator.fold(dataclasses.replace(statement, digest=bytes(32)), [(0, parties.masked["site-000"])])
+        coordinator.fold(dataclasses.replace(statement, digest=bytes(32)), pieces)
+    lie: Any
+    for lie, error in (
+        ({"sharers": bytes(32)}, AgreementError),
+        ({"complaints": ("site-002", "site-001")}, MemberError),
+        ({"complaints": ("site-000",)}, MemberError),
+        ({"complaints": ("site-009",)}, MemberError),
+    ):
+        with pytest.raises(error):
+            coordinator.fold(signed(dataclasses.replace(statement, **lie)), pieces)
     coordinator.fold(statement, [(0, parties.masked["site-000"])])
     survivors = parties.upload(inboxes, parties.names[1:])
     reply = site.confirm(survivors)
     refused(coordinator.confirmed, reply, survivors=bytes(32))
     with pytest.raises(AgreementError):
         coordinator.confirmed(signed(dataclasses.replace(reply, survivors=bytes(32))))
-    request = parties.confirm(survivors)
-    shares = site.unmask(request)
+    requests = parties.confirm(survivors)
+    shares = site.unmask(requests["site-000"])
     refused(coordinator.revealed, shares, self_shares=shares.self_shares[::-1])
     for lie in (
         shares.self_shares[::-1],
@@ -119,8 +136,9 @@ def test_a_changed_message_is_refused_at_every_step() -> None:
     ):
         with pytest.raises(ShareError):
             coordinator.revealed(signed(dataclasses.replace(shares, self_shares=lie)))
-    parties.reveal(request)
+    parties.reveal(requests)
     np.testing.assert_array_equal(coordinator.sum(), parties.plain_sum())
+    assert set(coordinator.liars) == {"site-000"}  # for the empty share
 
 
 def test_a_key_of_low_order_is_refused_before_it_reaches_a_site() -> None:
@@ -161,32 +179,86 @@ class TakesAnySeed(SecureCoordinator):
         return True
 
 
+class TakesAnyShare(TakesAnySeed):
+    def _check_revealed(self, holder: str, sender: str, share: bytes, which: int) -> None:
+        pass
+
+
 def wrong_share(share: bytes) -> bytes:
     return (int.from_bytes(share, "big") ^ 1).to_bytes(shamir.SHARE, "big")
 
 
-def reveals_wrong_shares(kind: type[SecureCoordinator], answering: int) -> masks.Ring:
-    """A holder reveals shares that are not the ones it was given; `answering` - 1 others do not."""
-    parties = Parties(6, coordinator=kind)
-    request = parties.to_request()
-    liar, *honest = parties.names[1], parties.names[0], *parties.names[2:]
-    reply = parties.sites[liar].unmask(request)
-    lie = tuple((site, wrong_share(share)) for site, share in reply.self_shares)
-    parties.coordinator.revealed(signed(dataclasses.replace(reply, self_shares=lie)))
-    parties.reveal(request, honest[: answering - 1])
-    return parties.coordinator.sum() - parties.plain_sum()
+def reveals_wrong_shares(kind: type[SecureCoordinator], answering: int) -> Parties:
+    """Two holders of eight reveal shares that are not those they were sent; `answering` of the others do not."""
+    parties = Parties(8, coordinator=kind, tolerance=Tolerance(0.0, 0.1))
+    requests = parties.to_request()
+    for liar in parties.names[:2]:
+        reply = parties.sites[liar].unmask(requests[liar])
+        lie = tuple((site, wrong_share(share)) for site, share in reply.self_shares)
+        with contextlib.suppress(ShareError):
+            parties.coordinator.revealed(signed(dataclasses.replace(reply, self_shares=lie)))
+    parties.reveal(requests, parties.names[2 : 2 + answering])
+    return parties
 
 
-@pytest.mark.parametrize("answering", [5, 6])
-def test_a_wrong_share_is_left_out_where_others_are_enough(answering: int) -> None:
-    assert not reveals_wrong_shares(SecureCoordinator, answering).any()
-    assert reveals_wrong_shares(TakesAnySeed, answering).any()  # unnoticed: the sum is wrong
+def test_wrong_shares_are_left_out_and_name_their_holders() -> None:
+    parties = reveals_wrong_shares(SecureCoordinator, 6)
+    np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())
+    assert set(parties.coordinator.liars) == set(parties.names[:2])
+    unnoticed = reveals_wrong_shares(TakesAnyShare, 6)
+    assert (unnoticed.coordinator.sum() - unnoticed.plain_sum()).any()
+    assert not unnoticed.coordinator.liars
 
 
-def test_a_wrong_share_is_noticed_where_others_are_not_enough() -> None:
-    with pytest.raises(ReconstructionError, match="site-000"):
-        reveals_wrong_shares(SecureCoordinator, 4)
-    assert reveals_wrong_shares(TakesAnySeed, 4).any()
+def test_where_the_others_are_not_enough_nothing_is_opened() -> None:
+    parties = reveals_wrong_shares(SecureCoordinator, 4)
+    with pytest.raises(TooFewSitesError):
+        parties.coordinator.sum()
+    assert set(parties.coordinator.liars) == set(parties.names[:2])
+
+
+def sends_garbage(parties: Parties, liar: str, to: Sequence[str]) -> Survivors:
+    """A site sends ciphertexts that no holder among `to` can open."""
+    peers = parties.advertise()
+    shares = parties.sites[liar].share(peers)
+    garbage = tuple((site, b"garbage" if site in to else text) for site, text in shares.sealed)
+    parties.coordinator.shared(signed(dataclasses.replace(shares, sealed=garbage)))
+    inboxes = parties.share(peers, [name for name in parties.names if name != liar])
+    return parties.upload(inboxes)
+
+
+def test_a_site_that_sends_garbage_is_named_before_the_others_are_bound() -> None:
+    parties = Parties(8, tolerance=Tolerance(0.0, 0.1))
+    liar, *others = parties.names
+    with pytest.raises(ReconstructionError, match=r"shares of site-000: expected 5 survivors"):
+        sends_garbage(parties, liar, others)
+    assert parties.coordinator.liars == {"site-000": "7 sites could not open the shares that it sent them"}
+
+
+@pytest.mark.parametrize(
+    ("places", "liars"), [([1], set()), ([1, 2], {"site-000"}), ([1, 2, 3], {"site-000"})]
+)
+def test_the_sum_goes_on_without_shares_that_are_not_needed(places: list[int], liars: set[str]) -> None:
+    """One complaint may be a lie of the one colluding site, two are not."""
+    parties = Parties(8, tolerance=Tolerance(0.0, 0.1))
+    survivors = sends_garbage(parties, "site-000", [parties.names[place] for place in places])
+    parties.reveal(parties.confirm(survivors))
+    np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())
+    assert set(parties.coordinator.liars) == liars
+
+
+def test_hashes_of_other_shares_are_complained_of() -> None:
+    """A site signs hashes that its shares do not have: otherwise honest holders would seem to lie."""
+    parties = Parties(8, tolerance=Tolerance(0.0, 0.1))
+    peers = parties.advertise()
+    liar = "site-003"
+    shares = parties.sites[liar].share(peers)
+    hashes = tuple((holder, bytes(32), of_s) for holder, _, of_s in shares.hashes)
+    parties.coordinator.shared(signed(dataclasses.replace(shares, hashes=hashes)))
+    inboxes = parties.share(peers, [name for name in parties.names if name != liar])
+    with pytest.raises(ReconstructionError, match="site-003"):
+        parties.upload(inboxes)
+    assert set(parties.coordinator.liars) == {liar}
 
 
 class TakesAnyPrivateKey(SecureCoordinator):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,9 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.aggregation import keys, masks, shamir
+from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import Message, SecureSite, Seeds
-from cloister.aggregation.secure_sum import Answered, Attempt, Contract, context, survivors_digest, transcript
+from cloister.aggregation.secure_sum import (
+    Answered,
+    Attempt,
+    Contract,
+    context,
+    share_hash,
+    survivors_digest,
+    transcript,
+)
 from cloister.aggregation.span import manifest_digest, manifest_of
+from cloister.protocol.cohort import Draw
 from cloister.protocol.errors import (
     AgreementError,
     AnsweredError,
@@ -37,21 +47,23 @@ from cloister.protocol.errors import (
     SignatureError,
     StaleError,
     StepError,
-    ThresholdError,
     TooFewSitesError,
 )
 from cloister.protocol.messages import (
+    TRAIN,
     Advertise,
     Begin,
     Confirm,
     Inbox,
+    Masked,
     Peers,
     Reveal,
+    Signed,
     Step,
     Survivors,
     Unmask,
 )
-from cloister.protocol.threshold import Tolerance
+from cloister.protocol.threshold import Parameters, Tolerance, assumed, parameters, tolerated
 from cloister.tests.protocol_parties import (
     LENGTH,
     MODEL,
@@ -88,7 +100,7 @@ def test_steps_out_of_order_are_refused() -> None:
     site = parties.sites["site-000"]
     for call in (
         lambda: site.share(peers),
-        lambda: site.receive(Inbox(bytes(32), (), ())),
+        lambda: site.receive(Inbox(bytes(32), (), (), ())),
         lambda: site.mask(np.zeros(LENGTH, np.uint32), model=MODEL),
         lambda: site.take_seeds(model=MODEL),
         lambda: site.masked(bytes(32)),
@@ -104,7 +116,7 @@ def test_steps_out_of_order_are_refused() -> None:
     with pytest.raises(StepError, match="upload"):
         site.confirm(Survivors(other.coordinator.attempt.context, other.names))
     with pytest.raises(StepError, match="signature"):
-        site.unmask(Unmask(other.coordinator.attempt.context, (), (), ()))
+        site.unmask(Unmask(other.coordinator.attempt.context, (), (), (), ()))
 
 
 def test_messages_of_another_attempt_are_refused_at_every_step() -> None:
@@ -123,17 +135,18 @@ def test_messages_of_another_attempt_are_refused_at_every_step() -> None:
     old_inboxes, new_inboxes = old.share(old_peers), new.share(new_peers)
     with pytest.raises(StaleError):
         site.receive(old_inboxes["site-000"])
-    replayed = dataclasses.replace(new_inboxes["site-000"], sealed=old_inboxes["site-000"].sealed)
-    with pytest.raises(ShareError):
-        site.receive(replayed)
     old_survivors, new_survivors = old.upload(old_inboxes), new.upload(new_inboxes)
     with pytest.raises(StaleError):
         site.confirm(old_survivors)
-    old_request, new_request = old.confirm(old_survivors), new.confirm(new_survivors)
+    old_request, new_request = (
+        parties.confirm(survivors)["site-000"]
+        for parties, survivors in ((old, old_survivors), (new, new_survivors))
+    )
     with pytest.raises(StaleError):
         site.unmask(old_request)
-    with pytest.raises(SignatureError):
-        site.unmask(dataclasses.replace(new_request, signatures=old_request.signatures))
+    for change in ({"signatures": old_request.signatures}, {"statements": old_request.statements}):
+        with pytest.raises(SignatureError):
+            site.unmask(dataclasses.replace(new_request, **change))
     assert not new.marks["site-000"]
 
 
@@ -258,19 +271,14 @@ def test_a_site_whose_neighbours_are_gone_shares_nothing() -> None:
             assert len(parties.sites[name].share(peers).sealed) == reply
 
 
-def test_cohorts_that_cannot_be_are_refused() -> None:
+def test_a_cohort_without_the_site_or_too_small_is_refused() -> None:
     parties = Parties(4)
     begin, site = parties.coordinator.begin, parties.sites["site-000"]
-    for cohort in (
-        begin.cohort[1:],
-        begin.cohort[::-1],
-        (begin.cohort[0], *begin.cohort),
-        (*begin.cohort, "site-999"),
-    ):
-        with pytest.raises(MemberError):
-            site.advertise(dataclasses.replace(begin, cohort=cohort))
-    with pytest.raises(ThresholdError):
-        site.advertise(dataclasses.replace(begin, threshold=begin.threshold + 1))
+    elsewhere = dataclasses.replace(site.contract, roster=roster(names_of(5)[1:]))
+    site.contract = elsewhere
+    with pytest.raises(MemberError, match="expected a draw of site-000"):
+        site.advertise(begin)
+    site.contract = parties.contract
     site.minimum = 5
     with pytest.raises(TooFewSitesError, match="cohort"):
         site.advertise(begin)
@@ -280,13 +288,13 @@ def test_cohorts_that_cannot_be_are_refused() -> None:
 
 def test_a_site_of_the_roster_outside_the_cohort_is_refused() -> None:
     """It may collude and sign anything that it is asked to: it is still not one of the sites that were drawn."""
-    outsider = "site-004"
     parties = Parties(4, roster=roster(names_of(5)))
+    (outsider,) = set(names_of(5)).difference(parties.names)
     peers = parties.advertise()
     extra = signed(dataclasses.replace(peers.advertised[0], site=outsider))
-    longer = dataclasses.replace(peers, advertised=(*peers.advertised, extra))
+    everybody = tuple(sorted((*peers.advertised, extra), key=lambda message: message.site))
     with pytest.raises(MemberError, match=outsider):
-        parties.sites["site-000"].share(longer)
+        parties.sites[parties.names[0]].share(dataclasses.replace(peers, advertised=everybody))
 
 
 def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
@@ -306,19 +314,22 @@ def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
             site.share(dataclasses.replace(peers, advertised=advertised))
     inboxes = parties.share(peers)
     inbox = inboxes[name]
-    for sharers, sealed, error in (
-        (inbox.sharers[1:], inbox.sealed, MemberError),
-        (inbox.sharers[::-1], inbox.sealed, MemberError),
-        ((*inbox.sharers, "site-9"), inbox.sealed, MemberError),
-        (inbox.sharers[:3], inbox.sealed[:2], TooFewSitesError),
-        (inbox.sharers, inbox.sealed[1:], ShareError),
-        (inbox.sharers[:4], inbox.sealed, ShareError),
-        (inbox.sharers, (inbox.sealed[0], *inbox.sealed), MemberError),
-        (inbox.sharers, (*inbox.sealed[:3], (inbox.sealed[3][0], inbox.sealed[2][1])), ShareError),
-        (inbox.sharers, (*inbox.sealed[:3], (inbox.sealed[3][0], b"")), ShareError),
+    sealed, hashes = inbox.sealed, inbox.hashes
+    for change, error in (
+        ({"sharers": inbox.sharers[1:]}, MemberError),
+        ({"sharers": inbox.sharers[::-1]}, MemberError),
+        ({"sharers": (*inbox.sharers, "site-9")}, MemberError),
+        ({"sharers": inbox.sharers[:3], "sealed": sealed[:2], "hashes": hashes[:2]}, TooFewSitesError),
+        ({"sealed": sealed[1:]}, ShareError),
+        ({"sealed": sealed[::-1]}, ShareError),
+        ({"hashes": hashes[1:]}, ShareError),
+        ({"hashes": hashes[::-1]}, ShareError),
+        ({"sharers": inbox.sharers[:4]}, ShareError),
+        ({"sealed": (sealed[0], *sealed)}, ShareError),
+        ({"hashes": (hashes[0], *hashes)}, ShareError),
     ):
         with pytest.raises(error):
-            site.receive(Inbox(inbox.context, sharers, sealed))
+            site.receive(dataclasses.replace(inbox, **change))
     survivors = parties.upload(inboxes)
     ctx, listed = survivors.context, survivors.survivors
     for wrong, error in (
@@ -330,8 +341,8 @@ def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
     ):
         with pytest.raises(error):
             site.confirm(Survivors(ctx, wrong))
-    request = parties.confirm(survivors)
-    digest = survivors_digest(ctx, listed)
+    request = parties.confirm(survivors)[name]
+    digest = survivors_digest(parties.agreed(peers, inbox.sharers), listed)
     own = signed(Confirm(ctx, name, digest)).signature
     for change, error in (
         ({"survivors": listed[:4]}, AgreementError),
@@ -341,6 +352,10 @@ def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
         ({"signatures": (*request.signatures[:4], ("site-9", own))}, MemberError),
         ({"dropouts": ("site-004",)}, ExclusiveError),
         ({"dropouts": ("site-9",)}, MemberError),
+        ({"statements": request.statements[1:]}, MemberError),
+        ({"statements": request.statements[::-1]}, MemberError),
+        ({"statements": (request.statements[1], *request.statements[1:])}, MemberError),
+        ({"statements": (("site-000", *request.statements[1][1:]), *request.statements[1:])}, SignatureError),
     ):
         with pytest.raises(error):
             site.unmask(dataclasses.replace(request, **change))
@@ -350,10 +365,10 @@ def test_lists_that_cannot_be_are_refused_at_every_step() -> None:
 
 def test_only_survivors_vouch_for_the_list_and_dropouts_come_in_order() -> None:
     parties = Parties(7)
-    inboxes = parties.share(parties.advertise())
-    request = parties.confirm(parties.upload(inboxes, parties.names[:5]))
+    peers = parties.advertise()
+    request = parties.confirm(parties.upload(parties.share(peers), parties.names[:5]))["site-000"]
     site, dropped = parties.sites["site-000"], "site-005"
-    digest = survivors_digest(request.context, request.survivors)
+    digest = survivors_digest(parties.agreed(peers, parties.names), request.survivors)
     vouched = signed(Confirm(request.context, dropped, digest)).signature
     signatures = (*request.signatures, (dropped, vouched))
     with pytest.raises(MemberError, match=dropped):
@@ -369,7 +384,7 @@ def test_only_survivors_vouch_for_the_list_and_dropouts_come_in_order() -> None:
 def test_the_mark_is_written_before_shares_leave() -> None:
     """If it cannot be written, nothing is revealed, and the site answers once it can."""
     parties = Parties(3)
-    request = parties.to_request()
+    request = parties.to_request()["site-000"]
     site = parties.sites["site-000"]
     wrote = site.answered
 
@@ -454,9 +469,9 @@ def asks_for_both_secrets(kind: type[SecureSite]) -> None:
     """One site in both lists."""
     parties = Parties(4, site=kind)
     peers = parties.advertise()
-    request = parties.confirm(parties.upload(parties.share(peers)))
+    requests = parties.confirm(parties.upload(parties.share(peers)))
     victim = parties.names[0]
-    both = dataclasses.replace(request, dropouts=(victim,))
+    both = dataclasses.replace(requests[victim], dropouts=(victim,))
     replies = {name: parties.sites[name].unmask(both) for name in parties.names}
     seed = combine(parties, {name: dict(reply.self_shares)[victim] for name, reply in replies.items()})
     private = combine(parties, {name: dict(reply.mask_shares)[victim] for name, reply in replies.items()})
@@ -484,7 +499,8 @@ def shows_every_site_its_own_survivors(kind: type[SecureSite]) -> None:
         assert len(listed) == 6
         signature = parties.sites[name].confirm(Survivors(ctx, listed)).signature
         dropouts = tuple(site for site in names if site not in listed)
-        replies[name] = parties.sites[name].unmask(Unmask(ctx, listed, dropouts, ((name, signature),)))
+        request = Unmask(ctx, listed, dropouts, ((name, signature),), parties.statements(listed))
+        replies[name] = parties.sites[name].unmask(request)
     opened = np.add.reduce([parties.masked[name] for name in part], dtype=np.uint32)
     seeds = [
         combine(parties, {name: dict(reply.self_shares)[site] for name, reply in replies.items()})
@@ -539,7 +555,10 @@ def swaps_the_keys_of_all_peers(kind: type[SecureSite]) -> None:
         sealed.append(
             (other, keys.encrypt_share(bytes(66), key, context=ctx, sender=other, recipient=victim))
         )
-    parties.mask(victim, Inbox(ctx, parties.names, tuple(sealed)))
+    hashes = tuple(
+        (other, *(share_hash(ctx, bytes(33), sender=other, holder=victim),) * 2) for other, _ in sealed
+    )
+    parties.mask(victim, Inbox(ctx, parties.names, tuple(sealed), hashes))
     found = open_update(parties, victim, combine(parties, opened), forged, privates=privates)
     assert_opened(parties, victim, found)
 
@@ -597,8 +616,10 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
     sealed = {reply.site: dict(reply.sealed) for reply in replies}
     total = np.zeros(LENGTH, np.uint32)
     for name, site in parties.sites.items():
-        inbox = tuple((sender, sealed[sender][name]) for sender in parties.names if sender != name)
-        site.receive(Inbox(ctx, parties.names, inbox))
+        others = [sender for sender in parties.names if sender != name]
+        inbox = tuple((sender, sealed[sender][name]) for sender in others)
+        hashes = tuple((sender, bytes(32), bytes(32)) for sender in others)  # no share is needed for this
+        site.receive(Inbox(ctx, parties.names, inbox, hashes))
         vector = parties.vectors[name].copy()
         site.mask(vector, model=other.model if site is victim else MODEL)
         total += vector
@@ -609,49 +630,66 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
 class IgnoresTheModel(SecureSite):
     def _attempt(self, begin: Begin) -> Attempt:
         attempt = super()._attempt(begin)
-        attempt.context = context(self.contract, dataclasses.replace(begin, model=b""), attempt.parameters)
+        any_model, cohort = dataclasses.replace(begin, model=b""), attempt.graph.sites
+        attempt.context = context(self.contract, any_model, cohort, attempt.parameters)
         return attempt
 
 
-def at_the_offered_threshold(contract: Contract, begin: Begin) -> Attempt:
-    """The attempt as it is where the threshold is the one that the coordinator offers."""
-    attempt = Attempt(contract, begin)
-    attempt.parameters = dataclasses.replace(attempt.parameters, threshold=begin.threshold)
-    attempt.context = context(contract, begin, attempt.parameters)
-    return attempt
+@dataclasses.dataclass(frozen=True)
+class Those(Draw):
+    """A draw that the coordinator chooses."""
+
+    sites: tuple[str, ...] = ()
+
+    def cohort(self, sites: Iterable[str], round_number: int) -> tuple[str, ...]:
+        return self.sites
 
 
-def lowers_the_threshold(kind: type[SecureSite]) -> None:
-    """With t = 2 the two colluding sites of six hold enough shares of every secret."""
-    parties = Parties(6, site=kind)
-    coordinator = parties.coordinator
-    coordinator.begin = dataclasses.replace(coordinator.begin, threshold=2)
-    coordinator.attempt = at_the_offered_threshold(parties.contract, coordinator.begin)
-    peers = parties.advertise()
-    inboxes = parties.share(peers)
-    parties.upload(inboxes)
-    victim, colluding = parties.names[0], parties.names[4:]
-    held = {
-        name: decrypt(
-            peers,
-            parties.share_private(name),
-            dict(inboxes[name].sealed)[victim],
-            sender=victim,
-            recipient=name,
-        )
-        for name in colluding
-    }
-    seed = combine(parties, {name: share for name, (share, _) in held.items()})
-    private = combine(parties, {name: share for name, (_, share) in held.items()})
-    assert_opened(parties, victim, open_update(parties, victim, seed, peers, private))
+class OfThose(Tolerance):
+    """Colluders are a fraction of the sites that the coordinator chooses."""
+
+    def parameters(self, sites: int, n: int) -> Parameters:
+        return parameters(n, tolerated(n, self.dropouts), assumed(n, self.colluders))
 
 
-class TakesTheOfferedThreshold(SecureSite):
-    def _check_threshold(self, offered: int, own: int) -> None:
+class TakesTheOfferedCohort(SecureSite):
+    """Its contract has the cohort that the coordinator shows."""
+
+
+class TakesAnyContext(SecureCoordinator):
+    def _check_signature(self, message: Signed) -> None:
         pass
 
-    def _attempt(self, begin: Begin) -> Attempt:
-        return at_the_offered_threshold(self.contract, begin)
+
+def begins_with_fewer_sites(kind: type[SecureSite]) -> None:
+    """Attempt 2 begins without the victim, so that n, A and t are lower; five honest sites answered in attempt 1.
+
+    Two of the eleven sites collude: they answer both times. Four honest sites are left, enough for t = 6 but not 7.
+    """
+    first = Parties(11, site=kind, tolerance=Tolerance(0.1, 0.1))
+    victim, colluding, answering = first.names[0], first.names[9:], first.names[:5]
+    requests = first.to_request()
+    first.reveal(requests, [*answering, *colluding])
+    whole = first.coordinator.sum()
+    marks = {name: first.marks[name][0] for name in answering}
+    offered = dataclasses.replace(
+        first.contract, draw=Those(0, TRAIN, 10, first.names[1:]), tolerance=OfThose(0.1, 0.1)
+    )
+    second = Parties(
+        11, site=kind, coordinator=TakesAnyContext, attempt=2, earlier=marks, **fields_of(offered)
+    )
+    if kind is not TakesTheOfferedCohort:
+        for site in second.sites.values():
+            site.contract = first.contract
+    second.vectors |= {name: first.vectors[name] for name in second.names}
+    inboxes = second.share(second.advertise())
+    signing = [name for name in second.names if name not in answering]
+    second.reveal(second.confirm(second.upload(inboxes), signing), signing)
+    assert_opened(first, victim, whole - second.coordinator.sum())
+
+
+def fields_of(contract: Contract) -> dict[str, Any]:
+    return {field.name: getattr(contract, field.name) for field in dataclasses.fields(contract)}
 
 
 class TakesTheOfferedRoster(SecureSite):
@@ -661,7 +699,8 @@ class TakesTheOfferedRoster(SecureSite):
 def invents_sites(kind: type[SecureSite]) -> None:
     """All sites but one are inventions of the coordinator: the sum less their zeros is the update."""
     victim, *invented = "site-000", *(f"sybil-{number}" for number in range(4))
-    parties = Parties(5, site=kind, roster=roster((victim, *invented)))
+    names = roster((victim, *invented))
+    parties = Parties(5, site=kind, coordinator=TakesAnyContext, roster=names)
     if kind is not TakesTheOfferedRoster:
         parties.sites[victim].contract = Parties(5).contract
     for name in invented:
@@ -695,36 +734,65 @@ class IgnoresItsOwnKey(SecureSite):
         pass
 
 
-def alters_a_share(kind: type[SecureSite]) -> None:
-    """One bit of a ciphertext is flipped on its way: the holder reveals a wrong share."""
-    parties = Parties(4, site=kind)
+class SmallGraph(Tolerance):
+    """Four neighbours for each of nine sites, of which four may drop out: k <= D, as above some hundred sites."""
+
+    def parameters(self, sites: int, n: int) -> Parameters:
+        return Parameters(n, 4, 0, 4, 3)
+
+
+def tells_one_site_that_its_neighbours_are_gone(kind: type[SecureSite]) -> None:
+    """The victim is told that all its neighbours dropped out after step 3, and the others that they did not.
+
+    The victim then masks with no other site, and its neighbours reveal the seed of its own mask.
+    """
+    parties = Parties(9, site=kind, tolerance=SmallGraph(0.0, 0.0))
+    victim, graph = parties.names[0], parties.coordinator.attempt.graph
     inboxes = parties.share(parties.advertise())
-    name, sender = "site-000", "site-002"
-    altered = tuple(
-        (site, bytes([text[0], text[1] ^ 1, *text[2:]]) if site == sender else text)
-        for site, text in inboxes[name].sealed
-    )
-    inboxes[name] = dataclasses.replace(inboxes[name], sealed=altered)
-    parties.reveal(parties.confirm(parties.upload(inboxes)))
-    shares = {holder: dict(reply.self_shares)[sender] for holder, reply in parties.reveals.items()}
-    assert len(shares) > parties.coordinator.attempt.parameters.threshold
-    assert combine(parties, shares) != parties.self_seed(sender)
-    del shares[name]
-    assert combine(parties, shares) == parties.self_seed(sender)
+    gone = graph.neighbours(victim)
+    left = tuple(name for name in parties.names if name not in gone)
+    parties.mask(victim, dataclasses.replace(inboxes[victim], sharers=left, sealed=(), hashes=()))
+    others = [name for name in parties.names if name != victim]
+    for name in others:
+        parties.mask(name, inboxes[name])
+    survivors = Survivors(parties.coordinator.attempt.context, parties.names)
+    signatures = tuple((name, parties.sites[name].confirm(survivors).signature) for name in others)
+    shares = {}
+    for name in gone:
+        statements = parties.statements(graph.neighbours(name))
+        request = Unmask(survivors.context, parties.names, (), signatures, statements)
+        shares[name] = dict(parties.sites[name].unmask(request).self_shares)[victim]
+    opened = parties.masked[victim].copy()
+    masks.apply(opened, (), [combine(parties, shares)])
+    assert_opened(parties, victim, opened)
 
 
-class DecryptsAnything(SecureSite):
-    def _decrypt(self, sealed: bytes, key: bytes, sender: str) -> bytes:
-        start = (1).to_bytes(4, "little") + bytes(12)
-        return Cipher(algorithms.ChaCha20(key, start), None).decryptor().update(sealed[:-16])
+class MasksWithAnySharers(SecureSite):
+    """Two checks stand in the way: what a site masks with, and what its neighbours compare."""
+
+    def _check_holders(self, present: Iterable[str]) -> None:
+        pass
+
+    def _check_masked_alike(self, request: Unmask) -> None:
+        pass
+
+
+def opens_two_models_in_one_round(kind: type[SecureSite]) -> None:
+    """The same survivors give an update for a second model: a round of two sums, as any number of them."""
+    first = Parties(5, site=kind)
+    first.run()
+    marks = {name: written[0] for name, written in first.marks.items()}
+    other = hashlib.sha256(b"another model").digest()
+    second = Parties(5, site=kind, attempt=2, earlier=marks, model=other)
+    np.testing.assert_array_equal(second.run(), second.plain_sum())
 
 
 def asks_twice_with_other_lists(kind: type[SecureSite]) -> None:
     """First all sites are survivors; then, in the same attempt, the victim has dropped out."""
     parties = Parties(5, site=kind)
     peers = parties.advertise()
-    request = parties.confirm(parties.upload(parties.share(peers)))
-    parties.reveal(request)
+    requests = parties.confirm(parties.upload(parties.share(peers)))
+    parties.reveal(requests)
     victim, others = parties.names[0], parties.names[1:]
     shares = {name: dict(reply.self_shares)[victim] for name, reply in parties.reveals.items()}
     seed = combine(parties, shares)
@@ -732,7 +800,7 @@ def asks_twice_with_other_lists(kind: type[SecureSite]) -> None:
     signatures = tuple(
         (name, parties.sites[name].confirm(Survivors(ctx, others)).signature) for name in others
     )
-    again = Unmask(ctx, others, (victim,), signatures)
+    again = Unmask(ctx, others, (victim,), signatures, parties.statements(others))
     replies = {name: parties.sites[name].unmask(again) for name in others}
     private = combine(parties, {name: dict(reply.mask_shares)[victim] for name, reply in replies.items()})
     assert_opened(parties, victim, open_update(parties, victim, seed, peers, private))
@@ -756,11 +824,12 @@ COORDINATOR_LIES: list[tuple[Callable[[type[SecureSite]], None], type[SecureSumE
     (asks_for_an_old_attempt, StaleError, JoinsAnyAttempt),
     (takes_two_sums_of_one_round, AnsweredError, ForgetsWhatItAnswered),
     (gives_one_site_another_model, StaleError, IgnoresTheModel),
-    (lowers_the_threshold, ThresholdError, TakesTheOfferedThreshold),
-    (invents_sites, MemberError, TakesTheOfferedRoster),
+    (begins_with_fewer_sites, StaleError, TakesTheOfferedCohort),
+    (invents_sites, StaleError, TakesTheOfferedRoster),
     (draws_too_small_a_cohort, TooFewSitesError, JoinsAnySum),
     (changes_the_victims_own_key, OneTimeKeyError, IgnoresItsOwnKey),
-    (alters_a_share, ShareError, DecryptsAnything),
+    (tells_one_site_that_its_neighbours_are_gone, TooFewSitesError, MasksWithAnySharers),
+    (opens_two_models_in_one_round, AnsweredError, ForgetsWhatItAnswered),
     (asks_twice_with_other_lists, AgreementError, AnswersTwice),
 ]
 
@@ -788,3 +857,61 @@ def test_the_second_answer_is_refused_also_where_the_second_signature_is_not() -
 
     with pytest.raises(AnsweredError):
         asks_twice_with_other_lists(SignsTwice)
+
+
+def test_neighbours_refuse_to_open_a_site_that_masked_with_other_sharers() -> None:
+    class MasksWithAlmostNobody(SecureSite):
+        def _check_holders(self, present: Iterable[str]) -> None:
+            pass
+
+    with pytest.raises(SignatureError, match="site-000"):
+        tells_one_site_that_its_neighbours_are_gone(MasksWithAlmostNobody)
+
+
+# Shares that cannot be opened.
+
+
+def alters_a_share(parties: Parties, name: str, sender: str) -> None:
+    """One bit of the ciphertext from `sender` to `name` is flipped on its way; all other steps are honest."""
+    inboxes = parties.share(parties.advertise())
+    altered = tuple(
+        (site, bytes([text[0], text[1] ^ 1, *text[2:]]) if site == sender else text)
+        for site, text in inboxes[name].sealed
+    )
+    inboxes[name] = dataclasses.replace(inboxes[name], sealed=altered)
+    parties.reveal(parties.confirm(parties.upload(inboxes)))
+
+
+def test_a_site_goes_on_without_a_share_that_it_cannot_open() -> None:
+    parties = Parties(4)
+    alters_a_share(parties, "site-000", "site-002")
+    statement = parties.said["site-000"][2]
+    assert isinstance(statement, Masked)
+    assert statement.complaints == ("site-002",)
+    assert [site for site, _ in parties.reveals["site-000"].self_shares] == [
+        "site-000",
+        "site-001",
+        "site-003",
+    ]
+    np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())
+
+
+def test_a_share_that_is_not_checked_is_revealed_wrong() -> None:
+    """The cipher and the hash both refuse it: without them the coordinator takes the holder for a liar."""
+
+    class OpensAnything(SecureSite):
+        def _decrypt(self, sealed: bytes, key: bytes, sender: str) -> bytes:
+            start = (1).to_bytes(4, "little") + bytes(12)
+            return Cipher(algorithms.ChaCha20(key, start), None).decryptor().update(sealed[:-16])
+
+    class ComparesNothing(OpensAnything):
+        def _hashes(self, sender: str, holder: str, shares: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+            return (bytes(32), bytes(32))
+
+    only_the_hash = Parties(4, site=OpensAnything, tolerance=Tolerance(0.0, 0.1))
+    alters_a_share(only_the_hash, "site-000", "site-002")
+    np.testing.assert_array_equal(only_the_hash.coordinator.sum(), only_the_hash.plain_sum())
+    assert only_the_hash.coordinator.liars == {}
+    nothing = Parties(4, site=ComparesNothing)
+    with pytest.raises(ShareError, match="share of site-000 from site-000"):
+        alters_a_share(nothing, "site-000", "site-002")
