@@ -96,7 +96,7 @@ def test_ed25519() -> None:
         "fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b"
     )
     signature = keys.sign(identity, "share", CTX, ("a", b"b"))
-    assert signature == identity.sign(pack("cloister/secure-sum/2", "share", CTX, ("a", b"b")))
+    assert signature == identity.sign(pack("cloister/secure-sum/3", "share", CTX, ("a", b"b")))
 
 
 def test_a_share_opens_only_where_it_was_meant_to() -> None:

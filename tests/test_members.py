@@ -86,7 +86,7 @@ class Party:
 
     def request(self) -> Agree:
         sum_id = SumId(RUN, bytes.fromhex(self.plan.digest()), TRAIN, 1, 1)
-        return Agree(sum_id, Begin(1, 1, bytes(32), tuple(NAMES), 3))
+        return Agree(sum_id, Begin(1, 1, bytes(32)))
 
     def ask(self, members: Members) -> dict[str, Reply | Failure]:
         """What each site that has joined answers, by the name that the answer has."""

@@ -78,7 +78,7 @@ def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(federation: Federation, **about: Any) -> Contribute:
     """The request for an update; under the secure sum with an inbox, which is empty."""
-    inbox = Inbox(bytes(32), (), ()) if federation.plan.aggregation.secure else None
+    inbox = Inbox(bytes(32), (), (), ()) if federation.plan.aggregation.secure else None
     return federation.request(inbox=inbox, **about)
 
 
@@ -93,7 +93,7 @@ def trainer(settings: list[str]) -> type[Trainer] | type[PrivateTrainer]:
 def test_no_evaluation_leaves_a_site_under_privacy(federate: Federate, settings: list[str]) -> None:
     federation = federate(settings)
     site = federation.joined()
-    begin = Begin(1, 1, vector_hash(federation.model), federation.names, 3)
+    begin = Begin(1, 1, vector_hash(federation.model))
     for request in (
         asked(federation, purpose=EVALUATE),
         Agree(federation.sum_id(purpose=EVALUATE), begin),

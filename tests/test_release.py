@@ -115,7 +115,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
     roster = Roster.of(Card.of(name, identities[name]) for name in names)
     contract = contract_for(TRAIN, plan, roster, "0123", SIZE, "layout")
     model = bytes(32)
-    coordinator = SecureCoordinator(contract, 1, 1, model, names)
+    coordinator = SecureCoordinator(contract, 1, 1, model)
     attempts = {
         name: Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {}) for name in names
     }
@@ -152,9 +152,9 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         confirm = attempts[names[number]].agree(survivors, 1)
         assert isinstance(confirm, Confirm)
         coordinator.confirmed(confirm)
-    unmask = coordinator.request()
+    requests = coordinator.request()
     for number in left:
-        reveal = attempts[names[number]].agree(unmask, 1)
+        reveal = attempts[names[number]].agree(requests[names[number]], 1)
         assert isinstance(reveal, Reveal)
         coordinator.revealed(reveal)
     opened = layout.open(coordinator.sum())

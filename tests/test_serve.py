@@ -305,7 +305,7 @@ def grid() -> Wire:
 
 
 def inbox(node: int) -> Inbox:
-    return Inbox(bytes(32), ("site-1", "site-2"), (("site-1", bytes([node])),))
+    return Inbox(bytes(32), ("site-1", "site-2"), (("site-1", bytes([node])),), ())
 
 
 def ask(grid: Grid) -> dict[int, Reply | Failure]:

@@ -1,5 +1,6 @@
 """The coordinator's parts: cohort, optimizer, journal, checkpoints, run folder."""
 
+import dataclasses
 import errno
 import os
 import sqlite3
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.lm.layout import Layout, params_sha256
-from cloister.protocol.cohort import draw
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
+from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import Plan, ServerSection
 from cloister.protocol.soundness import parse
 from cloister.protocol.threshold import parameters
@@ -36,20 +38,36 @@ SITES = [f"site-{index:03d}" for index in range(40)]
 def test_a_cohort_is_a_repeatable_sample_without_replacement(fraction: float, seed: int, number: int) -> None:
     clear = "aggregation.secure=false"  # which refuses no small cohort
     plan = parse("", [f"cohort.fraction={fraction!r}", f"run.seed={seed}", "cohort.sites=40", clear])
-    cohort = draw(plan, SITES, number)
+    cohort = draw_of(plan, TRAIN).cohort(SITES, number)
     assert len(set(cohort)) == len(cohort) == plan.cohort.size()
     assert set(cohort) <= set(SITES)
-    assert cohort == sorted(cohort) == draw(plan, SITES[::-1], number)
+    assert cohort == tuple(sorted(cohort)) == draw_of(plan, TRAIN).cohort(SITES[::-1], number)
 
 
 def test_every_site_is_drawn_equally_often() -> None:
     plan = parse("", ["cohort.fraction=0.25", "cohort.sites=40"])
     counts = dict.fromkeys(SITES, 0)
     for number in range(1, 4001):
-        for site in draw(plan, SITES, number):
+        for site in draw_of(plan, TRAIN).cohort(SITES, number):
             counts[site] += 1
     # Binomial(4000, 1/4): standard deviation 27.4.
     assert max(abs(count - 1000) for count in counts.values()) < 5 * 27.4
+
+
+def test_the_place_of_a_site_in_the_draw_depends_on_all_names() -> None:
+    """A site that chooses its name, or whose name stays while another's changes, cannot plan for a place."""
+    draw = draw_of(parse("", ["cohort.fraction=0.25", "cohort.sites=40"]), TRAIN)
+    others = [*SITES[:-1], "another"]
+    rounds = (
+        {number for number in range(1, 201) if "site-000" in draw.cohort(SITES, number)},
+        {number for number in range(1, 201) if "site-000" in draw.cohort(others, number)},
+    )
+    # Two independent draws of a quarter agree in 5/8 of the rounds: binomial(200, 5/8), standard deviation 6.9.
+    assert abs(len(rounds[0] ^ rounds[1]) - 75) < 5 * 6.9
+    evaluations = dataclasses.replace(draw, purpose="evaluate")
+    assert [draw.cohort(SITES, number) for number in range(9)] != [
+        evaluations.cohort(SITES, number) for number in range(9)
+    ]
 
 
 # optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
 from cloister.clients.site import Site
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     MemberError,
@@ -39,8 +41,8 @@ from cloister.protocol.messages import (
     Told,
 )
 from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Roster
 from cloister.protocol.soundness import parse
-from cloister.protocol.threshold import parameters
 from cloister.tests.federation import RUN, Federation, changed, tiny, whole
 
 
@@ -74,7 +76,7 @@ class Attack:
         layout = federation.layout
         contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
         model = vector_hash(federation.model)
-        self.coordinator = SecureCoordinator(contract, 1, attempt, model, federation.names)
+        self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
         return site.agree(Agree(self.federation.sum_id(**about), told))
@@ -110,9 +112,9 @@ class Attack:
             confirmed = self.agree(site, survivors)
             assert isinstance(confirmed, Confirm)
             coordinator.confirmed(confirmed)
-        unmask = coordinator.request()
+        requests = coordinator.request()
         for site in left:
-            revealed = self.agree(site, unmask)
+            revealed = self.agree(site, requests[site.name])
             assert isinstance(revealed, Reveal)
             coordinator.revealed(revealed)
         assert coordinator.enough
@@ -230,7 +232,7 @@ def test_one_plan_is_one_run(federation: Federation) -> None:
 
 def test_a_message_of_a_run_that_was_not_joined_pins_nothing(federation: Federation) -> None:
     site = federation.site()
-    begin = Begin(1, 1, bytes(32), federation.names, 3)
+    begin = Begin(1, 1, bytes(32))
     with pytest.raises(PinnedError, match="a run that this site was asked to join first"):
         site.agree(Agree(federation.sum_id(run="junk"), begin))
     site.join(federation.join_request())
@@ -258,39 +260,52 @@ def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None
 
 
 @pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
-def test_rounds_and_cohorts_are_those_of_the_plan(federation: Federation, purpose: Purpose) -> None:
-    site, names, rounds = federation.joined(), federation.names, federation.plan.run.rounds
-    begin = Begin(1, 1, vector_hash(federation.model), names, parameters(4, 0, 1).threshold)
-    for other, kind in (
-        (dataclasses.replace(begin, round=rounds + 1), StaleError),
-        (dataclasses.replace(begin, round=10**9), StaleError),
-        (dataclasses.replace(begin, cohort=(*names, "stranger")), MemberError),
-        (dataclasses.replace(begin, cohort=names[:2]), SecureSumError),
-    ):
-        request = Agree(federation.sum_id(purpose=purpose, number=other.round), other)
-        with pytest.raises(kind):
+def test_rounds_are_those_of_the_plan(federation: Federation, purpose: Purpose) -> None:
+    site, rounds = federation.joined(), federation.plan.run.rounds
+    begin = Begin(1, 1, vector_hash(federation.model))
+    for number in (0 if purpose == TRAIN else -1, rounds + 1, 10**9):
+        request = Agree(
+            federation.sum_id(purpose=purpose, number=number), dataclasses.replace(begin, round=number)
+        )
+        with pytest.raises(StaleError, match=f"to {rounds}, as the plan has"):
             site.agree(request)
     assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
 
 
 def test_there_is_no_update_for_a_round_that_the_plan_does_not_have(federation: Federation) -> None:
     for number in (0, federation.plan.run.rounds + 1):
-        with pytest.raises(StaleError, match="one of the plan's"):
+        with pytest.raises(StaleError, match="one of 1 to 3, as the plan has"):
             federation.joined().contribute(federation.request(number=number))
 
 
-def test_a_site_that_the_plan_does_not_draw_is_in_no_cohort(tmp_path: Path) -> None:
-    """A coordinator cannot choose with whom a site is summed."""
-    federation = Federation(tmp_path, tiny("cohort.sites=8", "cohort.fraction=0.5"))
-    model = vector_hash(federation.model)
-    site, names, refused = federation.joined(), federation.names, 0
-    for number in range(1, federation.plan.run.rounds + 1):
-        begin = Begin(number, 1, model, names[:4], parameters(4, 0, 1).threshold)
-        try:
-            site.agree(Agree(federation.sum_id(number=number), begin))
-        except MemberError:
-            refused += 1
-    assert refused >= federation.plan.run.rounds - 1  # one cohort of 70 is that one
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_a_site_takes_part_in_the_sums_that_the_plan_draws_it_for(tmp_path: Path, purpose: Purpose) -> None:
+    """A coordinator chooses neither the rounds of a site nor with which sites it is summed."""
+    plan = tiny("cohort.sites=8", "cohort.fraction=0.5", "run.rounds=20")
+    federation = Federation(tmp_path, plan)
+    site, taken = federation.joined(), set()
+    for number in range(1, plan.run.rounds + 1):
+        begin = Begin(number, 1, vector_hash(federation.model))
+        with contextlib.suppress(MemberError):
+            site.agree(Agree(federation.sum_id(purpose=purpose, number=number), begin))
+            taken.add(number)
+    drawn = draw_of(plan, purpose)
+    numbers = range(1, plan.run.rounds + 1)
+    assert taken == {number for number in numbers if site.name in drawn.cohort(federation.names, number)}
+    assert 0 < len(taken) < plan.run.rounds
+
+
+def test_the_cohort_is_the_draw_whoever_is_there(federation: Federation) -> None:
+    """A coordinator that begins with fewer sites gets the n, A and t of the draw all the same."""
+    contract = Attack(federation).coordinator.contract
+    three = dataclasses.replace(contract, roster=Roster.of(federation.roster.cards[:3]))
+    offered = SecureCoordinator(three, 1, 1, vector_hash(federation.model))
+    site = federation.joined()
+    reply = site.agree(Agree(federation.sum_id(), offered.begin))
+    assert isinstance(reply, Advertise)
+    with pytest.raises(StaleError, match="the same run, round, attempt, roster, plan, model and cohort"):
+        offered.advertised(reply)
+    assert reply.context == Attack(federation).coordinator.attempt.context
 
 
 def test_shares_for_another_site_are_refused(federation: Federation) -> None:
@@ -308,13 +323,23 @@ def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: F
         again.carry_through(left_out=(federation.names[3],))
 
 
-def test_a_site_holds_the_coordinator_to_the_plans_quorum(federation: Federation) -> None:
-    """Three of four sites: enough for the site's own minimum, and for a plan that asks for no more."""
-    three = Begin(1, 1, vector_hash(federation.model), federation.names[:3], parameters(3, 0, 1).threshold)
-    strict, loose = (changed(federation.plan, "cohort", quorum=quorum) for quorum in (1.0, 0.75))
-    with pytest.raises(TooFewSitesError, match="at least 4 sites"):
-        federation.joined(0, plan=strict, pinned=False).agree(Agree(federation.sum_id(plan=strict), three))
-    assert federation.joined(1, plan=loose, pinned=False).agree(Agree(federation.sum_id(plan=loose), three))
+@pytest.mark.parametrize(("quorum", "refused"), [(1.0, True), (0.75, False)])
+def test_a_site_holds_the_coordinator_to_the_plans_quorum(
+    tmp_path: Path, quorum: float, refused: bool
+) -> None:
+    """Three of four sites: enough for t and for the site's own minimum."""
+    federation = Federation(tmp_path, tiny(f"cohort.quorum={quorum}"))
+    attack = Attack(federation)
+    for site in attack.sites[:3]:
+        advertised = attack.agree(site, attack.coordinator.begin)
+        assert isinstance(advertised, Advertise)
+        attack.coordinator.advertised(advertised)
+    peers = attack.coordinator.peers()
+    if refused:
+        with pytest.raises(TooFewSitesError, match="at least 4 sites"):
+            attack.agree(attack.sites[0], peers)
+    else:
+        assert attack.agree(attack.sites[0], peers)
 
 
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), 1e300])

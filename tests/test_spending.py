@@ -17,9 +17,9 @@ from cloister.lm.model import count_parameters
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.cohort import draw
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import StorageError
-from cloister.protocol.messages import Contribute, Request
+from cloister.protocol.messages import TRAIN, Contribute, Request
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
 from cloister.server.history import identity
@@ -204,7 +204,9 @@ def test_epsilon_is_the_accountants_of_the_rounds_that_were_done(begin: Begin, s
 def test_a_site_is_charged_for_the_rounds_that_drew_it(begin: Begin) -> None:
     case = begin(CENTRAL, "cohort.fraction=0.5", "cohort.quorum=1.0", "run.rounds=4")
     outcome = case.go()
-    drawn = Counter(site for number in range(1, 5) for site in draw(case.plan, NAMES, number))
+    drawn = Counter(
+        site for number in range(1, 5) for site in draw_of(case.plan, TRAIN).cohort(NAMES, number)
+    )
     assert len(set(drawn.values())) > 1
     spending = Spending(case.terms, case.identity, case.out / "ledger.sqlite")
     assert spending.epsilons() == {site: case.terms.epsilon(count) for site, count in drawn.items()}

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cloister.aggregation import keys
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.span import Piece, manifest_digest, manifest_of
@@ -41,7 +42,6 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
-from cloister.protocol.threshold import parameters
 from cloister.protocol.wire import decode_request, encode
 from cloister.server import journal as steps
 from cloister.server import sum as sums
@@ -117,7 +117,7 @@ class Run:
         return [(0, vector[:20].copy()), (20, vector[20:].copy())]
 
     def sum(self, number: int = 1) -> Total | sums.Failed:
-        return sum_over(self.party, Wanted(TRAIN, number, MODEL), self.names, self.plan.cohort.needed())
+        return sum_over(self.party, Wanted(TRAIN, number, MODEL))
 
     def reasons(self) -> list[str]:
         """Why sites were left out."""
@@ -224,7 +224,7 @@ def test_once_shares_were_asked_for_only_those_survivors_are_asked_again(
     run.channel.lose(("site-005", "update", 1), *((name, "unmask", 1) for name in NAMES[:3]))
     total = run.sum()
     assert isinstance(total, Total)
-    assert (total.attempts, total.sites, total.cohort) == (2, 5, 5)
+    assert (total.attempts, total.sites, total.cohort) == (2, 5, 6)
     asked = run.channel.asked
     assert ("update", "site-005") not in asked[asked.index(("unmask", "site-004")) :]
 
@@ -236,8 +236,8 @@ def test_a_round_whose_survivors_are_lost_is_bound(open_run: Callable[..., Run])
         *(("site-000", "update", tries) for tries in range(2, 9)),
     )
     assert run.sum() == sums.Failed(3, bound=True)
-    # The sites that answered refuse another list: the difference of two sums would be one site's update.
-    assert any("the difference of two sums would reveal updates" in reason for reason in run.reasons())
+    # The sites that answered refuse another list, so no other site is asked for anything more in vain.
+    assert sum(step == "confirm" for step, _ in run.channel.asked) == 6
     # The next round is not bound.
     run.channel.lose()
     assert isinstance(run.sum(2), Total)
@@ -403,7 +403,7 @@ def test_an_attempt_that_failed_says_why(open_run: Callable[..., Run]) -> None:
 def begun(open_run: Callable[..., Run]) -> tuple[Run, dict[str, Inbox]]:
     """Sites that have shared their secrets; the inbox of each."""
     run = open_run(4)
-    coordinator = SecureCoordinator(run.contract, 1, 1, vector_hash(MODEL), run.names)
+    coordinator = SecureCoordinator(run.contract, 1, 1, vector_hash(MODEL))
     for name in run.names:
         advertised = run.attempts(name).agree(coordinator.begin, 1)
         assert isinstance(advertised, Advertise)
@@ -479,7 +479,7 @@ def test_a_vector_of_one_round_is_not_masked_for_another(open_run: Callable[...,
     with pytest.raises(StaleError, match="the round of the attempt"):
         run.attempts(name).mask(inboxes[name], 2, model, 1, lambda: run.pieces(name))
     with pytest.raises(StaleError, match="the round of the attempt"):
-        run.attempts(name).agree(Begin(5, 1, model, tuple(run.names), 3), 1)
+        run.attempts(name).agree(Begin(5, 1, model), 1)
 
 
 def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[..., Run]) -> None:
@@ -514,7 +514,7 @@ def test_a_torn_file_costs_one_attempt(open_run: Callable[..., Run]) -> None:
     assert isinstance(run.sum(1), Total)
     for name in run.names:
         (run.folder / name / "attempt").write_bytes(b"")
-    begin = Begin(1, 1, bytes(32), tuple(run.names), parameters(5, 0, 1).threshold)
+    begin = Begin(1, 1, bytes(32))
     with pytest.raises(StaleError):  # the durable mark still says which round was answered
         run.attempts("site-000").agree(begin, 1)
     assert isinstance(run.sum(2), Total)
@@ -616,3 +616,136 @@ def test_weights_that_sum_to_zero_fail_the_round_and_not_the_run(open_run: Calla
     assert run.sum() == sums.Failed(3, bound=False)
     run.channel.tamper = lambda _step, reply: reply
     assert isinstance(run.sum(2), Total)
+
+
+# Sites that lie: the others go on.
+
+
+def resigned(message: Any) -> Any:
+    """A message that its own site has signed, after a change."""
+    signature = keys.sign(IDENTITIES[message.site], message.STEP.label, message.context, message.body())
+    return dataclasses.replace(message, signature=signature)
+
+
+def garbage(step: str, reply: Reply) -> Reply:
+    """site-000 sends shares that no other site can open."""
+    if isinstance(reply, Shares) and reply.site == NAMES[0]:
+        return cast(
+            Reply, resigned(dataclasses.replace(reply, sealed=tuple((to, b"?") for to, _ in reply.sealed)))
+        )
+    return reply
+
+
+def test_a_site_that_sends_garbage_costs_one_attempt_and_is_left_out(open_run: Callable[..., Run]) -> None:
+    run = open_run(8)
+    run.channel.tamper = garbage
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites, total.cohort) == (2, 7, 8)
+    assert total.opened.counters["tokens"] == expected(run.names[1:])["tokens"]
+    assert run.reasons() == [
+        "left out of all later sums: 7 sites could not open the shares that it sent them"
+    ]
+    run.channel.asked.clear()
+    later = run.sum(2)
+    assert isinstance(later, Total)
+    assert later.attempts == 1
+    assert {site for _, site in run.channel.asked} == set(run.names[1:])
+    (entry,) = [entry for entry in run.journal.entries() if entry.step == steps.LEFT_OUT]
+    assert entry.detail["site"] == NAMES[0]
+
+
+def test_leaving_sites_out_changes_neither_n_nor_a_nor_t(open_run: Callable[..., Run]) -> None:
+    """Otherwise a coordinator that calls sites liars would choose who is in, and lower the threshold."""
+    run = open_run(8)
+    run.party.left_out.update(dict.fromkeys(run.names[:4], "a lie"))  # t = 5
+    assert run.sum() == sums.Failed(3, bound=False)
+    run.party.left_out.popitem()
+    assert isinstance(run.sum(), Total)
+    # A site that is still asked has the same context as in a sum of all.
+    everybody = SecureCoordinator(run.contract, 2, 1, vector_hash(MODEL))
+    own = run.attempts(run.names[5]).agree(everybody.begin, 2)
+    assert isinstance(own, Advertise)
+    everybody.advertised(own)
+
+
+def test_two_sites_that_reveal_wrong_shares_do_not_end_the_round(open_run: Callable[..., Run]) -> None:
+    run = open_run(8)
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Reveal) and reply.site in NAMES[:2]:
+            wrong = tuple((site, bytes(33)) for site, _ in reply.self_shares)
+            return cast(Reply, resigned(dataclasses.replace(reply, self_shares=wrong)))
+        return reply
+
+    run.channel.tamper = lie
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (1, 8)
+    assert total.opened.counters["tokens"] == expected(run.names)["tokens"]
+    assert set(run.party.left_out) == set(NAMES[:2])
+
+
+def test_a_site_that_shares_another_secret_costs_one_round(open_run: Callable[..., Run]) -> None:
+    """Its lie shows when the shares are put together, after the others are bound to a list with it."""
+    run = open_run(8)
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == NAMES[3]:
+            return cast(Reply, resigned(dataclasses.replace(reply, commitment=bytes(32))))
+        return reply
+
+    run.channel.tamper = lie
+    assert run.sum(1) == sums.Failed(3, bound=True)
+    assert set(run.party.left_out) == {NAMES[3]}
+    total = run.sum(2)
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (1, 7)
+
+
+def test_a_site_that_claims_other_sharers_or_complaints_is_a_dropout(open_run: Callable[..., Run]) -> None:
+    run = open_run(8)
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.statement is not None and reply.site in NAMES[:2]:
+            change: dict[str, Any] = (
+                {"sharers": bytes(32)} if reply.site == NAMES[0] else {"complaints": ("site-9",)}
+            )
+            return dataclasses.replace(
+                reply, statement=resigned(dataclasses.replace(reply.statement, **change))
+            )
+        return reply
+
+    run.channel.tamper = lie
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert total.sites == 6
+    assert [reason.partition(":")[0] for reason in run.reasons()] == [
+        "sharers of site-000",
+        "complaints of site-001",
+    ]
+
+
+def test_the_cohort_is_the_draw_and_absent_sites_are_dropouts(open_run: Callable[..., Run]) -> None:
+    run = open_run(12, "cohort.fraction=0.67", "aggregation.colluders=0.05")
+    drawn = run.contract.draw.cohort(run.names, 1)
+    assert len(drawn) == 8
+    run.channel.down = lambda site, step, _request: step == "join" and site == drawn[0]
+    members = Members(run.channel, run.plan, RUN, lambda _failure: None, roster=run.roster)
+    run.party = dataclasses.replace(run.party, members=members)
+    run.channel.asked.clear()
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.sites, total.cohort) == (7, 8)
+    assert {site for _, site in run.channel.asked} == set(drawn[1:])
+
+
+def test_more_sites_than_the_ring_has_room_for_are_refused(open_run: Callable[..., Run]) -> None:
+    run = open_run(6)
+    layout = training_layout(run.plan, LAYOUT.size)
+    small = dataclasses.replace(layout, ring=dataclasses.replace(layout.ring, terms=5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "layout_for", lambda *_: small)
+        assert run.sum() == sums.Failed(3, bound=False)
+    (failed, *_) = [event for event in run.events if isinstance(event, AttemptFailed)]
+    assert failed.reason == "sites in the cohort is 6: expected at most 5, for which the ring has room"

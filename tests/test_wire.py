@@ -22,7 +22,6 @@ from cloister.protocol.errors import EncodingError
 from cloister.protocol.messages import (
     TRAIN,
     Advertise,
-    Begin,
     Contribute,
     Contribution,
     Elements,
@@ -278,7 +277,7 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 # What is not one message.
 
 
-@pytest.mark.parametrize("version", ["cloister/wire/0", "cloister/wire/2", "", 1, b"cloister/wire/1", ()])
+@pytest.mark.parametrize("version", ["cloister/wire/1", "cloister/wire/3", "", 1, b"cloister/wire/2", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
     with pytest.raises(EncodingError, match="install the same release of cloister at the coordinator and"):
         decode_reply([pack(version, "Joined", "site-0", 7)])
@@ -469,23 +468,22 @@ def test_a_base_model_travels_with_the_join_alone() -> None:
 
 
 def test_a_name_that_is_text_is_not_the_same_name_as_bytes() -> None:
-    begin = Begin(1, 1, bytes(32), ("a",), 1)
-    values = list(unpack(wire.to_bytes(begin)))
-    assert values[5] == ("a",)
-    values[5] = (b"a",)
-    with pytest.raises(EncodingError, match=r"Begin\.cohort is b'a': expected str"):
-        from_bytes(Begin, pack(*values))
+    survivors = Survivors(bytes(32), ("a",))
+    values = list(unpack(wire.to_bytes(survivors)))
+    assert values[3] == ("a",)
+    values[3] = (b"a",)
+    with pytest.raises(EncodingError, match=r"Survivors\.survivors is b'a': expected str"):
+        from_bytes(Survivors, pack(*values))
 
 
 def test_the_longest_messages_are_within_the_limit() -> None:
     n, name, key, signature = LARGEST, "x" * 64, bytes(32), bytes(64)
     shares = ((name, bytes(64)),) * n
     for message in (
-        Begin(1, 1, key, (name,) * n, n),
         Peers(key, (Advertise(key, name, key, key, signature),) * n),
-        Shares(key, name, key, ((name, bytes(128)),) * n, signature),
-        Inbox(key, (name,) * n, ((name, bytes(128)),) * 64),
-        Unmask(key, (name,) * n, (), ((name, signature),) * n),
+        Shares(key, name, key, ((name, bytes(82)),) * n, ((name, key, key),) * n, signature),
+        Inbox(key, (name,) * n, ((name, bytes(82)),) * n, ((name, key, key),) * 64),
+        Unmask(key, (name,) * n, (), ((name, signature),) * n, ((name, key, (), signature),) * 64),
         Reveal(key, name, shares, shares, signature),
         Join("run", "x" * messages.LONGEST_PLAN, bytes(32), VECTOR),
     ):
