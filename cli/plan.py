@@ -107,6 +107,7 @@ def _print_cost(
         table.add_section()
         table.add_row("secure sum: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}")
         table.add_row("dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}")
+        table.add_row("sites that must finish", f"{secure.quorum}")
         table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
         table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
         table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")

@@ -75,13 +75,14 @@ class SecureSum:
 
     sites: Count
     """n: sites in a cohort."""
-    neighbours: Count
-    """k: sites with which each site shares masks."""
-    threshold: Count
+    neighbours: Count | None
+    """k: sites with which each site shares masks; None, as the next three, in a run of an earlier version of the
+    protocol, for which no such figure is claimed."""
+    threshold: Count | None
     """t: neighbours whose shares open a site's mask."""
-    dropouts: Count
+    dropouts: Count | None
     """Sites that may drop out without ending an attempt."""
-    colluders: Count
+    colluders: Count | None
     """Sites that may collude with the coordinator without learning more than the sum of the others."""
     ring_bits: Count
     """Updates are summed modulo 2^ring_bits."""

@@ -58,7 +58,7 @@ def terms_of(plan: Plan, dimension: int) -> Terms | None:
 
 @lru_cache(maxsize=16)
 def _terms(plan_json: str, dimension: int) -> Terms:
-    plan = soundness.from_json(plan_json)
+    plan = soundness.recorded(plan_json)  # the caller has checked it
     privacy, rounds = plan.privacy, plan.run.rounds
     try:
         if privacy.noise_multiplier is not None:

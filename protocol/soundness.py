@@ -47,6 +47,17 @@ def from_json(text: str | bytes) -> Plan:
     return plan
 
 
+def recorded(text: str | bytes) -> Plan:
+    """Read the plan of a run that an earlier release may have started, in order to report it.
+
+    Each field is checked, but not the plan as a whole: this release may refuse what that release ran.
+
+    Raises:
+        PlanError: the text is no JSON, or a field is wrong.
+    """
+    return _SETTINGS.from_json(text)
+
+
 def _check_sound(plan: Plan) -> None:
     """Refuse settings that each section allows but that contradict each other."""
     sites, bits = plan.cohort.sites, plan.aggregation.ring_bits

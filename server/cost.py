@@ -71,7 +71,9 @@ class SecureCost:
     dropouts: int
     """Sites that may drop out."""
     colluders: int
-    """Sites that may collude with the coordinator."""
+    """Sites of the cohort that may collude with the coordinator."""
+    quorum: int
+    """Sites that must finish for a sum to be opened: the plan's quorum, or more where the secure sum needs more."""
     overhead_bytes_up: int
     """Bytes from one site in a round, without its vector."""
     overhead_bytes_down: int
@@ -104,6 +106,7 @@ def secure_cost(
         t=found.threshold,
         dropouts=found.dropouts,
         colluders=found.colluders,
+        quorum=plan.quorum(),
         overhead_bytes_up=sent,
         overhead_bytes_down=received,
         site_s=(found.k + 1) * length * element_s + 2 * found.k * agreement_s + 2 * sharing_s,

@@ -24,7 +24,7 @@ import fcntl
 import json
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,15 +294,19 @@ def stored_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(number), path) for number, path in files.items() if number.isdecimal()))
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, parse: Callable[[bytes], Plan] = soundness.from_json) -> Plan:
     """The plan of the run in a folder.
+
+    Args:
+        path: The folder.
+        parse: How the plan is checked; `soundness.recorded` where its run is only reported.
 
     Raises:
         RunFolderError: there is no run in it, or its plan cannot be read.
     """
     file = RunFiles(path).plan_file
     try:
-        return soundness.from_json(file.read_bytes())
+        return parse(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             str(path),

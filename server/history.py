@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cloister.aggregation.keys import PROTOCOL
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
@@ -30,8 +31,12 @@ class RunHistory:
     """For each site the rounds in which an attempt began with it."""
     survivors: Mapping[int, frozenset[str]]
     """Under masks: for each round the sites that were last asked for shares."""
+    secure_sum: str
+    """Version of the secure sum that the run was created with; empty in runs from before versions were journaled."""
     refusals: Mapping[str, tuple[str, ...]]
     """For each site its refusals, in words, each once."""
+    left_out: Mapping[str, str]
+    """Sites that lied in a secure sum, each with when and what, in words."""
     finished: bool
     """Whether the run is finished."""
     stopped: str
@@ -63,6 +68,7 @@ def run_history(files: RunFiles) -> RunHistory:
         raise begun
     asked: defaultdict[str, set[int]] = defaultdict(set)
     refusals: defaultdict[str, list[str]] = defaultdict(list)
+    left_out: dict[str, str] = {}
     survivors: dict[int, frozenset[str]] = {}
     for entry in entries:
         if entry.step == f"train {steps.BEGUN}":
@@ -73,6 +79,8 @@ def run_history(files: RunFiles) -> RunHistory:
         elif entry.step == steps.REFUSED:
             when = f"after round {entry.round}" if entry.round else "before the first round"
             refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
+        elif entry.step == steps.LEFT_OUT:
+            left_out[entry.detail["site"]] = f"in round {entry.round}: {entry.detail['reason']}"
     end = next((entry.detail for entry in reversed(entries) if entry.step == steps.FINISHED), None)
     return RunHistory(
         run=str(created["run"]),
@@ -80,6 +88,8 @@ def run_history(files: RunFiles) -> RunHistory:
         done={entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round},
         asked={site: frozenset(rounds) for site, rounds in asked.items()},
         survivors=survivors,
+        secure_sum=created.get("secure_sum", ""),
+        left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
@@ -109,7 +119,7 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
-            facts = {"run": secrets.token_hex(16)}
+            facts = {"run": secrets.token_hex(16), "secure_sum": PROTOCOL}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)

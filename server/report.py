@@ -28,6 +28,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from cloister.aggregation.keys import PROTOCOL
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
 from cloister.privacy.events import Event, Gaussian, SampledGaussian, from_json, to_json
@@ -45,6 +46,7 @@ from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.errors import AccountingError, LedgerError, RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
+from cloister.protocol.soundness import recorded
 from cloister.server.folder import RunFiles, read_plan, stored_checkpoints
 from cloister.server.history import RunHistory, run_history
 
@@ -65,7 +67,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     Raises:
         RunFolderError: there is no run in the folder, the run has not begun, or a file is missing or damaged.
     """
-    files, plan = RunFiles(path), read_plan(path)
+    files, plan = RunFiles(path), read_plan(path, recorded)
     history = run_history(files)
     simulated = files.sites.path.is_dir()
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
@@ -96,8 +98,12 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         sites=_site_rows(files, plan, history, account),
         assumptions=claims.assumptions(plan, terms, simulated=simulated),
         trusted=claims.trusted(plan, simulated=simulated),
-        not_covered=(*_missing_rounds(plan, history), *claims.not_covered(plan)),
-        secure=_secure(plan),
+        not_covered=(
+            *_missing_rounds(plan, history),
+            *_earlier_protocol(plan, history),
+            *claims.not_covered(plan),
+        ),
+        secure=_secure(plan, history),
         ledger=account.ledger,
         audit=_audit(files.audit),
     )
@@ -325,6 +331,8 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
         else:
             rounds = asked if summed is None else summed
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
+        if name in history.left_out:
+            notes.append(f"Left out after it lied in the secure sum {history.left_out[name]}.")
         if summed is not None and len(summed) < len(asked):
             notes.append(
                 f"Asked in {len(asked)} of the rounds that are done, and in the sum of {len(summed)}."
@@ -343,12 +351,26 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     return tuple(rows)
 
 
-def _secure(plan: Plan) -> SecureSum | None:
+def _secure(plan: Plan, history: RunHistory) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
+    n, ring_bits = plan.cohort.size(), plan.aggregation.ring_bits
+    if history.secure_sum != PROTOCOL:
+        return SecureSum(n, None, None, None, None, ring_bits)
     found = plan.threshold()
-    ring_bits = plan.aggregation.ring_bits
-    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits)
+    return SecureSum(n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits)
+
+
+def _earlier_protocol(plan: Plan, history: RunHistory) -> tuple[str, ...]:
+    if not plan.aggregation.secure or history.secure_sum == PROTOCOL:
+        return ()
+    return (
+        (
+            "A coordinator that lies. The run was created with an earlier version of the secure sum, in which such a "
+            "coordinator could open single updates. What this page says about the secure sum holds for that run only "
+            "if the coordinator followed the protocol."
+        ),
+    )
 
 
 def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:

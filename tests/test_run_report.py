@@ -28,8 +28,8 @@ from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import load
 from cloister.server import report as server_report
-from cloister.server.folder import RunFolder
-from cloister.server.journal import REFUSED, Journal
+from cloister.server.folder import RunFiles, RunFolder, read_plan
+from cloister.server.journal import LEFT_OUT, REFUSED, Journal
 from cloister.server.report import gather
 from cloister.simulations.federation import simulate
 
@@ -381,6 +381,52 @@ def test_refusals_are_told_at_their_site(copy: Path) -> None:
     row = next(row for row in report.sites if row.name == "site-002")
     assert row.notes.count("Refused after round 1: <its policy>.") == 1
     assert "<its policy>" not in to_html(report)
+
+
+def test_sites_that_lied_are_told(copy: Path) -> None:
+    with Journal(copy / "journal.sqlite") as journal:
+        journal.record(2, 1, LEFT_OUT, {"site": "site-001", "reason": "it <lied>"})
+    report = gather(copy)
+    row = next(row for row in report.sites if row.name == "site-001")
+    assert "Left out after it lied in the secure sum in round 2: it <lied>." in row.notes
+    assert "<lied>" not in to_html(report)
+
+
+def test_a_run_of_an_earlier_secure_sum_is_reported_without_its_claims(site: Path, tmp_path: Path) -> None:
+    """Its ledger counts as before; a plan that is refused today is still read."""
+    old = tmp_path / "old"
+    shutil.copytree(site, old)
+    before = gather(old)
+    assert before.secure is not None
+    assert before.secure.colluders == 1
+    assert not any("earlier version of the secure sum" in item for item in before.not_covered)
+    edit(
+        old / "journal.sqlite",
+        "UPDATE entries SET detail = json_remove(detail, '$.secure_sum') WHERE step = 'created'",
+    )
+    report = gather(old)
+    assert (report.epsilon, report.rounds, report.ledger) == (before.epsilon, before.rounds, before.ledger)
+    assert verdict(report).holds
+    assert report.secure is not None
+    assert report.secure.colluders is None
+    assert any("such a coordinator could open single updates" in item for item in report.not_covered)
+    page = to_html(report)
+    assert "Nothing is claimed\nagainst one that lies." in page
+    assert "threshold (t)" not in page
+
+
+def test_a_run_whose_plan_is_refused_today_is_reported(copy: Path) -> None:
+    path = RunFiles(copy).plan_file
+    plan = json.loads(path.read_bytes())
+    plan["aggregation"]["colluders"] = 0.9
+    path.write_text(json.dumps(plan))
+    with pytest.raises(RunFolderError, match=r"aggregation\.colluders is"):
+        read_plan(copy)
+    edit(
+        copy / "journal.sqlite",
+        "UPDATE entries SET detail = json_remove(detail, '$.secure_sum') WHERE step = 'created'",
+    )
+    assert gather(copy).epsilon is not None
 
 
 def test_an_audit_is_in_the_report_and_can_refute_it(copy: Path) -> None:
