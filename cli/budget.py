@@ -60,6 +60,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     record.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
     site = parser.add_argument_group("unit site")
     site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
+    site.add_argument(
+        "--separation",
+        type=int,
+        metavar="B",
+        help="correlate the noise of --central; least rounds from one round with a site to its next",
+    )
+    site.add_argument(
+        "--participations", type=int, metavar="K", help="most rounds with one site; with --separation"
+    )
     site.add_argument("--sites", type=int, metavar="N", help="sites in a round (default: 8)")
     site.add_argument(
         "--quorum", type=float, metavar="F", help="fraction of the sites in the smallest sum (default: 0.75)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cloister.privacy.accounting import Accountant, Spent, spent
-from cloister.privacy.events import Event, Gaussian, SampledGaussian, Unit, relation
+from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, Unit, relation
 from cloister.privacy.site_noise import skellam_for
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
@@ -64,7 +64,7 @@ class Mechanism:
 
 
 def _of_record(arguments: argparse.Namespace) -> Mechanism:
-    for option in ("central", *_OF_SKELLAM):
+    for option in ("central", "separation", "participations", *_OF_SKELLAM):
         value = getattr(arguments, option)
         if value is not None and value is not False:
             raise CloisterError(f"--{option}", expected="this option only with --unit site")
@@ -98,10 +98,16 @@ def _of_site(arguments: argparse.Namespace) -> Mechanism:
         if getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise CloisterError(f"--{name}", expected="this option only with --unit record")
+    if (arguments.separation is None) != (arguments.participations is None):
+        raise CloisterError("--separation and --participations", expected="both options together")
+    if arguments.separation is not None and not arguments.central:
+        raise CloisterError("--separation", arguments.separation, expected="this option only with --central")
     if arguments.central:
         for option in _OF_SKELLAM:
             if getattr(arguments, option) is not None:
                 raise CloisterError(f"--{option}", expected="this option only without --central")
+        if arguments.separation is not None:
+            return _correlated(arguments)
         return Mechanism(
             "site",
             arguments.delta,
@@ -128,6 +134,21 @@ def _of_site(arguments: argparse.Namespace) -> Mechanism:
     honest = f"{floor - colluders} honest sites of the {floor} or more of {sites} in a sum"
     mechanism = f"Skellam, in each round, from {honest}"
     return Mechanism("site", arguments.delta, arguments.accountant, events, mechanism)
+
+
+def _correlated(arguments: argparse.Namespace) -> Mechanism:
+    b, k = arguments.separation, arguments.participations
+    for option, value in (("--separation", b), ("--participations", k)):
+        if value < 1:
+            raise CloisterError(option, value, expected="1 or more")
+    return Mechanism(
+        "site",
+        arguments.delta,
+        arguments.accountant,
+        lambda noise, rounds: [CorrelatedGaussian(noise, rounds, b, k)],
+        f"Gaussian, correlated over all rounds, for a site in at most {k} of them that are at least {b} apart, by a "
+        "coordinator that must be trusted",
+    )
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -11,6 +11,7 @@ from cloister.cli.shared_options import add_json, add_plan, chosen_plan
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cloister.privacy.correlated import Blt
     from cloister.privacy.terms import Terms
     from cloister.protocol.plan import Plan
     from cloister.server.cost import Cost, SecureCost
@@ -74,6 +75,17 @@ def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
     }
 
 
+def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
+    """The row of correlated noise: what it does to the sum of all rounds."""
+    from cloister.privacy.correlated import Blt, loss
+    from cloister.privacy.terms import participation
+
+    pattern = participation(plan)
+    assert pattern is not None, "a mechanism with a matrix has a plan with a pattern"
+    found = f"{len(blt.decay)}: {loss(blt, pattern):.2f}; independent: {loss(Blt(), pattern):.2f}"
+    return "buffers of correlated noise: noise on the sum of all rounds", found
+
+
 def _print_plan(console: Console, plan: Plan) -> None:
     from rich.text import Text
 
@@ -116,6 +128,8 @@ def _print_cost(
         table.add_section()
         table.add_row("privacy: what is protected", protected(plan))
         table.add_row("noise multiplier", f"{terms.noise_multiplier:g}")
+        if terms.mechanism is not None and terms.mechanism.correlation is not None:
+            table.add_row(*_correlated(plan, terms.mechanism.correlation))
         spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
         table.add_row(f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent)
     console.print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from cloister.clients.config import SiteConfig
@@ -13,7 +13,7 @@ from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import Terms
-from cloister.protocol.errors import BudgetError, PlanError
+from cloister.protocol.errors import BudgetError, PlanError, PolicyError
 from cloister.protocol.plan import Plan
 
 
@@ -32,7 +32,9 @@ class Spending:
     ) -> None:
         """Charge the site's ledger for a round, durably, before any record is used.
 
-        Training again, after a crash that lost the update, is another release and another charge.
+        Training again, after a crash that lost the update, is another release and another charge. Correlated noise is
+        charged for the whole run in the first round. Each later round has a charge without events: the record of the
+        site's rounds, by which it checks that they keep to the pattern that was paid for.
 
         Args:
             plan: The plan.
@@ -44,6 +46,7 @@ class Spending:
 
         Raises:
             BudgetError: the policy or the plan does not allow the charge; nothing was charged.
+            PolicyError: with correlated noise, the round is too near another one of the site, or one too many.
         """
         budget = None
         if policy is not None and policy.greatest_epsilon is not None:
@@ -52,10 +55,15 @@ class Spending:
         if most is None:  # the whole plan, with room for updates that were lost in crashes
             most = terms.epsilon(rounds + plan.cohort.attempts)
 
+        paid = {entry.charge.round for entry in self._ledger.entries(run)}
+        events = terms.events(1, len(paid))
+
         def check_run(entries: tuple[Entry, ...]) -> None:
-            """Check the plan's bound on the cost of one run, which holds for every request of the coordinator."""
-            before = [event for e in entries if e.charge.run == run for event in from_json(e.charge.event)]
-            spent = epsilon_of((*before, *terms.round_events), terms.delta, terms.accountant)
+            """Check the plan's bounds on one run, which hold for every request of the coordinator."""
+            earlier = [entry.charge for entry in entries if entry.charge.run == run]
+            self._check_pattern(plan, round_number, {charge.round for charge in earlier})
+            before = [event for charge in earlier for event in from_json(charge.event)]
+            spent = epsilon_of((*before, *events), terms.delta, terms.accountant)
             if spent > most:
                 raise BudgetError(
                     f"epsilon of {self._config.name} in this run",
@@ -63,8 +71,7 @@ class Spending:
                     expected=f"at most the {most:g} that the plan allows for it",
                 )
 
-        charge = self._charge(plan, run, round_number, terms.round_events)
-        self._ledger.charge(charge, budget, check_run)
+        self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
 
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
         """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
@@ -76,9 +83,40 @@ class Spending:
             rounds: Rounds of the plan that draw this site.
             delta: Delta at which epsilon is stated; None: the charges' own.
         """
-        left = rounds - len({entry.charge.round for entry in self._ledger.entries(run)})
-        charge = self._charge(plan, run, 0, terms.round_events * max(1, left))
+        paid = len({entry.charge.round for entry in self._ledger.entries(run)})
+        charge = self._charge(plan, run, 0, terms.events(max(1, rounds - paid), paid))
         return self._ledger.would_spend([charge], delta)
+
+    def _check_pattern(self, plan: Plan, round_number: int, charged: Set[int]) -> None:
+        """Check that a round keeps to the pattern for which correlated noise protects the site.
+
+        The last round may be trained again, after a crash that lost its update.
+
+        Args:
+            plan: The plan.
+            round_number: The round.
+            charged: The rounds of the run that are charged.
+
+        Raises:
+            PolicyError: it is too near another one, or one too many.
+        """
+        pattern = plan.privacy.correlated
+        if pattern is None or not charged or round_number == max(charged):
+            return
+        first = max(charged) + pattern.separation
+        if round_number < first:
+            raise PolicyError(
+                "round",
+                round_number,
+                expected=f"round {first} or later: {self._config.name} was in round {max(charged)}, and the noise "
+                f"covers rounds of a site that are at least {pattern.separation} apart",
+            )
+        if len(charged) >= pattern.participations:
+            raise PolicyError(
+                "round",
+                round_number,
+                expected=f"no more rounds: {self._config.name} was in {len(charged)}, the most that the noise covers",
+            )
 
     def check_outlives_runs(self) -> None:
         """Check that ledger and data set have names that persist across runs, as a limit over runs requires.

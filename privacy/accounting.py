@@ -26,7 +26,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from cloister.privacy.events import Event, Gaussian, SampledGaussian, Skellam, Unit, from_json, positive
+from cloister.privacy.events import (
+    CorrelatedGaussian,
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Skellam,
+    Unit,
+    from_json,
+    positive,
+)
 from cloister.protocol.errors import AccountingError
 
 Accountant = Literal["pld", "rdp"]
@@ -52,8 +61,8 @@ class Spent:
 def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld") -> Spent:
     """The epsilon of all `events` together at `delta`.
 
-    Neighbours are those of the events. Where releases for records (`SampledGaussian`) and for sites (`Gaussian`,
-    `Skellam`) are in one list, the result is for one record: it may change its site's whole update from one vector of
+    Neighbours are those of the events. Where releases for records (`SampledGaussian`) and for sites (the
+    others) are in one list, the result is for one record: it may change its site's whole update from one vector of
     the clipped norm to another, so a release for sites is then counted with twice its sensitivity.
 
     Args:
@@ -107,6 +116,8 @@ def _losses(events: Iterable[Event]) -> tuple[_Losses, bool]:
                 sampled[z, q] += steps
             case Gaussian(z, count):
                 gaussian[z] += count
+            case CorrelatedGaussian(z):
+                gaussian[z] += 1
             case Skellam(variance, l2, l1, count, extra):
                 for part in ((variance, l2, l1), *extra):
                     skellam[part] += count

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cloister.privacy.accounting import Spent
-from cloister.privacy.terms import Terms
+from cloister.privacy.correlated import Blt, loss
+from cloister.privacy.terms import Terms, participation
 from cloister.protocol.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
 
 
@@ -95,6 +96,8 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             f"every sum, and the noise of {needed - colluders} sites together has a standard deviation of "
             f"{noise.deviation:.6g} C."
         )
+    elif noise.correlation is not None:
+        text = _correlated(plan, noise.correlation, noise.deviation)
     else:
         text = (
             "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise with "
@@ -108,6 +111,25 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             "and its cost is part of the same charge."
         )
     return text
+
+
+def _correlated(plan: Plan, blt: Blt, deviation: float) -> str:
+    """The mechanism of correlated noise."""
+    pattern = participation(plan)
+    assert pattern is not None, "a mechanism with a matrix has a plan with a pattern"
+    buffers = len(blt.decay)
+    vectors = "one vector" if buffers == 1 else f"{buffers} vectors"
+    return (
+        "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise to every coordinate "
+        "of the sum, before anything else is computed from it. The noise is correlated over the rounds: that of "
+        f"round t is row t of the inverse of a buffered linear Toeplitz matrix, of {vectors} of state, times "
+        f"independent Gaussian noise with a standard deviation of {deviation:.6g} C (DP-FTRL; McMahan et al. 2024). "
+        f"A site takes part in at most {pattern.most} of {pattern.rounds} rounds, any two of them at least "
+        f"{pattern.separation} apart; for such a site all rounds together are one Gaussian mechanism with the noise "
+        "multiplier shown here. The noise on the sum of all rounds has a standard deviation of "
+        f"{loss(blt, pattern):.4g} C times the noise multiplier; with independent noise of the same epsilon it would "
+        f"be {loss(Blt(), pattern):.4g} C times it."
+    )
 
 
 def method(plan: Plan) -> str:
@@ -205,6 +227,31 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     amplified = (
         "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."
     )
+    if privacy.correlated is not None:
+        counting = (
+            "Epsilon is that of the whole run, and is charged in full in a site's first round: a site that took part "
+            f"in fewer rounds, or a run that ended early, costs no less. {own}"
+        )
+        amplified = (
+            "The cohorts are a public partition of the roster that is taken in turn, so drawing them does not make "
+            "epsilon smaller. Each site checked that its own rounds were as few and as far apart as the plan states."
+        )
+        kept = (
+            "The coordinator kept the key of the noise secret, and used the noise of each round for one sum only, also "
+            "after a crash: its run folder was not replaced by an earlier copy."
+        )
+        return (
+            f"The coordinator drew the noise {key}. It disclosed no sum without noise.",
+            kept,
+            (
+                "Norms, sums and noise are floating-point numbers, and the noise is not an exact sample of its "
+                "distribution. The guarantee is for real arithmetic; the loss that rounding adds is not counted."
+            ),
+            zeros,
+            amplified,
+            counting,
+            runs,
+        )
     if privacy.trusted_coordinator:
         return (
             f"The coordinator drew the noise {key}. It disclosed no sum without noise.",

@@ -74,6 +74,31 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
+class CorrelatedGaussian:
+    """All rounds of a run, with noise that is correlated over them: C^-1 (C G + N(0, (z sens(C) C_0)^2 I)).
+
+    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours: one site's terms
+    are replaced by zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
+    apart, so C G changes by at most sens(C) C_0, and the whole run is one Gaussian mechanism of noise multiplier z,
+    whatever C is (`cloister.privacy.correlated`).
+    """
+
+    noise_multiplier: float
+    """z."""
+    rounds: int
+    """Rounds of the run."""
+    separation: int
+    """Least distance of two rounds with one site, 1 or more."""
+    participations: int
+    """Most rounds with one site, 1 or more."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
+        for field in ("rounds", "separation", "participations"):
+            object.__setattr__(self, field, _count(field, getattr(self, field)))
+
+
+@dataclass(frozen=True)
 class Skellam:
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
@@ -110,11 +135,12 @@ class Skellam:
         object.__setattr__(self, "extra", tuple(checked))
 
 
-Event: TypeAlias = SampledGaussian | Gaussian | Skellam
+Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 _MECHANISMS: dict[str, type[Any]] = {
     "sampled-gaussian": SampledGaussian,
     "gaussian": Gaussian,
+    "correlated-gaussian": CorrelatedGaussian,
     "skellam": Skellam,
 }
 

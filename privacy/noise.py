@@ -95,6 +95,11 @@ class NoiseStream:
         return cls(_derive(bytes(KEY), KEY, "declared seed", seed), declared=True)
 
     @property
+    def key(self) -> bytes:
+        """The key, for a file that only its owner can read."""
+        return self._key
+
+    @property
     def declared(self) -> bool:
         """Whether the noise comes from a declared seed, so that no privacy guarantee holds."""
         return self._declared

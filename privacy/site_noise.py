@@ -4,6 +4,7 @@ With n sites, updates x_i, clipping norm C and scale s (integer steps in C), one
 
     sum_i (round(s clip(x_i / C, 1)) + Skellam(v))          the sites add the noise, or
     sum_i  round(s clip(x_i / C, 1)) + N(0, (s sigma)^2)    a coordinator that is trusted adds it, to the mean,
+                                                            and may correlate it over the rounds (`correlated.py`),
 
 where `round` keeps the L2 norm of a site's integers within a bound that is known beforehand (Kairouz, Liu and Steinke
 2021, conditional rounding: `clip.py`) and Skellam noise is that of Agarwal, Kairouz and Liu 2021. Neighbours: one
@@ -40,7 +41,8 @@ from cloister.privacy.clip import (
     rounded_l1,
     rounded_l2,
 )
-from cloister.privacy.events import Event, Gaussian, Skellam, positive
+from cloister.privacy.correlated import Blt, CorrelatedRow, Participation, sensitivity
+from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, Skellam, positive
 from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
 from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import AccountingError, UpdateError
@@ -66,15 +68,20 @@ class SiteMechanism:
     """v: variance of the Skellam noise that each site adds to each integer, in steps squared; 0 where the coordinator
     adds the noise."""
     deviation: float
-    """Standard deviation of the noise on the decoded sum that is counted on, in units of the clipping norm."""
+    """Standard deviation of the noise on the decoded sum that is counted on, in units of the clipping norm; with
+    `correlation` that of Z."""
     event: Event
-    """What a round costs a site that takes part in it."""
+    """What a round costs a site that takes part in it; with `correlation` all of its rounds together."""
     adaptive: AdaptiveSection | None = None
     """How the clipping norm follows the updates' norms; None: it is constant."""
     count_step: int = 0
     """r: the integer that a site adds as +r (update within the clipping norm) or -r; 0 without adaptive clipping."""
     count_deviation: float = 0.0
     """Standard deviation of the noise on the number of updates within the clipping norm; 0 without `adaptive`."""
+    correlation: Blt | None = None
+    """C, by which a coordinator's noise is correlated over the rounds; None: rounds have independent noise."""
+    contributors: int = 0
+    """Most sites in a sum; with `correlation` alone."""
 
     @property
     def size(self) -> int:
@@ -155,20 +162,47 @@ class SiteMechanism:
             steps += noise.child("skellam").skellam(extra, self.variance, self.dimension)
         return steps
 
-    def decode(self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream) -> tuple[Update, float]:
+    def correlated_by(self, blt: Blt, pattern: Participation) -> SiteMechanism:
+        """The same mechanism with another matrix for the same noise multiplier and pattern.
+
+        Args:
+            blt: C: that with which a run began, perhaps on another machine.
+            pattern: The pattern by which sites take part.
+        """
+        assert self.correlation is not None, "independent noise has no matrix"
+        ratio = sensitivity(blt, pattern) / sensitivity(self.correlation, pattern)
+        return dataclasses.replace(self, correlation=blt, deviation=self.deviation * max(1.0, ratio))
+
+    def decode(
+        self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream | CorrelatedRow
+    ) -> tuple[Update, float]:
         """The mean update from the opened sum; a coordinator that is trusted to add the noise adds it here.
+
+        With `correlation` it is the sum divided by `contributors`, as if absent sites had sent zeros: noise of one
+        round is cancelled by that of later ones only if all are divided by the same number.
 
         Args:
             mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms; not modified.
             sites: Sites whose vectors are in the sum.
             clip_norm: C of the round.
-            noise: A stream that nothing else uses; not used if the sites have added the noise.
+            noise: A stream that nothing else uses, or with `correlation` the round's row; not used if the sites have
+                added the noise.
 
         Returns:
             The mean update, shape (dimension,), float32; and C of the next round.
         """
         central = not self.variance
         update = mean[: self.dimension].copy()
+        if isinstance(noise, CorrelatedRow):
+            if self.correlation is None:
+                raise ValueError(
+                    "a row of correlated noise: expected a stream, because the rounds are not correlated"
+                )
+            noise.add_to(update, self.deviation / sites)
+            update *= np.float32(clip_norm * sites / self.contributors)
+            return update, clip_norm
+        if self.correlation is not None:
+            raise ValueError("a stream of noise: expected the round's row, because the rounds are correlated")
         if central:
             noise.child("update").add_gaussian(update, self.deviation / sites)
         update *= np.float32(clip_norm)
@@ -232,6 +266,7 @@ def central(
     contributors: int,
     ring_bits: int,
     adaptive: AdaptiveSection | None = None,
+    correlated: tuple[Blt, Participation] | None = None,
 ) -> SiteMechanism:
     """The mechanism whose noise a trusted coordinator adds, with the finest scale whose sum fits in the ring.
 
@@ -245,10 +280,14 @@ def central(
         contributors: n, most sites in a sum.
         ring_bits: b.
         adaptive: Adaptive clipping.
+        correlated: C and the pattern by which sites take part, without `adaptive`; None: independent noise.
 
     Raises:
         AccountingError: the ring has no room, or the count would cost as much as z.
     """
+    assert adaptive is None or correlated is None, (
+        "the norm of all rounds is one, so that their noise cancels"
+    )
     sigma_b = 0.0 if adaptive is None else adaptive.count_noise
     on_update = noised_with(noise_multiplier, sigma_b) if sigma_b else noise_multiplier
     room = 2.0 ** (ring_bits - 1) / contributors - 2
@@ -256,6 +295,17 @@ def central(
         raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
     scale = 2.0 ** math.floor(math.log2(room))
     apart = rounded_l2(scale, dimension) * (1 + contributors * 2.0**-23)
+    if correlated is not None:
+        blt, pattern = correlated
+        return SiteMechanism(
+            dimension=dimension,
+            scale=scale,
+            variance=0.0,
+            deviation=noise_multiplier * sensitivity(blt, pattern) * apart / scale,
+            event=CorrelatedGaussian(noise_multiplier, pattern.rounds, pattern.separation, pattern.most),
+            correlation=blt,
+            contributors=contributors,
+        )
     return SiteMechanism(
         dimension=dimension,
         scale=scale,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cloister.privacy.accounting import calibrate, epsilon_of
-from cloister.privacy.events import Event, SampledGaussian, Unit, relation
+from cloister.privacy.correlated import Participation, optimal
+from cloister.privacy.events import CorrelatedGaussian, Event, SampledGaussian, Unit, relation
 from cloister.privacy.site_noise import SiteMechanism, central, distributed
 from cloister.protocol import soundness
 from cloister.protocol.errors import AccountingError, PlanError
@@ -30,7 +31,7 @@ class Terms:
     """z that is charged: standard deviation of the noise over the clipping norm, on a sum of clipped terms."""
     delta: float
     round_events: tuple[Event, ...]
-    """What one round costs a site that takes part in it."""
+    """What one round costs a site that takes part in it; with correlated noise, all of its rounds together."""
     budget: float | None
     """Largest epsilon of a site over the run."""
     accountant: str
@@ -42,9 +43,18 @@ class Terms:
         """How neighbours differ."""
         return relation(self.unit)
 
+    def events(self, rounds: int, paid: int = 0) -> tuple[Event, ...]:
+        """What `rounds` more rounds cost a site that was charged for `paid` other rounds of the run.
+
+        Correlated noise is charged for the whole run in a site's first round, and its later rounds cost nothing more.
+        """
+        if any(isinstance(event, CorrelatedGaussian) for event in self.round_events):
+            return self.round_events if rounds and not paid else ()
+        return self.round_events * rounds
+
     def epsilon(self, rounds: int) -> float:
         """Epsilon of a site that took part in `rounds` rounds."""
-        return epsilon_of(self.round_events * rounds, self.delta, self.accountant)
+        return epsilon_of(self.events(rounds), self.delta, self.accountant)
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
@@ -59,7 +69,8 @@ def terms_of(plan: Plan, dimension: int) -> Terms | None:
 @lru_cache(maxsize=16)
 def _terms(plan_json: str, dimension: int) -> Terms:
     plan = soundness.recorded(plan_json)  # the caller has checked it
-    privacy, rounds = plan.privacy, plan.run.rounds
+    privacy = plan.privacy
+    times = 1 if privacy.correlated else plan.run.rounds  # correlated noise has one event for all rounds
     try:
         if privacy.noise_multiplier is not None:
             noise = privacy.noise_multiplier
@@ -68,7 +79,7 @@ def _terms(plan_json: str, dimension: int) -> Terms:
             least = calibrate(
                 privacy.target_epsilon,
                 privacy.delta,
-                lambda z: _round(plan, z, dimension)[0] * rounds,
+                lambda z: _round(plan, z, dimension)[0] * times,
                 privacy.accountant,
             )
             noise = math.ceil(least * 10**_DIGITS) / 10**_DIGITS
@@ -81,6 +92,15 @@ def _terms(plan_json: str, dimension: int) -> Terms:
     return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
 
 
+def participation(plan: Plan) -> Participation | None:
+    """How often a site takes part in a run with correlated noise, as the plan states it; None: the noise is
+    independent."""
+    correlated = plan.privacy.correlated
+    if correlated is None:
+        return None
+    return Participation(plan.run.rounds, correlated.separation, correlated.participations)
+
+
 def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
     """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
@@ -89,7 +109,11 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
         return (SampledGaussian(noise, privacy.sampling_rate, plan.local.steps),), None
     sites = plan.cohort.size()
     if privacy.trusted_coordinator:
-        mechanism = central(noise, dimension, sites, bits, privacy.adaptive)
+        pattern = participation(plan)
+        correlated = None
+        if pattern is not None and privacy.correlated is not None:
+            correlated = optimal(pattern, privacy.correlated.buffers), pattern
+        mechanism = central(noise, dimension, sites, bits, privacy.adaptive, correlated)
     else:
         colluders = plan.threshold().colluders
         mechanism = distributed(

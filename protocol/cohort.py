@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.messages import Purpose
@@ -21,12 +21,16 @@ class Draw:
     """Trainings and evaluations have draws of their own."""
     size: int
     """Sites in a cohort."""
+    in_turn: bool = field(default=False, kw_only=True)
+    """Cut the federation into cohorts once, and take them in turn, so that a site's rounds are far apart; otherwise
+    each round has a draw of its own. The number of sites is then a multiple of `size`."""
 
     def cohort(self, sites: Iterable[str], round_number: int) -> tuple[str, ...]:
         """The cohort of a round: `size` of the sites, uniformly, without replacement, sorted by name.
 
-        Each site has a ticket, and those with the smallest are drawn. A ticket depends on the names of all sites, so
-        that a site cannot choose its name for the rounds that will draw it.
+        Each site has a ticket, and those with the smallest are drawn; `in_turn`, the order of the tickets is cut into
+        cohorts, and round r has cohort r modulo their number. A ticket depends on the names of all sites, so that a
+        site cannot choose its name for the rounds that will draw it.
 
         Args:
             sites: Names of the federation's sites, distinct, in any order.
@@ -38,12 +42,15 @@ class Draw:
         federation = hashlib.sha256(pack("cloister/federation/1", names)).digest()
 
         def ticket(site: str) -> bytes:
-            drawn = pack("cloister/cohort/2", federation, self.seed, self.purpose, round_number, site)
+            which = 0 if self.in_turn else round_number
+            drawn = pack("cloister/cohort/2", federation, self.seed, self.purpose, which, site)
             return hashlib.sha256(drawn).digest()
 
-        return tuple(sorted(sorted(names, key=ticket)[: self.size]))
+        order = sorted(names, key=ticket)
+        first = round_number * self.size % (len(names) // self.size * self.size) if self.in_turn else 0
+        return tuple(sorted(order[first : first + self.size]))
 
 
 def draw_of(plan: Plan, purpose: Purpose) -> Draw:
     """The draw of a plan's sums of one purpose."""
-    return Draw(plan.run.seed, purpose, plan.cohort.size())
+    return Draw(plan.run.seed, purpose, plan.cohort.size(), in_turn=plan.privacy.correlated is not None)

@@ -37,6 +37,9 @@ NO_EVALUATION = "none"
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
 """Clipping norms between which float32 arithmetic has room on both sides for any gradient or update."""
 
+MOST_CORRELATED = 10_000
+"""Most rounds of a run with correlated noise."""
+
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
@@ -214,6 +217,20 @@ class AdaptiveSection(Section):
     """Standard deviation of the noise on the number of sites whose update was not clipped; charged too."""
 
 
+class CorrelatedSection(Section):
+    """Correlated noise (DP-FTRL, with BLT matrices): later rounds cancel a part of the noise of earlier ones.
+
+    Cohorts are then a random partition of the roster, taken in turn."""
+
+    separation: Count
+    """Least number of rounds from one round with a site to its next: with N sites, cohorts of n take N / n rounds."""
+    participations: Count
+    """Most rounds with one site in the run."""
+    buffers: Annotated[int, Field(ge=0, le=10)] = 6
+    """Most vectors of the model's size, in float64, that the coordinator keeps for the noise; fewer are used where
+    another one is worth little; 0: independent noise."""
+
+
 class PrivacySection(Section):
     """Differential privacy: what is protected, by how much noise, and how much may be spent."""
 
@@ -248,6 +265,8 @@ class PrivacySection(Section):
     of Skellam noise under the secure sum."""
     adaptive: AdaptiveSection | None = None
     """Unit `site`: let the clipping norm follow a quantile of the update norms."""
+    correlated: CorrelatedSection | None = None
+    """Unit `site` with a trusted coordinator: correlate the noise over the rounds."""
 
 
 class PublicSection(Section):

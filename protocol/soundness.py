@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cloister.protocol.errors import ParameterError, PlanError
-from cloister.protocol.plan import SIMULATED_PUBLIC, SMALLEST_COHORT, Plan, PrivacySection
+from cloister.protocol.plan import (
+    MOST_CORRELATED,
+    SIMULATED_PUBLIC,
+    SMALLEST_COHORT,
+    CorrelatedSection,
+    Plan,
+    PrivacySection,
+)
 from cloister.protocol.settings import Section, Settings
 from cloister.protocol.threshold import LARGEST
 
@@ -253,6 +260,83 @@ def _check_private(plan: Plan) -> None:
             expected='true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
             "does not protect its update",
             fix="set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
+        )
+    if privacy.correlated is not None:
+        _check_correlated(plan, privacy.correlated)
+
+
+def _check_correlated(plan: Plan, correlated: CorrelatedSection) -> None:
+    """Refuse correlated noise that would not cancel, or cohorts that do not keep to the pattern that it covers."""
+    privacy, cohort, rounds = plan.privacy, plan.cohort, plan.run.rounds
+    if privacy.unit != "site":
+        raise PlanError(
+            "privacy.correlated",
+            "set",
+            expected='no value; only valid with privacy.unit = "site"',
+            fix="remove privacy.correlated",
+        )
+    if not privacy.trusted_coordinator:
+        raise PlanError(
+            "privacy.trusted_coordinator",
+            False,
+            expected="true with privacy.correlated: a site that drops out would take its part of the noise along, and "
+            "later rounds would cancel noise that was never added",
+            fix="set privacy.trusted_coordinator = true if you do trust it, or remove privacy.correlated",
+        )
+    if not plan.aggregation.secure:
+        raise PlanError(
+            "aggregation.secure",
+            False,
+            expected="true with privacy.correlated: the cohorts are cut from the roster, and a site that answers twice "
+            "in a round, as it may in clear, would be in two sums with the same noise",
+            fix="set aggregation.secure = true, or remove privacy.correlated",
+        )
+    if privacy.adaptive is not None:
+        raise PlanError(
+            "privacy.adaptive",
+            "set",
+            expected="no value with privacy.correlated: noise of one round is cancelled by that of later ones only if "
+            "all have the same clipping norm",
+            fix="remove privacy.adaptive or privacy.correlated",
+        )
+    turns, left = divmod(cohort.sites, cohort.size())
+    if left:
+        raise PlanError(
+            "cohort.fraction",
+            cohort.fraction,
+            expected=f"cohorts that take the {cohort.sites} sites in turn, with privacy.correlated; cohorts of "
+            f"{cohort.size()} leave {left} sites over",
+            fix="choose cohort.sites and cohort.fraction so that the cohort's size divides the number of sites",
+        )
+    if turns == 1:
+        raise PlanError(
+            "cohort.fraction",
+            cohort.fraction,
+            expected="less than 1 with privacy.correlated, which gains nothing where each site is in every round",
+            fix="lower cohort.fraction, or remove privacy.correlated",
+        )
+    if correlated.separation > turns:
+        raise PlanError(
+            "privacy.correlated.separation",
+            correlated.separation,
+            expected=f"at most {turns}, because {cohort.sites} sites in cohorts of {cohort.size()} take part every "
+            f"{turns} rounds",
+            fix=f"set privacy.correlated.separation = {turns}, or lower cohort.fraction",
+        )
+    times = -(-rounds // turns)
+    if times > correlated.participations:
+        raise PlanError(
+            "privacy.correlated.participations",
+            correlated.participations,
+            expected=f"at least {times}, because some sites take part {times} times in {rounds} rounds",
+            fix=f"set privacy.correlated.participations = {times}, or run.rounds = {correlated.participations * turns}",
+        )
+    if rounds > MOST_CORRELATED:
+        raise PlanError(
+            "run.rounds",
+            rounds,
+            expected=f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
+            fix="lower run.rounds, or remove privacy.correlated",
         )
 
 

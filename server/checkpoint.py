@@ -1,14 +1,20 @@
 """Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
 
-A checkpoint holds the trained parameters by name, the server optimizer's state, and the SHA-256 of the flat vector,
-which is checked on reading. Old checkpoints are removed only after a newer one is in place.
+A checkpoint holds the trained parameters by name, the server optimizer's state, the facts of its round, and the SHA-256
+of the flat vector, which is checked on reading. Old checkpoints are removed only after a newer one is in place.
+
+A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
+repeated: its sum, which others may have read here, would be released a second time, with other survivors or other
+    noise.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +62,20 @@ class Checkpoints:
         """The file of a round's model."""
         return checkpoint_file(self._folder, round_number)
 
-    def save(self, round_number: int, weights: Vector, optimizer: Mapping[str, torch.Tensor]) -> str:
+    def save(
+        self,
+        round_number: int,
+        weights: Vector,
+        optimizer: Mapping[str, torch.Tensor],
+        facts: Mapping[str, Any] | None = None,
+    ) -> str:
         """Write the model after a round, then remove checkpoints older than the `keep` newest.
+
+        Args:
+            round_number: The round; 0 for the initial model.
+            weights: (d,) float32.
+            optimizer: The server optimizer's state.
+            facts: The facts of the round, for `done`; None for the initial model.
 
         Returns:
             The SHA-256 of `weights`.
@@ -68,12 +86,31 @@ class Checkpoints:
         digest = params_sha256(weights)
         tensors = {_MODEL + name: part for name, part in self._layout.split(weights).items()}
         tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
-        facts = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
-        write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=facts))
+        named = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
+        if facts is not None:
+            named["facts"] = json.dumps({**facts, "params_sha256": digest})
+        write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=named))
         stored = list(stored_checkpoints(self._folder).values())
         for old in stored[1 : -self._keep]:
             old.unlink(missing_ok=True)
         return digest
+
+    def done(self, round_number: int) -> dict[str, Any] | None:
+        """The facts of a round whose checkpoint is in place; None if there is no checkpoint with facts.
+
+        Raises:
+            RunFolderError: the checkpoint is damaged.
+        """
+        path = self.path(round_number)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                named = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
+        facts: dict[str, Any] | None = json.loads(named["facts"]) if "facts" in named else None
+        return facts
 
     def load(self, round_number: int) -> Checkpoint:
         """Read the model after a round.

@@ -14,7 +14,7 @@ from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
 from cloister.protocol.threshold import Parameters
 
-_FLOAT = 4
+_FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
 _SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
 _OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
@@ -46,6 +46,7 @@ class Cost:
 def cost(plan: Plan, parameters: int, trained: int) -> Cost:
     """The cost of a plan whose model has `parameters` parameters, of which `trained` are trained."""
     up = training_layout(plan, trained).length * plan.aggregation.ring_bits // 8
+    buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer] + _WORK_VECTORS
     return Cost(
         parameters=parameters,
@@ -53,7 +54,10 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
         cohort=plan.cohort.size(),
         bytes_down=trained * _FLOAT,
         bytes_up=up,
-        coordinator_bytes=parameters * _FLOAT + vectors * trained * _FLOAT + 2 * up,
+        coordinator_bytes=parameters * _FLOAT
+        + vectors * trained * _FLOAT
+        + buffers * trained * _DOUBLE
+        + 2 * up,
         tokens_per_round=plan.most_tokens() * plan.cohort.size(),
     )
 

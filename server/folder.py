@@ -3,6 +3,7 @@
 plan.json          the plan, canonical
 journal.sqlite     the steps that were begun and done
 ledger.sqlite      the privacy that was spent, as the coordinator counts it
+noise.json         the key of the run's correlated noise, until the run is finished
 public.safetensors the model after public training
 metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
@@ -98,6 +99,11 @@ class RunFiles:
     def ledger(self) -> Path:
         """The coordinator's privacy ledger."""
         return self.path / "ledger.sqlite"
+
+    @property
+    def noise(self) -> Path:
+        """The key of the run's correlated noise."""
+        return self.path / "noise.json"
 
     @property
     def public(self) -> Path:

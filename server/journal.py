@@ -19,6 +19,8 @@ from cloister.protocol.errors import RunFolderError, StorageError
 
 CREATED = "created"
 """The run has its identity."""
+NOISE = "noise"
+"""The key of the run's correlated noise is on disk."""
 BEGUN = "begun"
 """Suffix of a purpose: an attempt at a sum is about to ask its sites."""
 UNMASKING = "unmasking"

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from cloister.aggregation.keys import PROTOCOL
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
-from cloister.privacy.events import Event, Gaussian, SampledGaussian, from_json, to_json
+from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
     AuditRow,
@@ -225,7 +225,8 @@ def _ledger(
 
 def _charge_in_words(entry: Entry) -> str:
     try:
-        return "; ".join(_event_in_words(event) for event in from_json(entry.charge.event))
+        words = "; ".join(_event_in_words(event) for event in from_json(entry.charge.event))
+        return words or "covered by the charge of the site's first round"
     except AccountingError:
         return entry.charge.event
 
@@ -236,6 +237,11 @@ def _event_in_words(event: Event) -> str:
             return f"{count} Poisson-sampled Gaussian steps, noise multiplier {noise:g}, rate {rate:g}"
         case Gaussian(noise, count):
             return f"{_times(count)}Gaussian noise on a sum, noise multiplier {noise:g}"
+        case CorrelatedGaussian(noise, rounds, separation, most):
+            return (
+                f"correlated Gaussian noise on the sums of all {rounds} rounds, noise multiplier {noise:g}, for a site "
+                f"in at most {most} rounds that are at least {separation} apart"
+            )
         case _:
             return (
                 f"{_times(event.count)}Skellam noise on a sum of integers, variance {event.variance:.6g}, "
@@ -249,8 +255,11 @@ def _times(count: int) -> str:
 
 def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
     """The first charge that is not the plan's cost of a round, in words; empty if there is none."""
-    expected = to_json(terms.round_events)
+    charged: Counter[str] = Counter()
     for entry in entries:
+        site = entry.charge.dataset
+        expected = to_json(terms.events(1, charged[site]))
+        charged[site] += 1
         if entry.charge.event != expected:
             return f"row {entry.number} charges {_charge_in_words(entry)}, which is not the cost of the plan's rounds"
         if entry.charge.delta != terms.delta:

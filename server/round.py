@@ -9,9 +9,11 @@
 6. Unmask: survivors reveal shares. With too few sites, here or before, the attempt ends with nothing opened, and the
    round is retried; the sites have kept their finished updates.
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
-   noise adds it here.
+   noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
+   after a crash gets the same.
 8. Server step: the mean is a pseudo-gradient for the server's optimizer.
-9. Checkpoint atomically, then journal the round as done.
+9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
+   has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
 Steps 1 to 7 have the same numbers in `sum.py`.
 """
@@ -19,13 +21,14 @@ Steps 1 to 7 have the same numbers in `sum.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.layout import Vector
+from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.protocol.errors import QuorumError
@@ -48,8 +51,8 @@ class RoundContext:
     """How updates are summed if the unit of privacy is the site."""
     clip: float = 0.0
     """Clipping norm of the next round, if the unit of privacy is the site."""
-    noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh()
-    """Returns, for a round, a stream that nothing else uses."""
+    noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
+    """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -88,11 +91,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         # 8. Server step.
         context.optimizer.step(mean)
     # 9. Checkpoint, then journal.
-    digest = context.checkpoints.save(number, context.optimizer.weights, context.optimizer.state())
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
     if isinstance(total, Failed) or mean is None:
-        done = RoundAbandoned(number, total.attempts, digest, epsilon, context.clip)
+        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip)
     else:
         counters = total.opened.counters
         tokens = counters.get(TOKENS)
@@ -106,10 +108,12 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),
             clipped=counters.get(CLIPPED),
             update_norm=float(np.linalg.norm(mean)),
-            params_sha256=digest,
+            params_sha256="",  # of the checkpoint
             epsilon=epsilon,
             clip=context.clip,
         )
+    weights, state = context.optimizer.weights, context.optimizer.state()
+    done = replace(done, params_sha256=context.checkpoints.save(number, weights, state, asdict(done)))
     party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done

@@ -12,8 +12,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
+from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import terms_of
+from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import TRAIN
@@ -25,8 +26,9 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.evaluate import Evaluation, at_coordinator, at_sites, nowhere
 from cloister.server.folder import RunFolder
 from cloister.server.history import identity
-from cloister.server.journal import Journal
+from cloister.server.journal import Entry, Journal
 from cloister.server.members import Members
+from cloister.server.noise import kept_noise
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.outcome import Outcome, outcome
 from cloister.server.progress import (
@@ -66,7 +68,7 @@ def run(
         roster: The sites' identities, for a plan that sums securely.
         public: What `public_model` returned.
         evaluation: Public records to evaluate on, instead of those that the plan names.
-        noise: Returns, for a round, the stream of the noise that the coordinator adds.
+        noise: Returns, for a round, the stream of the noise that the coordinator adds; for 0, that of correlated noise.
         clock: Seconds, for durations.
 
     Raises:
@@ -88,7 +90,7 @@ def run(
     model = load_model(plan, base)
     checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
     with Journal(folder.journal) as journal:
-        done = journal.newest(steps.DONE)
+        done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         if done is None:
             initial_weights = (
@@ -124,7 +126,15 @@ def run(
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         mechanism = terms.mechanism if terms else None
-        context = RoundContext(party, checkpoints, optimizer, mechanism, clip if mechanism else 0.0, noise)
+        drawn: Callable[[int], NoiseStream | CorrelatedRow] = noise
+        pattern = participation(plan)
+        if pattern is not None and last < plan.run.rounds:
+            assert mechanism is not None, "a plan with a pattern has a mechanism"
+            assert mechanism.correlation is not None, "and a matrix"
+            blt, stream = kept_noise(folder.noise, journal, mechanism.correlation, lambda: noise(0), last)
+            mechanism = mechanism.correlated_by(blt, pattern)
+            drawn = CorrelatedNoise(blt, stream, model.layout.size).row
+        context = RoundContext(party, checkpoints, optimizer, mechanism, clip if mechanism else 0.0, drawn)
         evaluate = _evaluation(party, model, evaluation or plan.server.evaluation)
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
@@ -136,8 +146,19 @@ def run(
         save_pretrained(model, optimizer.weights, folder.final)
         digest = params_sha256(optimizer.weights)
         journal.record(last, 1, steps.FINISHED, {"params_sha256": digest, "stopped": stopped})
+        folder.noise.unlink(missing_ok=True)
         observe(Finished(last))
     return outcome(folder)
+
+
+def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
+    """The newest round that is done: a crash may have come between its checkpoint and the journal."""
+    while (done := journal.newest(steps.DONE)) is not None:
+        facts = checkpoints.done(done.round + 1)
+        if facts is None:
+            break
+        journal.record(done.round + 1, facts["attempts"], steps.DONE, facts)
+    return done
 
 
 def _rounds(

@@ -3,7 +3,8 @@
 Each site is a dataset of its own, because sites that take part in different rounds spend differently. A round is
 charged before its result can be released. Under unit `record` every site that is asked to train is charged, also in an
 attempt that fails, because training uses its records. Under unit `site` the sum is the release, so its survivors are
-charged before it is opened. The sites' own ledgers do not depend on this one.
+charged before it is opened. Correlated noise is charged for the whole run in a site's first round; the charges of its
+later rounds have no events. The sites' own ledgers do not depend on this one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Spending:
         events, paid = self._read()
         futures = set()
         for site in sites:
-            more = () if (round_number, site) in paid else self.terms.round_events
+            more = () if (round_number, site) in paid else self._events(round_number, site, paid)
             futures.add((*events.get(site, ()), *more))
         return all(self._epsilon(future) <= self.terms.budget for future in futures)
 
@@ -64,7 +65,13 @@ class Spending:
         """Epsilon of each site so far, by name."""
         return {site: self._epsilon(events) for site, events in self._read()[0].items()}
 
+    def _events(self, round_number: int, site: str, paid: Iterable[tuple[int, str]]) -> tuple[Event, ...]:
+        """What a round costs a site, with the (round, site) pairs that are charged; the same again when it is
+        retried."""
+        return self.terms.events(1, sum(who == site and number < round_number for number, who in paid))
+
     def _charge(self, round_number: int, sites: Iterable[str]) -> None:
+        paid = self._read()[1]
         charges = [
             Charge(
                 id=f"{self._run}/{round_number}/{site}",
@@ -73,7 +80,7 @@ class Spending:
                 round=round_number,
                 attempt=0,  # a retry of the round releases the same again
                 what="update",
-                event=to_json(self.terms.round_events),
+                event=to_json(self._events(round_number, site, paid)),
                 delta=self.terms.delta,
             )
             for site in sites

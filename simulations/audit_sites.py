@@ -18,6 +18,7 @@ from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.sums import training_layout
 from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy.audit import distinguish
+from cloister.privacy.correlated import CorrelatedNoise
 from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
 from cloister.protocol.plan import Plan
@@ -71,8 +72,14 @@ def audit_sites(
             own = contribution(code, Finished(update, 0, 0.0))
             opened = layout.open(np.add(others, own))
             summed = opened.counters[WEIGHT]
-            mean, _ = mechanism.decode(opened.mean, summed, clip, streams())
-            scores[run] = mean[place] * summed / clip
+            noise, parts = streams(), mechanism.contributors or summed
+            drawn = (
+                noise
+                if mechanism.correlation is None
+                else CorrelatedNoise(mechanism.correlation, noise, _WIDTH).row(1)
+            )
+            mean, _ = mechanism.decode(opened.mean, summed, clip, drawn)
+            scores[run] = mean[place] * parts / clip
         progress(min(runs, first + _WIDTH), runs)
     threshold, at_half_noise = _threshold(mechanism.deviation, runs, terms.delta, confidence)
     said = scores > threshold
