@@ -171,7 +171,7 @@ class SiteMechanism:
         """
         assert self.correlation is not None, "independent noise has no matrix"
         ratio = sensitivity(blt, pattern) / sensitivity(self.correlation, pattern)
-        return dataclasses.replace(self, correlation=blt, deviation=self.deviation * max(1.0, ratio))
+        return dataclasses.replace(self, correlation=blt, deviation=self.deviation * ratio)
 
     def decode(
         self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream | CorrelatedRow
