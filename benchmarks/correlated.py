@@ -1,9 +1,9 @@
-"""What correlated noise is worth: one plan trained twice at the same epsilon, with independent and with correlated noise.
+"""What correlated noise is worth: a plan trained at one epsilon with independent and with correlated noise.
 
 240 sites hold parts of Python's standard library. Cohorts of 12 take turns for 60 rounds, so that each site takes part
 three times, 20 rounds apart, and a trusted coordinator adds the noise. The plans differ in `privacy.correlated.buffers`
-alone: with 0 buffers the noise of the rounds is independent, accounted for the same pattern. Both start from the model that
-was trained on public text, and the held-out records are public.
+alone: with 0 buffers the noise of the rounds is independent, accounted for the same pattern. Both start from the model
+that was trained on public text, and the held-out records are public.
 
 * loss: held-out nats per token of the final model; `before` is the public model's.
 * noise: standard deviation of the noise on the sum of all rounds, in clipping norms times the noise multiplier.
@@ -60,8 +60,8 @@ steps = 150
 [privacy]
 unit = "site"
 trusted_coordinator = true
-target_epsilon = 4.0
-clip = 1.0
+target_epsilon = 1.0
+clip = 0.01
 delta = 1e-4
 
 [privacy.correlated]
@@ -80,6 +80,7 @@ fraction = 0.05
 
 [aggregation]
 weighting = "uniform"
+colluders = 0.0  # with the coordinator, which is trusted here
 
 [server]
 evaluation = "simulation:public"

@@ -22,13 +22,12 @@ the generating functions are C(x) = prod_j (1 - theta'_j x) / (1 - theta_j x) an
 - theta'_j) < 1, so that the coefficients of C are positive and do not increase.
 
 Sensitivity: a site takes part in at most k rounds, any two of them at least b apart, and is replaced by zeros. In each
-of its rounds G changes by a vector of norm at most 1. For a C with coefficients that are not negative and do not
-increase
+of its rounds G changes by a vector of norm at most 1. Columns of C have inner products that are not negative, so the
+worst vectors are equal; and where the coefficients do not increase either, the worst rounds are the first that the
+pattern allows (Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model
+training", Theorem 2):
 
-    sens(C) = || sum over j < k of column j b of C ||
-
-(Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model training", Theorem
-2).
+    sens(C) = || sum over j < k of column j b of C ||.
 
 Loss: sens(C) times the root of the largest variance of a prefix sum, for Z of variance 1. The last prefix has the
 largest: sum over t of e_t^2, where e are the prefix sums of the coefficients of C^-1. Without correlation (C = I) the

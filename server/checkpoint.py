@@ -4,8 +4,7 @@ A checkpoint holds the trained parameters by name, the server optimizer's state,
 of the flat vector, which is checked on reading. Old checkpoints are removed only after a newer one is in place.
 
 A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
-repeated: its sum, which others may have read here, would be released a second time, with other survivors or other
-    noise.
+repeated: its model may have been read here, and a second one could have other survivors or other noise.
 """
 
 from __future__ import annotations

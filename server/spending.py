@@ -10,6 +10,7 @@ later rounds have no events. The sites' own ledgers do not depend on this one.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -51,9 +52,9 @@ class Spending:
         if self.terms.budget is None:
             return True
         events, paid = self._read()
-        futures = set()
+        futures, before = set(), _before(round_number, paid)
         for site in sites:
-            more = () if (round_number, site) in paid else self._events(round_number, site, paid)
+            more = () if (round_number, site) in paid else self.terms.events(1, before[site])
             futures.add((*events.get(site, ()), *more))
         return all(self._epsilon(future) <= self.terms.budget for future in futures)
 
@@ -65,13 +66,8 @@ class Spending:
         """Epsilon of each site so far, by name."""
         return {site: self._epsilon(events) for site, events in self._read()[0].items()}
 
-    def _events(self, round_number: int, site: str, paid: Iterable[tuple[int, str]]) -> tuple[Event, ...]:
-        """What a round costs a site, with the (round, site) pairs that are charged; the same again when it is
-        retried."""
-        return self.terms.events(1, sum(who == site and number < round_number for number, who in paid))
-
     def _charge(self, round_number: int, sites: Iterable[str]) -> None:
-        paid = self._read()[1]
+        before = _before(round_number, self._read()[1])
         charges = [
             Charge(
                 id=f"{self._run}/{round_number}/{site}",
@@ -80,7 +76,7 @@ class Spending:
                 round=round_number,
                 attempt=0,  # a retry of the round releases the same again
                 what="update",
-                event=to_json(self._events(round_number, site, paid)),
+                event=to_json(self.terms.events(1, before[site])),
                 delta=self.terms.delta,
             )
             for site in sites
@@ -98,3 +94,8 @@ class Spending:
 
     def _epsilon(self, events: Sequence[Event]) -> float:
         return epsilon_of(events, self.terms.delta, self.terms.accountant)
+
+
+def _before(round_number: int, paid: Iterable[tuple[int, str]]) -> Counter[str]:
+    """For each site its charged rounds before a round, of (round, site) pairs; a retry of the round finds the same."""
+    return Counter(site for number, site in paid if number < round_number)
