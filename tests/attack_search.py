@@ -775,6 +775,7 @@ def search_attempt(decisions: Decisions) -> Outcome:
     return outcome
 
 
+@functools.cache
 def first_effects(decisions: Decisions) -> tuple[list[Effect], Outcome]:
     """What attempts leave behind that open something, with as few marks as possible."""
     plays, outcome, effects = Plays(decisions, {}), Outcome(), list[Effect]()
@@ -800,7 +801,8 @@ def first_effects(decisions: Decisions) -> tuple[list[Effect], Outcome]:
 
 def search_two_attempts(first: Decisions, second: Decisions) -> Outcome:
     """All plays of a second attempt after each of what a first one can leave behind."""
-    effects, outcome = first_effects(first)
+    effects, known = first_effects(first)
+    outcome = dataclasses.replace(known)
     least = first.smallest_part
     for effect in effects:
         plays = Plays(second, effect.marks)
