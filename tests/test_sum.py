@@ -38,6 +38,7 @@ from cloister.protocol.messages import (
     Shares,
     Step,
     SumId,
+    Survivors,
     Unmask,
 )
 from cloister.protocol.roster import Card, Roster, new_identity
@@ -749,3 +750,19 @@ def test_more_sites_than_the_ring_has_room_for_are_refused(open_run: Callable[..
         assert run.sum() == sums.Failed(3, bound=False)
     (failed, *_) = [event for event in run.events if isinstance(event, AttemptFailed)]
     assert failed.reason == "sites in the cohort is 6: expected at most 5, for which the ring has room"
+
+
+def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callable[..., Run]) -> None:
+    """The marks of two attempts at one round would be written by turns."""
+    run, inboxes = begun(open_run)
+    name, model = run.names[0], vector_hash(MODEL)
+    run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    later = SecureCoordinator(run.contract, 1, 2, model)
+    run.attempts(name).agree(later.begin, 1)
+    first = SecureCoordinator(run.contract, 1, 1, model)
+    with pytest.raises(StepError, match="upload of this site first"):
+        run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
+    with pytest.raises(StepError, match="share first"):
+        run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
+        run.attempts(name).agree(first.begin, 1)
