@@ -127,7 +127,7 @@ class Site:
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
-        return Joined(self.name, loaded.model.layout.size)
+        return self._admission.joined(request, plan)
 
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.

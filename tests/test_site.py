@@ -18,11 +18,14 @@ from cloister.protocol.errors import (
     MemberError,
     PinnedError,
     PlanError,
+    RosterError,
     SecureSumError,
+    SignatureError,
     StaleError,
     TooFewSitesError,
     UpdateError,
 )
+from cloister.protocol.joining import verify_joined
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -32,6 +35,7 @@ from cloister.protocol.messages import (
     Confirm,
     Contribution,
     Inbox,
+    Joined,
     Purpose,
     Reply,
     Reveal,
@@ -39,6 +43,7 @@ from cloister.protocol.messages import (
     Told,
 )
 from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
 from cloister.protocol.threshold import parameters
 from cloister.tests.federation import RUN, Federation, changed, tiny, whole
@@ -250,7 +255,7 @@ def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None
     """A coordinator that was restarted asks all sites again."""
     attack = Attack(federation)
     inboxes, site = attack.deal(), attack.sites[0]
-    assert site.join(federation.join_request()).parameters == federation.layout.size
+    assert site.join(federation.join_request()).site == site.name
     assert attack.contribute(site, inboxes[site.name]).statement
 
 
@@ -324,3 +329,60 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
     assert count_of_loss(1.5) == 3 * 2**19
+
+
+# The size of the roster.
+
+
+@pytest.mark.parametrize("sites", [3, 5])
+def test_a_roster_of_another_size_than_the_plans_is_refused_at_the_join(
+    federation: Federation, sites: int
+) -> None:
+    """Ring, draw and threshold are computed from cohort.sites: more sites would wrap the ring of an evaluation."""
+    plan = changed(federation.plan, "cohort", sites=sites)
+    site = federation.site(pinned=False)
+    expected = (
+        rf"roster is '4 sites': expected {sites} sites, as cohort.sites of the plan; "
+        rf"set cohort.sites = 4 in the plan, or agree on a roster of {sites} sites"
+    )
+    with pytest.raises(RosterError, match=expected):
+        site.answer(federation.join_request(plan))
+    site.answer(federation.join_request())  # nothing was pinned
+
+
+def test_in_clear_a_roster_does_not_say_who_takes_part(federation: Federation) -> None:
+    plan = changed(in_clear(federation.plan), "cohort", sites=5)
+    assert federation.joined(plan=plan, secure=False, pinned=False)
+
+
+# What a site signs when it joins.
+
+
+def test_a_site_signs_its_answer_to_the_join_that_it_was_asked(federation: Federation) -> None:
+    request, plan = federation.join_request(), bytes.fromhex(federation.plan.digest())
+    joined = federation.site().answer(request)
+    assert isinstance(joined, Joined)
+    verify_joined(joined, federation.roster, request, plan=plan)
+    for other in (
+        dataclasses.replace(request, challenge=bytes(32)),
+        dataclasses.replace(request, run="an0ther"),
+        dataclasses.replace(request, base_hash=bytes(32)),
+    ):
+        with pytest.raises(SignatureError):
+            verify_joined(joined, federation.roster, other, plan=plan)
+    with pytest.raises(SignatureError):
+        verify_joined(joined, federation.roster, request, plan=bytes(32))
+    for name, error in (("site-001", SignatureError), ("stranger", MemberError)):
+        with pytest.raises(error):
+            verify_joined(dataclasses.replace(joined, site=name), federation.roster, request, plan=plan)
+    # Nor is it the answer of a site with that key and another name.
+    key = load_identity(federation.sites_folder / "site-000" / "identity.pem")
+    renamed = dataclasses.replace(joined, site="renamed")
+    with pytest.raises(SignatureError):
+        verify_joined(renamed, Roster.of([Card.of("renamed", key)]), request, plan=plan)
+
+
+def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(federation: Federation) -> None:
+    site = federation.site(secure=False, pinned=False, identity="", roster="")
+    plan = in_clear(federation.plan)
+    assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")
