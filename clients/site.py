@@ -138,6 +138,7 @@ class Site:
         loaded = self._open(request.sum)
         self._admission.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
+            self._admission.check_policy(loaded.plan, request.sum.run, loaded.terms)
             self._admission.check_begin(loaded.plan, request.sum.purpose, request.told)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
@@ -150,6 +151,7 @@ class Site:
         loaded = self._open(request.sum)
         plan, purpose = loaded.plan, request.sum.purpose
         self._admission.check_unpaid(plan, purpose)
+        self._admission.check_policy(plan, request.sum.run, loaded.terms)
         if purpose == TRAIN and not 1 <= request.sum.round <= plan.run.rounds:
             raise StaleError("round", request.sum.round, expected=f"one of the plan's {plan.run.rounds}")
         _check_model(request.model, request.model_hash)
