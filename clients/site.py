@@ -127,7 +127,7 @@ class Site:
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
-        return Joined(self.name, loaded.model.layout.size)
+        return self._admission.joined(request, plan)
 
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.
@@ -138,6 +138,7 @@ class Site:
         loaded = self._open(request.sum)
         self._admission.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
+            self._admission.check_policy(loaded.plan, request.sum.run, loaded.terms)
             self._admission.check_round(loaded.plan, request.sum.purpose, request.told.round)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
@@ -150,6 +151,7 @@ class Site:
         loaded = self._open(request.sum)
         plan, purpose = loaded.plan, request.sum.purpose
         self._admission.check_unpaid(plan, purpose)
+        self._admission.check_policy(plan, request.sum.run, loaded.terms)
         self._admission.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
         if purpose == TRAIN and loaded.terms is not None and loaded.terms.mechanism is not None:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any, Literal, TypeAlias
 
@@ -129,6 +130,7 @@ def to_json(events: Iterable[Event]) -> str:
     return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+@lru_cache(maxsize=1024)  # many entries of a ledger have the same text
 def from_json(text: str) -> tuple[Event, ...]:
     """Read what `to_json` wrote.
 

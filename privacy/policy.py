@@ -66,9 +66,9 @@ def offer_of(
         plan: The plan.
         noise_multiplier: Its noise, which may have been calibrated to a target epsilon.
         epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
-            runs have spent (`Ledger.would_spend`). In a plan without a privacy unit, this and the noise are ignored:
+            runs have spent (`clients/spending.py`). In a plan without a privacy unit, this and the noise are ignored:
             the offer has noise 0 and infinite epsilon.
-        cohort: Fewest sites in a sum that is opened (`plan.cohort.needed()`).
+        cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
         roster_hash: Hash of the roster, in hex.
     """
     privacy = plan.privacy

@@ -16,6 +16,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
+from cloister.protocol.joining import check_size
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
@@ -70,9 +71,12 @@ def run(
         clock: Seconds, for durations.
 
     Raises:
+        RosterError: the roster has not as many sites as the plan; no site was asked.
         CloisterError: the run stopped. Finished rounds are on disk, and a later call continues after them.
     """
     plan = folder.plan
+    if roster is not None:
+        check_size(roster, plan)
     run_identity = identity(folder, roster)
     base = base_of(plan, public)
     observe(Preparing("sites"))

@@ -54,7 +54,17 @@ from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdapterSection
 from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import load_identity, new_identity
 from cloister.server.channel import Failure
-from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.federation import (
+    CENTRAL,
+    CHALLENGE,
+    RECORD,
+    RUN,
+    SKELLAM,
+    Federation,
+    changed,
+    tiny,
+    whole,
+)
 
 Federate = Callable[[list[str]], Federation]
 UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
@@ -529,7 +539,7 @@ def test_a_base_model_that_is_not_the_one_named_is_refused(federate: Federate, w
         name = vector_hash(base)
     site = federation.site()
     with pytest.raises(UpdateError, match="base model"):
-        site.join(Join(RUN, federation.plan.to_json(), name, base))
+        site.join(Join(RUN, federation.plan.to_json(), CHALLENGE, name, base))
     assert not list(site.config.folder.glob("base-*"))
     with pytest.raises(PinnedError, match="asked to join first"):
         site.contribute(federation.request())

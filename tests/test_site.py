@@ -14,17 +14,23 @@ import pytest
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
 from cloister.clients.site import Site
+from cloister.privacy.policy import Policy
+from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
     MemberError,
     PinnedError,
     PlanError,
+    PolicyError,
+    RosterError,
     SecureSumError,
+    SignatureError,
     StaleError,
     TooFewSitesError,
     UpdateError,
 )
+from cloister.protocol.joining import verify_joined
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -34,16 +40,19 @@ from cloister.protocol.messages import (
     Confirm,
     Contribution,
     Inbox,
+    Joined,
     Purpose,
     Reply,
+    Request,
     Reveal,
     Shares,
     Told,
 )
 from cloister.protocol.plan import Plan
-from cloister.protocol.roster import Roster
+from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
-from cloister.tests.federation import RUN, Federation, changed, tiny, whole
+from cloister.server.channel import Failure
+from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
 
 
 @pytest.fixture
@@ -252,7 +261,7 @@ def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None
     """A coordinator that was restarted asks all sites again."""
     attack = Attack(federation)
     inboxes, site = attack.deal(), attack.sites[0]
-    assert site.join(federation.join_request()).parameters == federation.layout.size
+    assert site.join(federation.join_request()).site == site.name
     assert attack.contribute(site, inboxes[site.name]).statement
 
 
@@ -349,3 +358,213 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
     assert count_of_loss(1.5) == 3 * 2**19
+
+
+# A policy that is tightened after the join.
+
+LAX = {
+    "units": '["none", "record", "window", "site"]',
+    "trusted_coordinator": "true",
+    "least_cohort": "1",
+    "secure_required": "false",
+}
+"""A policy that allows every plan of these tests."""
+WINDOW = [*RECORD, "privacy.record=window"]
+
+TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
+    "units": (SKELLAM, {"units": '["record"]'}),
+    "least_window": (WINDOW, {"least_window": "17"}),
+    "least_noise": (SKELLAM, {"units": '["site"]', "least_noise": "1.5"}),
+    "greatest_epsilon": (
+        SKELLAM,
+        {"units": '["site"]', "greatest_epsilon": "0.001", "greatest_delta": "0.5"},
+    ),
+    "greatest_delta": (SKELLAM, {"units": '["site"]', "greatest_delta": "1e-6"}),
+    "trusted_coordinator": (CENTRAL, {"trusted_coordinator": "false"}),
+    "least_cohort": (SKELLAM, {"least_cohort": "5"}),
+    "secure_required": (CENTRAL, {"secure_required": "true"}),
+    "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
+    "models": (SKELLAM, {"models": '["gpt2"]'}),
+    "adapters": (SKELLAM, {"adapters": '["lora"]'}),
+    "most_rounds": (SKELLAM, {"most_rounds": "2"}),
+}
+"""For each demand a plan, and what its policy becomes after the join."""
+
+
+class Watched:
+    """A federation whose first site has a policy that its people change.
+
+    Args:
+        folder: Of the federation.
+        settings: Of its plan.
+    """
+
+    def __init__(self, folder: Path, settings: list[str]) -> None:
+        self.federation = Federation(folder, tiny(*settings))
+        self.name = self.federation.names[0]
+        self.policy = LAX
+        self.federation.channel.sites[self.name] = self.site
+        self.members = self.federation.members()
+
+    def site(self) -> Site:
+        text = "".join(f"{demand} = {value}\n" for demand, value in self.policy.items())
+        return self.federation.site(policy=text)
+
+    def begin(self) -> Agree:
+        return Agree(self.federation.sum_id(), Begin(1, 1, vector_hash(self.federation.model)))
+
+    def ask(self, request: Request) -> Reply | Failure:
+        """What the coordinator makes of the site's answer."""
+        (answer,) = self.members.ask({self.name: request}, 60, group="1")
+        return answer
+
+
+def refusal_of(answer: Reply | Failure, demand: str) -> None:
+    assert isinstance(answer, Failure)
+    assert answer.refused
+    assert answer.reason.startswith("it refuses, signed: ")
+    reason = "the privacy budget of its data" if demand == "greatest_epsilon" else f"by {demand} of the site"
+    assert reason in answer.reason
+
+
+def test_every_demand_can_be_tightened() -> None:
+    assert set(TIGHTER) == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize("demand", TIGHTER)
+def test_a_policy_that_is_tightened_after_the_join_holds_from_the_next_attempt(
+    tmp_path: Path, demand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site refuses before it uses a record; its refusal is signed, and the coordinator accepts it."""
+    settings, change = TIGHTER[demand]
+    watched = Watched(tmp_path, settings)
+    assert watched.name in watched.members.sites
+    requests: list[Request] = [watched.federation.request()]
+    if watched.federation.plan.aggregation.secure:
+        requests.append(watched.begin())
+    trained: list[object] = []
+    monkeypatch.setattr("cloister.clients.site.Site._update", lambda *_: trained.append(None))
+    watched.policy = LAX | change
+    for request in requests:
+        refusal_of(watched.ask(request), demand)
+    assert not trained
+    assert watched.federation.entries() == ()
+    # As it was at the join, it allows the same requests.
+    monkeypatch.undo()
+    watched.policy = LAX
+    answers = [watched.ask(request) for request in reversed(requests)]
+    assert not any(isinstance(answer, Failure) and answer.refused for answer in answers)
+    assert isinstance(answers[0], Advertise | Contribution)
+
+
+def test_a_policy_that_is_tightened_in_an_attempt_stops_training_and_not_what_follows(
+    federation: Federation,
+) -> None:
+    """After its vector is masked, a refusal of the site would end the attempt and protect nothing."""
+    tight = "".join(f"{demand} = {value}\n" for demand, value in (LAX | {"most_rounds": "2"}).items())
+    attack = Attack(federation)
+    inboxes, names = attack.deal(), federation.names
+    with pytest.raises(PolicyError, match="by most_rounds of the site's policy"):
+        attack.contribute(federation.site(policy=tight), inboxes[names[0]])
+    for site in attack.sites:
+        contribution = attack.contribute(site, inboxes[site.name])
+        assert contribution.statement is not None
+        attack.coordinator.fold(contribution.statement, [(0, whole(contribution))])
+    survivors = attack.coordinator.survivors()
+    after = [federation.site(index, policy=tight) for index in range(len(names))]
+    for site in after:
+        confirmed = attack.agree(site, survivors)
+        assert isinstance(confirmed, Confirm)
+        attack.coordinator.confirmed(confirmed)
+    requests = attack.coordinator.request()
+    for site in after:
+        assert isinstance(attack.agree(site, requests[site.name]), Reveal)
+
+
+def test_the_last_round_is_tried_again_under_a_policy_that_its_run_uses_up(tmp_path: Path) -> None:
+    """A retry sums the update that is kept: it costs nothing more."""
+    watched = Watched(tmp_path, [*RECORD, "run.rounds=1"])
+    terms = terms_of(watched.federation.plan, watched.federation.layout.size)
+    assert terms is not None
+    limit = {"greatest_epsilon": f"{terms.epsilon(1) * 1.0001}", "greatest_delta": f"{terms.delta}"}
+    watched.policy = {**LAX, **limit, "units": '["record"]'}
+    first, again = (watched.ask(watched.federation.request(tries=tries)) for tries in (1, 2))
+    assert isinstance(first, Contribution)
+    assert isinstance(again, Contribution)
+    assert np.array_equal(whole(again), whole(first))
+    assert len(watched.federation.entries()) == 1
+
+
+def test_a_policy_is_checked_at_each_message_at_little_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's chain is not hashed again, the rounds are not drawn again and the model is not counted again."""
+    watched = Watched(tmp_path, [*RECORD, "cohort.fraction=0.75"])
+    watched.policy = {**LAX, "units": '["record"]', "greatest_epsilon": "1e6", "greatest_delta": "0.5"}
+    assert isinstance(watched.ask(watched.federation.request()), Contribution)
+    assert isinstance(watched.ask(watched.federation.request(tries=2)), Contribution)
+    assert len(watched.federation.entries()) == 1
+
+    def again(*_: object) -> None:
+        raise AssertionError("it was computed again")
+
+    for name in ("privacy.ledger.link", "clients.admission.draw", "clients.admission.count_parameters"):
+        monkeypatch.setattr(f"cloister.{name}", again)
+    assert isinstance(watched.ask(watched.federation.request(tries=3)), Contribution)
+
+
+# The size of the roster.
+
+
+@pytest.mark.parametrize("sites", [3, 5])
+def test_a_roster_of_another_size_than_the_plans_is_refused_at_the_join(
+    federation: Federation, sites: int
+) -> None:
+    """Ring, draw and threshold are computed from cohort.sites: more sites would wrap the ring of an evaluation."""
+    plan = changed(federation.plan, "cohort", sites=sites)
+    site = federation.site(pinned=False)
+    expected = (
+        rf"roster is '4 sites': expected {sites} sites, as cohort.sites of the plan; "
+        rf"set cohort.sites = 4 in the plan, or agree on a roster of {sites} sites"
+    )
+    with pytest.raises(RosterError, match=expected):
+        site.answer(federation.join_request(plan))
+    site.answer(federation.join_request())  # nothing was pinned
+
+
+def test_in_clear_a_roster_does_not_say_who_takes_part(federation: Federation) -> None:
+    plan = changed(in_clear(federation.plan), "cohort", sites=5)
+    assert federation.joined(plan=plan, secure=False, pinned=False)
+
+
+# What a site signs when it joins.
+
+
+def test_a_site_signs_its_answer_to_the_join_that_it_was_asked(federation: Federation) -> None:
+    request, plan = federation.join_request(), bytes.fromhex(federation.plan.digest())
+    joined = federation.site().answer(request)
+    assert isinstance(joined, Joined)
+    verify_joined(joined, federation.roster, request, plan=plan)
+    for other in (
+        dataclasses.replace(request, challenge=bytes(32)),
+        dataclasses.replace(request, run="an0ther"),
+        dataclasses.replace(request, base_hash=bytes(32)),
+    ):
+        with pytest.raises(SignatureError):
+            verify_joined(joined, federation.roster, other, plan=plan)
+    with pytest.raises(SignatureError):
+        verify_joined(joined, federation.roster, request, plan=bytes(32))
+    for name, error in (("site-001", SignatureError), ("stranger", MemberError)):
+        with pytest.raises(error):
+            verify_joined(dataclasses.replace(joined, site=name), federation.roster, request, plan=plan)
+    # Nor is it the answer of a site with that key and another name.
+    key = load_identity(federation.sites_folder / "site-000" / "identity.pem")
+    renamed = dataclasses.replace(joined, site="renamed")
+    with pytest.raises(SignatureError):
+        verify_joined(renamed, Roster.of([Card.of("renamed", key)]), request, plan=plan)
+
+
+def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(federation: Federation) -> None:
+    site = federation.site(secure=False, pinned=False, identity="", roster="")
+    plan = in_clear(federation.plan)
+    assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")

@@ -103,7 +103,9 @@ class Run:
 
     def site(self, name: str) -> VectorSite:
         secure = self.plan.aggregation.secure
-        return VectorSite(name, self.attempts(name), partial(self.vector, name), secure=secure)
+        return VectorSite(
+            name, IDENTITIES[name], self.attempts(name), partial(self.vector, name), secure=secure
+        )
 
     def vector(self, name: str) -> RingVector:
         layout = training_layout(self.plan, LAYOUT.size)
