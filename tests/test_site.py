@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from cloister.protocol.errors import (
     PlanError,
     SecureSumError,
     StaleError,
+    StorageError,
     TooFewSitesError,
     UpdateError,
 )
@@ -42,6 +44,7 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
 from cloister.protocol.threshold import parameters
 from cloister.tests.federation import RUN, Federation, changed, tiny, whole
+from cloister.tests.power import Power
 
 
 @pytest.fixture
@@ -324,3 +327,81 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
     assert count_of_loss(1.5) == 3 * 2**19
+
+
+# A power cut, and what is lost with a disk.
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["power cut", "killed, then power cut"])
+def test_a_join_is_on_disk_before_it_is_answered(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A power cut at any sync of the join: it can be repeated, and once it was answered there is no other run."""
+    sync, ended = 0, [0]
+    begin = Begin(1, 1, vector_hash(federation.model), federation.names, parameters(4, 0, 1).threshold)
+    while ended:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            if ended:
+                if not killed:
+                    power.cut()
+                federation.joined(state=state, pinned=False)
+            power.cut()
+            site = federation.site(state=state, pinned=False)
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(run="an0ther"))
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(changed(federation.plan, "local", steps=1), "an0ther"))
+            for purpose in (TRAIN, EVALUATE):
+                assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
+        sync += 1
+    assert sync > 20
+
+
+def test_a_message_relies_on_no_pin_that_is_not_on_disk(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site was killed in the join; the coordinator does not ask it to join again, but to take part."""
+    sync, answered = 0, False
+    begin = Begin(1, 1, vector_hash(federation.model), federation.names, parameters(4, 0, 1).threshold)
+    while not answered:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            assert ended
+            with contextlib.suppress(PinnedError):
+                federation.site(state=state, pinned=False).agree(Agree(federation.sum_id(), begin))
+                answered = True
+            power.cut()
+            if answered:
+                with pytest.raises(PinnedError, match="would sum the same updates again"):
+                    federation.joined(state=state, pinned=False, run="an0ther")
+        sync += 1
+
+
+def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:
+    """It has pinned the run, so it may have answered in it."""
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    for marks in site.config.folder.glob("secure/*/*/marks"):
+        whole = marks.read_bytes()
+        marks.unlink()
+        with pytest.raises(StorageError, match=r"marks.*missing.*new state folder and keep its ledger"):
+            site.join(federation.join_request())
+        assert not marks.exists()
+        if TRAIN in marks.parts:
+            acts: tuple[Callable[[], object], ...] = (
+                lambda: attack.agree(site, attack.coordinator.begin),
+                lambda: attack.contribute(site, inboxes[site.name]),
+            )
+            for act in acts:
+                with pytest.raises(StorageError, match=r"marks.*missing"):
+                    act()
+            assert not marks.exists()
+        marks.write_bytes(whole)
+    assert attack.contribute(site, inboxes[site.name]).statement
