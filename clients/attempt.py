@@ -212,6 +212,7 @@ class Attempts:
             and known.site is not None
             and known.state.kept == kept
             and known.site.contract == self._contract
+            and known.site.minimum == self._member.minimum
         ):
             return known.site
         site = SecureSite(

@@ -34,6 +34,7 @@ from cloister.protocol.errors import (
     SecureSumError,
     StaleError,
     StepError,
+    TooFewSitesError,
 )
 from cloister.protocol.messages import (
     TRAIN,
@@ -877,6 +878,22 @@ def test_of_two_messages_at_once_one_is_answered(
         with pytest.raises(AgreementError):
             second.result(60)
     assert seen == "the second waits"
+
+
+def test_a_site_that_raises_its_minimum_holds_to_it_in_the_attempt_that_is_running(
+    open_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = open_run(6)
+    run.live = {}
+    view = View(run, tmp_path / "view", loses=Step.UPDATE)
+    for step in (Step.ADVERTISE, Step.SHARE, Step.UPDATE):
+        view.hear(*asked(run, view.message(step)))
+    message = view.message(Step.CONFIRM)
+    run.minimum = 6
+    with pytest.raises(TooFewSitesError, match="at least 6 sites"):
+        asked(run, message)
+    run.minimum = 3
+    assert asked(run, message)
 
 
 def test_a_damaged_attempt_ends_and_the_next_one_is_joined(open_run: Callable[..., Run]) -> None:
