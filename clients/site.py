@@ -27,6 +27,7 @@ from cloister.aggregation.sums import (
 )
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
+from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.kept import Kept, checked_base
@@ -39,7 +40,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.records import read_records
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import BudgetError, DataError, PolicyError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -50,6 +51,7 @@ from cloister.protocol.messages import (
     Join,
     Joined,
     Masked,
+    Purpose,
     Refused,
     Reply,
     Request,
@@ -123,6 +125,8 @@ class Site:
         base = checked_base(request)
         loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
         self._kept.remember(request, bytes.fromhex(plan.digest()))
+        if plan.aggregation.secure:
+            self._open_attempts(plan, request.run)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
@@ -209,11 +213,30 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
-        # A folder for each run: the answers of one run are kept while other runs continue.
-        folder = (
-            self.config.folder / "secure" / purpose / hashlib.sha256(sum_id.run.encode()).hexdigest()[:32]
-        )
+        folder = self._attempts_folder(purpose, sum_id.run)
         return Attempts(folder, contract, self._admission.member(plan.quorum()), loaded.live)
+
+    def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
+        """A folder for each run: the answers of one run are kept while other runs continue."""
+        return self.config.folder / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+    def _open_attempts(self, plan: Plan, run: str) -> None:
+        """Create the files of the run's attempts, before the run is pinned; if it is, check that they are there.
+
+        A site that has pinned a run and has lost those files may have answered in it.
+        """
+        try:
+            self._admission.check(plan, run)
+        except PinnedError:
+            pinned = False
+        else:
+            pinned = True
+        for purpose in (TRAIN, EVALUATE):
+            folder = self._attempts_folder(purpose, run)
+            if not pinned:
+                AttemptFiles.create(folder, self.config.folder.parent)
+            with AttemptFiles.turn(folder, run) as files:
+                files.state(None)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
         """The site's records as sequences: tokenised once, mapped from disk after that."""

@@ -19,6 +19,7 @@ from cloister.aggregation.ring import RingVector
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.cli.display import LineDisplay, LiveDisplay, describe
 from cloister.clients.attempt import Attempts, Live, Member
+from cloister.clients.attempt_files import AttemptFiles
 from cloister.lm.layout import Layout
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
@@ -120,6 +121,8 @@ class Sites:
         """Lies that there are to tell in that step."""
         contract = contract_for(TRAIN, plan, ROSTER, RUN, LAYOUT.size, LAYOUT.digest())
         live: Live = {}
+        for name in NAMES:
+            AttemptFiles.create(folder / name, folder)
         self.sites = {
             name: VectorSite(
                 name,

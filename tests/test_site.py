@@ -27,6 +27,7 @@ from cloister.protocol.errors import (
     SecureSumError,
     SignatureError,
     StaleError,
+    StorageError,
     TooFewSitesError,
     UpdateError,
 )
@@ -53,6 +54,7 @@ from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
 from cloister.server.channel import Failure
 from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.power import Power
 
 
 @pytest.fixture
@@ -508,7 +510,7 @@ def test_a_policy_is_checked_at_each_message_at_little_cost(
     def again(*_: object) -> None:
         raise AssertionError("it was computed again")
 
-    for name in ("privacy.ledger.link", "clients.admission.draw", "clients.admission.count_parameters"):
+    for name in ("privacy.ledger.link", "protocol.cohort.Draw.cohort", "clients.admission.count_parameters"):
         monkeypatch.setattr(f"cloister.{name}", again)
     assert isinstance(watched.ask(watched.federation.request(tries=3)), Contribution)
 
@@ -568,3 +570,81 @@ def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(fede
     site = federation.site(secure=False, pinned=False, identity="", roster="")
     plan = in_clear(federation.plan)
     assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")
+
+
+# A power cut, and what is lost with a disk.
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["power cut", "killed, then power cut"])
+def test_a_join_is_on_disk_before_it_is_answered(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A power cut at any sync of the join: it can be repeated, and once it was answered there is no other run."""
+    sync, ended = 0, [0]
+    begin = Begin(1, 1, vector_hash(federation.model))
+    while ended:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            if ended:
+                if not killed:
+                    power.cut()
+                federation.joined(state=state, pinned=False)
+            power.cut()
+            site = federation.site(state=state, pinned=False)
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(run="an0ther"))
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(changed(federation.plan, "local", steps=1), "an0ther"))
+            for purpose in (TRAIN, EVALUATE):
+                assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
+        sync += 1
+    assert sync > 20
+
+
+def test_a_message_relies_on_no_pin_that_is_not_on_disk(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site was killed in the join; the coordinator does not ask it to join again, but to take part."""
+    sync, answered = 0, False
+    begin = Begin(1, 1, vector_hash(federation.model))
+    while not answered:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            assert ended
+            with contextlib.suppress(PinnedError):
+                federation.site(state=state, pinned=False).agree(Agree(federation.sum_id(), begin))
+                answered = True
+            power.cut()
+            if answered:
+                with pytest.raises(PinnedError, match="would sum the same updates again"):
+                    federation.joined(state=state, pinned=False, run="an0ther")
+        sync += 1
+
+
+def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:
+    """It has pinned the run, so it may have answered in it."""
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    for marks in site.config.folder.glob("secure/*/*/marks"):
+        whole = marks.read_bytes()
+        marks.unlink()
+        with pytest.raises(StorageError, match=r"marks.*missing.*new state folder and keep its ledger"):
+            site.join(federation.join_request())
+        assert not marks.exists()
+        if TRAIN in marks.parts:
+            acts: tuple[Callable[[], object], ...] = (
+                lambda: attack.agree(site, attack.coordinator.begin),
+                lambda: attack.contribute(site, inboxes[site.name]),
+            )
+            for act in acts:
+                with pytest.raises(StorageError, match=r"marks.*missing"):
+                    act()
+            assert not marks.exists()
+        marks.write_bytes(whole)
+    assert attack.contribute(site, inboxes[site.name]).statement
