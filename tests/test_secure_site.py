@@ -915,3 +915,27 @@ def test_a_share_that_is_not_checked_is_revealed_wrong() -> None:
     nothing = Parties(4, site=ComparesNothing)
     with pytest.raises(ShareError, match="share of site-000 from site-000"):
         alters_a_share(nothing, "site-000", "site-002")
+
+
+# What is signed.
+
+
+def test_the_statement_and_the_list_bind_the_keys_and_the_sharers() -> None:
+    """Sites that were shown other keys of one site, or other sharers, sign neither the same statement nor one list."""
+    signatures = set()
+    for other_keys, sharers in ((False, 6), (True, 6), (False, 5), (True, 5)):
+        parties = Parties(6)
+        peers, site = parties.advertise(), parties.sites["site-000"]
+        if other_keys:
+            key = keys.public_key(bytes(32))
+            second = signed(Advertise(peers.context, "site-005", key, key))
+            peers = dataclasses.replace(peers, advertised=(*peers.advertised[:-1], second))
+        site.share(peers)
+        others = parties.names[1:sharers]
+        sealed, hashes = (tuple((name, *rest) for name in others) for rest in ((b"",), (bytes(32),) * 2))
+        site.receive(Inbox(peers.context, parties.names[:sharers], sealed, hashes))
+        site.take_seeds(model=MODEL)
+        statement = site.masked(bytes(32))
+        listed = site.confirm(Survivors(peers.context, parties.names[:4]))
+        signatures |= {statement.sharers, listed.survivors}
+    assert len(signatures) == 8
