@@ -119,9 +119,13 @@ def _of_site(arguments: argparse.Namespace) -> Mechanism:
         raise CloisterError("--quorum", quorum, expected="a fraction above 0, at most 1")
     colluders = assumed(sites, _given(arguments.colluders, 0.1))
     floor = CohortSection(sites=sites, quorum=quorum).needed()
+    if colluders >= floor:
+        raise CloisterError(
+            "--colluders", colluders, expected=f"fewer than the {floor} sites of the smallest sum"
+        )
 
     def events(noise: float, rounds: int) -> Sequence[Event]:
-        of_round = skellam_for(noise, clip, dimension, sites, floor, colluders, _RING_BITS).event
+        of_round = skellam_for(noise, clip, dimension, sites, floor - colluders, _RING_BITS).event
         return [replace(of_round, count=rounds)]
 
     events(1.0, 1)  # refuses parameters that the ring cannot hold

@@ -64,11 +64,6 @@ def relation(plan: Plan) -> str:
     return f"adding or removing one such {_thing(plan)} at one site"
 
 
-def _honest(plan: Plan) -> tuple[int, int]:
-    """(m, A): at least m sites are in an opened sum, and the noise of at most A of them does not count."""
-    return plan.cohort.needed(), plan.threshold().colluders
-
-
 def mechanism(plan: Plan, terms: Terms | None) -> str:
     """What adds noise to what."""
     if terms is None:
@@ -87,12 +82,12 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         )
     noise = terms.mechanism
     if noise.variance:
-        needed, colluders = _honest(plan)
+        honest = plan.honest()
         text = (
             "Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
             f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
-            f"each of them; the secure sum carries the total. At least {needed - colluders} honest sites are in "
-            f"every sum, and the noise of {needed - colluders} sites together has a standard deviation of "
+            f"each of them; the secure sum carries the total. At least {honest} honest sites are in "
+            f"every sum, and the noise of {honest} sites together has a standard deviation of "
             f"{noise.deviation:.6g} C."
         )
     else:
@@ -217,7 +212,8 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
             counting,
             runs,
         )
-    needed, colluders = _honest(plan)
+    found = plan.threshold()
+    colluders = found.colluders
     against = (
         "The guarantee holds against adversaries who know no site's noise. A site knows its own noise, and "
         "against that site the guarantee is weaker than stated here."
@@ -227,8 +223,8 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     )
     return (
         (
-            f"Every opened sum contains at least {needed} sites, and at least {needed - colluders} of them "
-            f"added their noise and keep it secret. {against}"
+            f"At least {plan.honest()} sites in every sum that can be opened added their noise and keep it secret; a "
+            f"sum by the protocol has at least {plan.quorum()} sites. {against}"
         ),
         (
             "The secure sum is secure: no update is seen before it is summed, and of the updates of one cohort only "

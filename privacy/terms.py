@@ -91,8 +91,5 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
     if privacy.trusted_coordinator:
         mechanism = central(noise, dimension, sites, bits, privacy.adaptive)
     else:
-        colluders = plan.threshold().colluders
-        mechanism = distributed(
-            noise, dimension, sites, plan.cohort.needed(), colluders, bits, privacy.adaptive
-        )
+        mechanism = distributed(noise, dimension, sites, plan.honest(), bits, privacy.adaptive)
     return (mechanism.event,), mechanism

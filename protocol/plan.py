@@ -414,6 +414,15 @@ class Plan(Section):
         needed = self.cohort.needed()
         return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
 
+    def honest(self) -> int:
+        """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open.
+
+        Raises:
+            ParameterError: as `threshold`.
+        """
+        found = self.threshold()
+        return found.smallest_part if found.splits else self.quorum() - found.colluders
+
 
 def _canonical(value: object) -> bytes:
     return json.dumps(

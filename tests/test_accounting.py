@@ -317,7 +317,7 @@ def test_an_unknown_accountant_is_refused() -> None:
         (8.0, "rdp", lambda z: [SampledGaussian(z, 0.01, 5_000)]),
         (0.3, "pld", lambda z: [Gaussian(z, 100)]),
         (30.0, "pld", lambda z: [Gaussian(z, 2)]),
-        (4.0, "pld", lambda z: [replace(skellam_for(z, 1.0, 10**6, 8, 6, 1, 32).event, count=40)]),
+        (4.0, "pld", lambda z: [replace(skellam_for(z, 1.0, 10**6, 8, 5, 32).event, count=40)]),
     ],
 )
 def test_calibrated_noise_is_enough_and_no_more(target: float, accountant: Any, build: Any) -> None:

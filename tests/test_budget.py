@@ -72,7 +72,7 @@ def test_a_trusted_coordinator_adds_gaussian_noise(capsys: pytest.CaptureFixture
 def test_sites_among_themselves_add_skellam_noise(capsys: pytest.CaptureFixture[str]) -> None:
     scale = "--sites 10 --quorum 0.6 --colluders 0.15 --clip 0.5 --dimension 1000000000"
     answer = found(capsys, f"--unit site --noise-multiplier 4 --rounds 20 {scale}")
-    event = skellam_for(4.0, 0.5, 10**9, 10, 6, 2, 32).event
+    event = skellam_for(4.0, 0.5, 10**9, 10, 4, 32).event
     assert answer["epsilon"] == spent([event] * 20, 1e-5).epsilon
     assert answer["accountant"] == "rdp"
     assert answer["epsilon"] > spent([Gaussian(4.0, 20)], 1e-5, "rdp").epsilon

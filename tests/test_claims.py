@@ -43,12 +43,13 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
     distributed = words(*base)
     assert (
-        "at least 6 sites, and at least 5 of them added their noise" in distributed
+        "At least 5 sites in every sum that can be opened added their noise" in distributed
     )  # 8 sites, quorum 0.75, colluders 0.1
+    assert "a sum by the protocol has at least 6 sites" in distributed
     assert "noise of at most 1 of the sites" in distributed
     assert "fully" not in distributed
     alone = words(*base, "aggregation.colluders=0.0")
-    assert "at least 6 sites, and at least 6 of them added their noise" in alone
+    assert "At least 6 sites in every sum that can be opened added their noise" in alone
     assert "against that site the guarantee is weaker" in alone
     central = words(*base, "privacy.trusted_coordinator=true")
     assert "The coordinator, fully: it receives every sum without its noise" in central
