@@ -102,15 +102,21 @@ class Admission:
             )
 
     def check_round(self, plan: Plan, purpose: Purpose, round_number: int) -> None:
-        """Check that the round of an attempt is in the plan.
+        """Check that the round of an attempt is in the plan, and that an evaluation is due at the sites.
 
         Raises:
-            StaleError: the plan has no such round.
+            StaleError: the plan has no such round or evaluation.
         """
         first = 1 if purpose == TRAIN else 0
         if not first <= round_number <= plan.run.rounds:
             raise StaleError(
                 "round", round_number, expected=f"one of {first} to {plan.run.rounds}, as the plan has"
+            )
+        if purpose == EVALUATE and (plan.server.evaluation or not plan.evaluates(round_number)):
+            raise StaleError(
+                f"evaluation of round {round_number}",
+                plan.server.evaluation,
+                expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
             )
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
@@ -213,7 +219,8 @@ class Admission:
         if not self._config.identity:
             return Joined(name)
         identity = self._resident.identity(self._config.identity)
-        return sign_joined(identity, request, site=name, plan=bytes.fromhex(plan.digest()))
+        roster = self.roster().hash if self._config.roster else b""
+        return sign_joined(identity, request, site=name, plan=bytes.fromhex(plan.digest()), roster=roster)
 
     def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal.

@@ -135,7 +135,7 @@ class Attempts:
         Args:
             inbox: The step's message.
             round_number: The round that the vector is for.
-            model: Hash of the global model, as the site computed it.
+            model: Hash of the global model and the clipping norm, as the site computed it (`digest.basis`).
             threads: Threads that mask.
             make: Makes the vector in pieces that tile it; called after the message was checked. The pieces are
                 masked in place.
@@ -152,6 +152,7 @@ class Attempts:
             if any(step == Step.UPDATE for step, _ in kept.log):
                 raise StepError("update", expected="one request in an attempt", fix="try the round again")
             site = self._rebuild(state, kept)
+            site.check_model(model)  # before a vector is made: making one may be a release
             site.receive(inbox)
             self._remember(state, site)
         pieces = make()  # which may take long

@@ -39,7 +39,7 @@ from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.records import read_records
 from cloister.privacy.noise import NoiseStream
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
@@ -158,13 +158,13 @@ class Site:
         self._admission.check_policy(plan, request.sum.run, loaded.terms)
         self._admission.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
-        if purpose == TRAIN and loaded.terms is not None and loaded.terms.mechanism is not None:
-            _check_clip(request.clip)
+        _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
 
         def make() -> list[Piece]:
-            return [
-                (0, self._totals(loaded, request) if purpose == EVALUATE else self._update(loaded, request))
-            ]
+            if purpose == EVALUATE:
+                return [(0, self._totals(loaded, request))]
+            with self._kept.turn():
+                return [(0, self._update(loaded, request))]
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -172,8 +172,9 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
+            model = basis(request.model_hash, request.clip)
             statement, manifest, pieces = self._attempts(loaded, request.sum).mask(
-                request.inbox, request.sum.round, request.model_hash, plan.local.threads, make
+                request.inbox, request.sum.round, model, plan.local.threads, make
             )
         else:
             pieces = make()
@@ -273,7 +274,11 @@ class Site:
         """The update of the round: kept from an earlier attempt, or trained now.
 
         Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
-        a second release.
+        a second release. A round has one update: from a second one, of another model or clipping norm or with other
+        noise, a coordinator that sums both with the same others could compute the difference.
+
+        Raises:
+            StaleError: the site has made its update of the round from another model or clipping norm.
         """
         plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         layout = training_layout(plan, loaded.model.layout.size)
@@ -351,6 +356,10 @@ def _check_model(model: Vector, named: bytes) -> None:
         raise UpdateError("global model", "non-finite", expected="finite weights")
 
 
-def _check_clip(clip: float) -> None:
+def _check_clip(clip: float, *, clips: bool) -> None:
+    if not clips:
+        if clip != 0:
+            raise UpdateError("clipping norm", clip, expected='0; only privacy.unit = "site" has another')
+        return
     if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:
         raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")

@@ -19,7 +19,9 @@ from cloister.protocol.roster import Roster
 _JOINED = "cloister-joined-1"
 
 
-def sign_joined(identity: Ed25519PrivateKey, request: Join, *, site: str, plan: bytes) -> Joined:
+def sign_joined(
+    identity: Ed25519PrivateKey, request: Join, *, site: str, plan: bytes, roster: bytes
+) -> Joined:
     """The answer of `site`, which joins.
 
     Args:
@@ -27,8 +29,9 @@ def sign_joined(identity: Ed25519PrivateKey, request: Join, *, site: str, plan: 
         request: What it was asked.
         site: Its name.
         plan: Digest of the request's plan, 32 bytes, as the site computes it.
+        roster: Hash of the roster that the site has pinned; empty if it has none.
     """
-    return Joined(site, identity.sign(_signed(request, site, plan)))
+    return Joined(site, identity.sign(_signed(request, site, plan, roster)))
 
 
 def verify_joined(joined: Joined, roster: Roster, request: Join, *, plan: bytes) -> None:
@@ -46,7 +49,7 @@ def verify_joined(joined: Joined, roster: Roster, request: Join, *, plan: bytes)
     """
     key = roster.key(joined.site)
     try:
-        key.verify(joined.signature, _signed(request, joined.site, plan))
+        key.verify(joined.signature, _signed(request, joined.site, plan, roster.hash))
     except InvalidSignature:
         raise SignatureError(
             f"answer of {joined.site} to the join",
@@ -72,5 +75,5 @@ def check_size(roster: Roster, plan: Plan) -> None:
         )
 
 
-def _signed(request: Join, site: str, plan: bytes) -> bytes:
-    return pack(_JOINED, request.run, plan, request.challenge, request.base_hash, site)
+def _signed(request: Join, site: str, plan: bytes, roster: bytes) -> bytes:
+    return pack(_JOINED, request.run, plan, roster, request.challenge, request.base_hash, site)

@@ -138,7 +138,7 @@ class Begin:
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
-    """Hash of the global model."""
+    """Hash of the global model and the clipping norm (`digest.basis`)."""
 
 
 @dataclass(frozen=True)

@@ -414,6 +414,10 @@ class Plan(Section):
         needed = self.cohort.needed()
         return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
 
+    def evaluates(self, number: int) -> bool:
+        """Whether the model after a round is due for evaluation; 0 is the initial model."""
+        return number % self.server.evaluate_every == 0 or number == self.run.rounds
+
     def honest(self) -> int:
         """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open.
 

@@ -164,7 +164,7 @@ def _rounds(
             return last, "refused"
         last = number
         _report(context, folder, board, asdict(result), evaluate)
-        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) else 0
+        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) and not result.spoiled else 0
         if abandoned == plan.cohort.attempts:
             raise QuorumError(
                 f"rounds {number - abandoned + 1} to {number}",
@@ -184,8 +184,9 @@ def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
 def _report_end(context: RoundContext, folder: RunFolder, number: int, evaluate: Evaluation) -> None:
     """Evaluate the model with which a run ends early, if no evaluation was due there."""
     rows = {row["round"]: row for row in folder.metrics()}
-    if "loss" in rows.get(number, {}):
-        return
+    plan = context.party.plan
+    if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
+        return  # sites evaluate in the rounds of the plan only
     held_out = evaluate(number, context.optimizer.weights.copy())
     if held_out is not None:
         found = Evaluated(
@@ -206,7 +207,7 @@ def _report(
     """Evaluate the model after a round if that is due, and write the round's line of metrics."""
     number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
-    if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
+    if plan.evaluates(number):
         held_out = evaluate(number, context.optimizer.weights.copy())
         if held_out is not None:
             found = Evaluated(

@@ -25,7 +25,7 @@ from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import load_model
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.joining import sign_joined
 from cloister.protocol.messages import (
@@ -311,6 +311,7 @@ class VectorSite:
         identity: Its identity key.
         attempts: Its side of the secure sum.
         vector: Makes its ring vector.
+        roster: Hash of the roster that it has pinned.
         secure: Whether it masks the vector.
     """
 
@@ -321,19 +322,21 @@ class VectorSite:
         attempts: Attempts,
         vector: Callable[[], Any],
         *,
+        roster: bytes,
         secure: bool,
     ) -> None:
         self.name = name
         self.identity = identity
         self.attempts = attempts
         self._vector = vector
+        self._roster = roster
         self._secure = secure
 
     def answer(self, request: Request) -> Reply:
         match request:
             case Join():
                 plan = bytes.fromhex(from_json(request.plan).digest())
-                return sign_joined(self.identity, request, site=self.name, plan=plan)
+                return sign_joined(self.identity, request, site=self.name, plan=plan, roster=self._roster)
             case Agree():
                 return self.attempts.agree(request.told, request.sum.round)
             case Contribute():
@@ -343,7 +346,7 @@ class VectorSite:
                     statement, _, pieces = self.attempts.mask(
                         request.inbox,
                         request.sum.round,
-                        vector_hash(request.model),
+                        basis(vector_hash(request.model), request.clip),
                         1,
                         lambda: [(0, self._vector())],
                     )

@@ -49,7 +49,7 @@ MASKED, CLEAR = tiny(), tiny("aggregation.secure=false")
 def joined(name: str, request: Join) -> Joined:
     """The answer of the site of that name."""
     plan = bytes.fromhex(from_json(request.plan).digest())
-    return sign_joined(IDENTITIES[name], request, site=name, plan=plan)
+    return sign_joined(IDENTITIES[name], request, site=name, plan=plan, roster=ROSTER.hash)
 
 
 class Named:
@@ -193,10 +193,17 @@ THEFTS: dict[str, Callable[[Join, Joined], Joined]] = {
         joined("site-002", request), site="site-001"
     ),
     "with a stranger's signature": lambda request, _overheard: sign_joined(
-        new_identity(), request, site="site-001", plan=bytes.fromhex(MASKED.digest())
+        new_identity(), request, site="site-001", plan=bytes.fromhex(MASKED.digest()), roster=ROSTER.hash
     ),
     "by an answer to an earlier join, or at another node": lambda _request, overheard: overheard,
     "by an answer in another run": altered(run="past"),
+    "by an answer under another roster": lambda request, _overheard: sign_joined(
+        IDENTITIES["site-001"],
+        request,
+        site="site-001",
+        plan=bytes.fromhex(MASKED.digest()),
+        roster=bytes(32),
+    ),
     "by an answer to another plan": altered(plan=tiny("run.rounds=9").to_json()),
     "by an answer with another base model": altered(base_hash=bytes(32)),
     "by a signed refusal": lambda request, _overheard: Joined(

@@ -129,6 +129,7 @@ class Sites:
                 IDENTITIES[name],
                 Attempts(folder / name, contract, Member(name, IDENTITIES[name], 3), live),
                 self.vector,
+                roster=ROSTER.hash,
                 secure=plan.aggregation.secure,
             )
             for name in NAMES

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import (
     MemberError,
     PinnedError,
@@ -53,7 +56,7 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
 from cloister.server.channel import Failure
-from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
 from cloister.tests.power import Power
 
 
@@ -78,15 +81,16 @@ class Attack:
     Args:
         federation: The sites; each joins the run.
         attempt: The attempt.
+        clip: The clipping norm that sites are told, if the unit of privacy is the site.
         config: Of the sites.
     """
 
-    def __init__(self, federation: Federation, attempt: int = 1, **config: Any) -> None:
+    def __init__(self, federation: Federation, attempt: int = 1, clip: float = 0.0, **config: Any) -> None:
         self.federation, plan = federation, federation.plan
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
-        model = vector_hash(federation.model)
+        model = basis(vector_hash(federation.model), clip)
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
@@ -317,6 +321,95 @@ def test_the_cohort_is_the_draw_whoever_is_there(federation: Federation) -> None
     with pytest.raises(StaleError, match="the same run, round, attempt, roster, plan, model and cohort"):
         offered.advertised(reply)
     assert reply.context == Attack(federation).coordinator.attempt.context
+
+
+@pytest.mark.parametrize(
+    "settings", [SKELLAM, [*PRIVATE, "privacy.unit=record", "privacy.sampling_rate=0.5"], []]
+)
+@pytest.mark.parametrize("what", ["model", "clip"])
+def test_a_round_has_one_update(tmp_path: Path, settings: list[str], what: str) -> None:
+    """From two updates of one site, each summed with the same others, a coordinator computes their difference."""
+    federation = Federation(tmp_path, tiny(*settings))
+    plain = federation.plan.privacy.unit != "site"
+    clip = 0.0 if plain else 1.0
+    attack = Attack(federation, clip=clip)
+    inboxes, site = attack.deal(), attack.sites[0]
+    other: dict[str, Any] = {"model": federation.model + 1} if what == "model" else {"clip": 2.0}
+    # The attempt has another model or norm: nothing is trained, and nothing is charged.
+    with pytest.raises(StaleError if not (plain and what == "clip") else UpdateError):
+        attack.contribute(site, inboxes[site.name], **other)
+    assert federation.entries() == ()
+    first = attack.contribute(site, inboxes[site.name])
+    paid = len(federation.entries())
+    # A later attempt has it, too, and the site has made its update.
+    again = Attack(federation, attempt=2, clip=other.get("clip", clip))
+    again.coordinator = SecureCoordinator(
+        again.coordinator.contract,
+        1,
+        2,
+        basis(vector_hash(other.get("model", federation.model)), other.get("clip", clip)),
+    )
+    later = again.deal()
+    with pytest.raises((StaleError, UpdateError)):
+        again.contribute(site, later[site.name], **other)
+    assert len(federation.entries()) == paid
+    third = Attack(federation, attempt=3, clip=clip)
+    repeated = third.contribute(site, third.deal()[site.name])
+    assert first.manifest != repeated.manifest  # other masks
+    assert len(federation.entries()) == paid
+
+
+def test_two_processes_make_one_update(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow process of an ended attempt does not replace the update that another one has sent."""
+    clear = Federation(federation.folder / "clear", tiny(*CENTRAL))
+    slow, fast = clear.joined(), clear.site(resident=Resident())
+    inside, released = threading.Event(), threading.Event()
+    train = Site._trained  # the guard is around it
+
+    def trained(self: Site, *arguments: Any) -> Any:
+        if self is slow:
+            inside.set()
+            assert released.wait(60)
+        return train(self, *arguments)
+
+    monkeypatch.setattr(Site, "_trained", trained)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(slow.contribute, clear.request())
+        assert inside.wait(60)
+        second = pool.submit(fast.contribute, clear.request(tries=2))
+        released.set()
+        assert np.array_equal(whole(first.result()), whole(second.result()))
+    assert len(clear.entries()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        (["server.evaluation=none"], 0),
+        (["server.evaluation=none"], 3),
+        (["server.evaluate_every=2"], 1),
+        (["server.evaluation=records.jsonl"], 3),
+    ],
+)
+def test_a_site_evaluates_only_what_the_plan_lets_it(
+    tmp_path: Path, settings: list[str], number: int
+) -> None:
+    federation = Federation(tmp_path, tiny(*settings))
+    site = federation.joined()
+    begin = Begin(number, 1, vector_hash(federation.model))
+    for request in (
+        Agree(federation.sum_id(purpose=EVALUATE, number=number), begin),
+        federation.request(purpose=EVALUATE, number=number),
+    ):
+        with pytest.raises(StaleError, match="an evaluation at the sites that is due"):
+            site.answer(request)
+
+
+def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation) -> None:
+    attack = Attack(federation)
+    attack.contribute(attack.sites[0], attack.deal()[attack.sites[0].name])
+    (update,) = attack.sites[0].config.folder.glob("update-*.ring")
+    assert update.stat().st_mode & 0o077 == 0
 
 
 def test_shares_for_another_site_are_refused(federation: Federation) -> None:

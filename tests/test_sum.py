@@ -127,7 +127,12 @@ class Run:
     def site(self, name: str) -> VectorSite:
         secure = self.plan.aggregation.secure
         return VectorSite(
-            name, IDENTITIES[name], self.attempts(name), partial(self.vector, name), secure=secure
+            name,
+            IDENTITIES[name],
+            self.attempts(name),
+            partial(self.vector, name),
+            roster=self.roster.hash,
+            secure=secure,
         )
 
     def vector(self, name: str) -> RingVector:
@@ -639,7 +644,7 @@ def test_weights_that_sum_to_zero_fail_the_round_and_not_the_run(open_run: Calla
         return dataclasses.replace(reply, manifest=manifest_of([(0, vector)]), spans=(vector,))
 
     run.channel.tamper = lie
-    assert run.sum() == sums.Failed(3, bound=False)
+    assert run.sum() == sums.Failed(1, bound=True, spoiled=True)  # an attempt would sum the same again
     run.channel.tamper = lambda _step, reply: reply
     assert isinstance(run.sum(2), Total)
 
@@ -679,6 +684,65 @@ def test_a_site_that_sends_garbage_costs_one_attempt_and_is_left_out(open_run: C
     assert {site for _, site in run.channel.asked} == set(run.names[1:])
     (entry,) = [entry for entry in run.journal.entries() if entry.step == steps.LEFT_OUT]
     assert entry.detail["site"] == NAMES[0]
+
+
+@pytest.mark.parametrize("colluders", [0.34, 0.5])
+def test_garbage_for_few_holders_costs_one_attempt_and_nobody_is_called_a_liar(
+    open_run: Callable[..., Run], colluders: float
+) -> None:
+    """As many complaints as sites may lie: the sender is not proven to be bad, but the round goes on without it."""
+    run = open_run(12, f"aggregation.colluders={colluders}", "cohort.quorum=0.2", "aggregation.dropouts=0.0")
+    parameters = run.contract.tolerance.parameters(12, 12)
+    few = NAMES[1 : 12 - parameters.threshold + 2]
+    assert len(few) <= parameters.colluders
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == NAMES[0]:
+            sealed = tuple((to, b"?" if to in few else text) for to, text in reply.sealed)
+            return cast(Reply, resigned(dataclasses.replace(reply, sealed=sealed)))
+        return reply
+
+    run.channel.tamper = lie
+    for number in (1, 2):
+        total = run.sum(number)
+        assert isinstance(total, Total)
+        assert (total.attempts, total.sites) == (2, 11)
+    assert run.party.left_out == {}
+
+
+def test_a_site_that_others_complain_of_is_not_counted_on_for_its_own_share(
+    open_run: Callable[..., Run],
+) -> None:
+    """With it there are just t openers; it does not reveal, and the others would be bound to a list with it."""
+    run = open_run(12, "aggregation.colluders=0.34", "cohort.quorum=0.2", "aggregation.dropouts=0.0")
+    few = NAMES[1 : 12 - run.contract.tolerance.parameters(12, 12).threshold + 1]
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == NAMES[0]:
+            sealed = tuple((to, b"?" if to in few else text) for to, text in reply.sealed)
+            return cast(Reply, resigned(dataclasses.replace(reply, sealed=sealed)))
+        return Failed(NAMES[0], "gone") if isinstance(reply, Reveal) and reply.site == NAMES[0] else reply
+
+    run.channel.tamper = lie
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (2, 11)
+
+
+def test_one_complaint_leaves_nobody_out_where_no_site_is_assumed_to_lie(
+    open_run: Callable[..., Run],
+) -> None:
+    run = open_run(6, "aggregation.colluders=0.0")
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.statement is not None and reply.site == NAMES[0]:
+            statement = resigned(dataclasses.replace(reply.statement, complaints=tuple(NAMES[1:6])))
+            return dataclasses.replace(reply, statement=statement)
+        return reply
+
+    run.channel.tamper = lie
+    run.sum()
+    assert run.party.left_out == {}
 
 
 def test_leaving_sites_out_changes_neither_n_nor_a_nor_t(open_run: Callable[..., Run]) -> None:
