@@ -21,7 +21,7 @@ from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, check_received, manifest_of
 from cloister.lm.layout import Vector
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import PinnedError, StaleError, StorageError, UpdateError
+from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
 from cloister.protocol.messages import Join
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
@@ -134,9 +134,11 @@ class Kept:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the lock on the updates: of two processes that are asked for one update, one makes it.
+        """Take the lock on the updates: of two processes that are asked for one update, one makes it.
 
         Raises:
+            StepError: another process has it. It may still be training for an earlier attempt; a later one gets what it
+                has made.
             StorageError: the disk refuses the access.
         """
         path = self._state / "update.lock"
@@ -145,7 +147,12 @@ class Kept:
         except OSError as error:
             raise disk_refusal(path, error) from error
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StepError(
+                    "update", expected="one process of this site that makes it", fix="try the round again"
+                ) from None
             yield
 
     def keep_update(
