@@ -21,10 +21,11 @@ and a round is `local.steps` of them. The following keeps this true:
   generator under a secret seed, and the guarantee assumes that they are random.
 - Only `ClippedSum` adds gradients up, and it releases the sum once, with noise.
 
-S is a float32 sum: rounding can move each of its coordinates by some 2^-24 of itself for each chunk of the batch, an
-effect on the sensitivity that accounting does not see (Casacuberta et al. 2022, "Widespread underestimation of
-sensitivity in differentially private libraries and how to fix it"), like the rounding of the noise
-(`privacy/noise.py`).
+S is summed in integers, so that rounding adds nothing to its sensitivity (`ClippedSum` has the bound). In a
+floating-point sum one unit can decide how all later additions round (Casacuberta et al. 2022, "Widespread
+underestimation of sensitivity in differentially private libraries and how to fix it"): in float32, one of 4,097 units
+can move S by 1.25 C. Accounting does not see the rounding of the noise (`privacy/noise.py`), nor that the last bits of
+g_u may depend on which units go through the model together.
 
 Two methods give the same g_u: `reference` runs forward and backward on one unit at a time, which is right for every
 model that gives each sequence its own loss; `opacus` takes the gradients of many windows from the hooks of Opacus
@@ -67,9 +68,14 @@ RIGHT_BY_OPACUS = ("llama", "mistral", "qwen2", "qwen3")
 _LONGEST = 1e30
 """In units of C, the norm up to which float32 can scale a gradient down without losing digits of the factor."""
 _MARGIN = 1e-6
-"""Relative margin by which the clip stays below C, for the rounding of float32."""
-_SLACK = 1e-5
-"""Relative excess over C from which a clipped gradient is a defect of this program or of the device."""
+"""Relative margin by which the clip stays below C. It covers the rounding of the factor and of the products, 2^-24 each
+in float32, and that of the norm, P 2^-54 for P elements in float64: together less than 2e-7 for P up to 2^30."""
+_BITS = 38
+"""A clipped term has at most 2^38 steps of the grid on which terms are summed."""
+_MOST_UNITS = 2 ** (63 - _BITS)
+"""Fewer units than this fit into a sum of 64-bit integers."""
+_AT_ONCE = 2**24
+"""Elements that are rounded to the grid at a time, which bounds the memory for it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,15 @@ def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
 class ClippedSum:
     """A sum of per-unit gradients, each clipped to the L2 norm `clip`, that is released once and with noise.
 
+    One unit changes the sum by at most (1 + 1e-8) C. A clipped term has the norm C at most. It is truncated towards
+    zero to whole steps of 2^(e - 38), where C < 2^e <= 2 C, which does not lengthen it and takes at most 2^-37 C from
+    a coordinate. Terms are added as 64-bit integers: a coordinate of a term has at most 2^38 steps, so the sum of
+    fewer than 2^25 units is exact, in any order and on any device, and one unit changes it by its own term. At the
+    release the sum is rounded once to float64, by at most 2^-53 of its norm, which is below 2^25 C: the sums of
+    neighbouring batches are then at most C + 2 2^-28 C apart. Rounding after the noise was added is post-processing.
+
+    The sum takes 8 bytes for each element of the layout, and as many again at the release.
+
     Args:
         layout: Where each parameter lies in the sum.
         names: The parameters that gradients are given for; the rest of the sum stays zero.
@@ -148,7 +163,9 @@ class ClippedSum:
         place = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
         self._places = [place[name] for name in names]
         self._clip = clip
-        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.float32, device=device)
+        self._step = math.ldexp(1.0, math.frexp(clip)[1] - _BITS)
+        self._units = 0
+        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.int64, device=device)
 
     def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Clip the gradients of U units and add them; those that are not finite, or above 1e30 C, count as zero.
@@ -169,11 +186,14 @@ class ClippedSum:
             gradients = [gradient[kept.to(gradient.device)] for gradient in gradients]
             norms = norms[kept]
         self._scale(gradients, norms)
-        longest = float(_norms(gradients).max()) if len(norms) else 0.0
-        if not longest <= self._clip * (1 + _SLACK):
-            raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
+        self._check(gradients)
+        self._units += len(norms)
+        if self._units >= _MOST_UNITS:
+            raise AssertionError(f"{self._units} units do not fit into one sum")
         for (begin, end), gradient in zip(self._places, gradients, strict=True):
-            self._sum[begin:end] += gradient.sum(0)
+            for some in torch.split(gradient, max(1, _AT_ONCE // max(1, end - begin))):
+                # A power of two scales exactly; the conversion to integers truncates towards zero.
+                self._sum[begin:end] += (some * (1 / self._step)).to(torch.int64).sum(0)
         return added
 
     def _scale(self, gradients: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
@@ -181,6 +201,18 @@ class ClippedSum:
         factors = (self._clip * (1 - _MARGIN) / norms).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factors.to(gradient.device, torch.float32)[:, None])
+
+    def _check(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Raise if a clipped gradient is longer than C: a defect of this program or of the device."""
+        longest = float(_norms(gradients).max()) if len(gradients[0]) else 0.0
+        if not longest <= self._clip:
+            raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
+
+    def so_far(self) -> torch.Tensor:
+        """The sum without noise, (layout.size,) float64 on the device: private, only for `release` and an audit."""
+        if self._sum is None:
+            raise AssertionError("the sum was released before")
+        return self._sum.double().mul_(self._step)
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """The sum with Gaussian noise of standard deviation `sigma` on every element, keyed by its place in the layout.
@@ -191,12 +223,10 @@ class ClippedSum:
         Returns:
             (layout.size,) float32, on the device.
         """
-        if self._sum is None:
-            raise AssertionError("the sum was released before")
-        total, self._sum = self._sum, None
+        total, self._sum = self.so_far(), None
         values = total.cpu().numpy()
         noise.add_gaussian(values, sigma, threads=threads)
-        return torch.from_numpy(values).to(total.device)
+        return torch.from_numpy(values).float().to(total.device)
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -52,7 +52,7 @@ class WatchedSum(ClippedSum):
         names: Parameters.
         clip: L2 norm C.
         device: Where gradients lie.
-        watch: Receives the released sum minus the part that the adversary knows, float32 of shape (layout.size,).
+        watch: Receives the released sum minus the part that the adversary knows, float64 of shape (layout.size,).
     """
 
     def __init__(
@@ -66,12 +66,11 @@ class WatchedSum(ClippedSum):
         super().__init__(layout, names, clip, device)
         self._watch = watch
         self.known = torch.zeros(())
-        """(layout.size,) float32: the part of the sum that the adversary knows."""
+        """(layout.size,) float64: the part of the sum that the adversary knows."""
 
     def know(self) -> None:
         """Reveal to the adversary everything added so far."""
-        assert self._sum is not None
-        self.known = self._sum.clone()
+        self.known = self.so_far()
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """As `ClippedSum.release`; the adversary sees the result."""
@@ -155,8 +154,8 @@ class CanaryTrainer(PrivateTrainer):
         return self.watched
 
     def see(self, left: torch.Tensor) -> None:
-        """Score the canaries by the rest of a step's released sum, float32 of shape (layout.size,)."""
-        self.scores += self._score(left.cpu().numpy()[self._coordinates].astype(np.float64) / self._clip)
+        """Score the canaries by the rest of a step's released sum, float64 of shape (layout.size,)."""
+        self.scores += self._score(left.cpu().numpy()[self._coordinates] / self._clip)
 
 
 @dataclass(frozen=True)
