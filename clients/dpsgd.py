@@ -1,10 +1,11 @@
-"""Record-level private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy",
-Algorithm 1) over units that are records or windows of text (`lm/data.py`).
+"""Private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy", Algorithm 1)
+over units that are records, windows of text, or owners with some of their records (`lm/data.py`).
 
 One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
 
 1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling).
-2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window.
+2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
+   an owner, the mean over the records of this mean.
 3. S = sum over the batch of g_u min(1, C / |g_u|), the L2 norm taken over all parameters that are trained.
 4. AdamW steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its moments, weight decay and the proximal
    term, which depends on weights only.
@@ -129,9 +130,11 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
         layer = type(using[0])
         if layer not in (nn.Linear, nn.Embedding) and not layer.__name__.endswith("RMSNorm"):
             return f"{name} belongs to a layer of type {layer.__name__}"
-    windows = 1 if plan.privacy.record == "window" else plan.privacy.windows
-    if windows > plan.local.batch_size:
-        return f"the {windows} windows of a record do not fit into local.batch_size = {plan.local.batch_size}"
+    privacy, most = plan.privacy, plan.local.batch_size
+    windows = 1 if privacy.record == "window" else privacy.windows
+    windows *= privacy.records if privacy.unit == "owner" else 1
+    if windows > most:
+        return f"the {windows} windows of one {privacy.unit} do not fit into local.batch_size = {most}"
     return ""
 
 
@@ -252,10 +255,10 @@ PerUnit: TypeAlias = Callable[[Sequences, NDArray[np.int64]], Iterator[UnitGradi
 
 
 class PrivateTrainer:
-    """Trains any site's round of one plan on one device with record-level privacy.
+    """Trains any site's round of one plan on one device by DP-SGD.
 
     Args:
-        plan: The plan; `privacy.unit` is `record` and `privacy.sampling_rate` is set.
+        plan: The plan; `privacy.unit` is `record` or `owner` and `privacy.sampling_rate` is set.
         model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
 
@@ -264,12 +267,14 @@ class PrivateTrainer:
     """
 
     def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
-        if plan.privacy.unit != "record":
-            raise PlanError("privacy.unit", plan.privacy.unit, expected="record, for training by DP-SGD")
+        if not plan.privacy.dpsgd:
+            raise PlanError(
+                "privacy.unit", plan.privacy.unit, expected="record or owner, for training by DP-SGD"
+            )
         if plan.privacy.sampling_rate is None:
             raise PlanError(
                 "privacy.sampling_rate",
-                expected="the probability with which a record is in a batch, but it is not set",
+                expected="the probability with which a unit is in a batch, but it is not set",
             )
         self.method = method_for(plan, model)
         """How per-unit gradients are taken."""
@@ -408,7 +413,9 @@ class PrivateTrainer:
             if progress is not None:
                 progress(step + 1)
         if not_finite:
-            _log.warning("%d gradients of single records were not finite and counted as zero", not_finite)
+            _log.warning(
+                "%d gradients of single %ss were not finite and counted as zero", not_finite, privacy.unit
+            )
         return tokens, nats / max(tokens, 1)
 
 
@@ -430,7 +437,12 @@ class _Gradients:
     def backward(
         self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Backward from the sum over rows (R,) of (mean loss of a row) / (its unit's windows (R,)).
+        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit).
+
+        Args:
+            sequences: All sequences.
+            rows: (R,): rows of them.
+            windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
 
         Returns:
             The rows' summed losses (R,) float64, and their learned labels (R,).
@@ -443,7 +455,8 @@ class _Gradients:
             logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=NOT_LEARNED, reduction="none"
         )
         nats = each.view(wanted.shape).sum(1)
-        weights = torch.from_numpy(1 / (windows * np.maximum(learned, 1))).to(self.device, torch.float32)
+        shares = 1 / windows if sequences.shares is None else sequences.shares[rows]
+        weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
         (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return nats.detach().double(), learned
 

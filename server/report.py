@@ -326,7 +326,7 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
             )
         elif unit == "site" and account.charged is not None:
             summed = account.charged.get(name, frozenset()).intersection(history.summed)
-        if account.charged is not None and unit == "record":
+        if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         else:
             rounds = asked if summed is None else summed

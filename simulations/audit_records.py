@@ -1,7 +1,9 @@
-"""The audit with unit record: one run of DP-SGD with gradient canaries, and guesses of the coins that included them.
+"""The audit with unit record or owner: one run of DP-SGD with gradient canaries, and guesses of the coins that
+included them.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the first
-site's own units, each included by its own fair coin. A canary is drawn into batches as every unit is. Its gradient is
+site's own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
+records, and is drawn into batches as every unit is. Its gradient is
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
 sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
 canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
@@ -213,7 +215,8 @@ class RecordGame:
         correct, guesses = count(guess(trainer.scores, k, 0), included)
         bound = lower_bound(correct, guesses, m, terms.delta, confidence)
         claimed = self._claimed(taken)
-        what = f"{m} gradient canaries among the records of {site_name(0)}, over {taken} steps of DP-SGD, each seen"
+        what = f"{m} gradient canaries among the {terms.unit}s of {site_name(0)}"
+        what += f", over {taken} steps of DP-SGD, each seen"
         return Audited(
             what,
             AuditRow(m, guesses, correct, confidence, bound, claimed, what),
@@ -224,8 +227,9 @@ class RecordGame:
         )
 
     def _claimed(self, steps: int) -> float:
-        event = SampledGaussian(self.terms.noise_multiplier, self._rate, steps)
-        return epsilon_of((event,), self.terms.delta, self.terms.accountant)
+        (event,) = self.terms.round_events
+        assert isinstance(event, SampledGaussian)
+        return epsilon_of((replace(event, steps=steps),), self.terms.delta, self.terms.accountant)
 
     @property
     def _rate(self) -> float:

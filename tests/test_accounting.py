@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 from scipy.special import logsumexp
-from scipy.stats import norm, skellam
+from scipy.stats import binom, norm, skellam
 
 from cloister.privacy.accounting import calibrate, skellam_rdp, spent
 from cloister.privacy.events import Event, Gaussian, SampledGaussian, Skellam
@@ -257,6 +258,108 @@ def test_every_event_composes_with_skellam_noise() -> None:
         event = SampledGaussian(z, rate, steps)
         found, all_orders = spent([event, noiseless], 1e-5).epsilon, spent([event], 1e-5, "rdp").epsilon
         assert all_orders * (1 - 1e-9) <= found < all_orders * 1.12
+
+
+def composed_epsilon(
+    upper: list[tuple[float, float]], lower: list[tuple[float, float]], z: float, steps: int, delta: float
+) -> float:
+    """Epsilon of `steps` steps, from two mixtures of N(mean, z^2) on a fine grid and one FFT.
+
+    Args:
+        upper: (weight, mean) of each part of the law under one data set.
+        lower: The same under its neighbour.
+        z: Standard deviation.
+        steps: How many are composed.
+        delta: Where to read epsilon off.
+    """
+    means = [mean for _, mean in upper + lower]
+    x = np.linspace(min(means) - 9 * z, max(means) + 9 * z, 400_001)
+
+    def density(parts: list[tuple[float, float]]) -> Any:
+        """Its logarithm."""
+        return logsumexp([math.log(weight) + norm.logpdf(x, mean, z) for weight, mean in parts], axis=0)
+
+    width, size = 2e-4, 2**20
+    losses = np.rint((density(upper) - density(lower)) / width).astype(np.int64)
+    one = np.bincount(losses % size, np.exp(density(upper)) * (x[1] - x[0]), size)
+    whole = np.fft.irfft(np.fft.rfft(one) ** steps, size)
+    at = (np.arange(size) + size // 4) % size - size // 4  # losses from a quarter below zero to three above
+    values = at * width
+
+    def excess(epsilon: float) -> float:
+        above = values > epsilon
+        return float((whole[above] * -np.expm1(epsilon - values[above])).sum() - delta)
+
+    return float(brentq(excess, 0, 60))
+
+
+def worst(upper: list[tuple[float, float]], lower: list[tuple[float, float]], z: float, steps: int) -> float:
+    """The larger epsilon of both directions at 1e-5."""
+    return max(composed_epsilon(upper, lower, z, steps, 1e-5), composed_epsilon(lower, upper, z, steps, 1e-5))
+
+
+def test_four_records_of_one_owner_cost_what_the_reference_says() -> None:
+    """What the unit `owner` avoids: one record is drawn as one owner is, and four of one owner each on its own."""
+    step = SampledGaussian(1.0, 0.01, 500)
+    assert spent([step], 1e-5).epsilon == pytest.approx(1.3261, abs=1e-3)
+    assert spent([replace(step, unit="owner")], 1e-5) == spent([step], 1e-5)
+    four = spent([step], 1e-5, group=4)
+    assert four.accountant == "pld"
+    assert four.epsilon == pytest.approx(6.2431, abs=1e-3)
+    mixture = [(float(binom.pmf(j, 4, 0.01)), float(j)) for j in range(5)]
+    assert worst(mixture, [(1.0, 0.0)], 1.0, 500) == pytest.approx(four.epsilon, abs=2e-3)
+    assert worst([(0.99, 0.0), (0.01, 1.0)], [(1.0, 0.0)], 1.0, 500) == pytest.approx(1.3261, abs=2e-3)
+
+
+def test_a_group_of_units_in_sums_over_all_sites_has_so_many_times_the_sensitivity() -> None:
+    assert spent([Gaussian(6.0, 4)], 1e-5, group=3) == spent([Gaussian(2.0, 4)], 1e-5)
+    assert spent([SampledGaussian(6.0, 1.0, 4)], 1e-5, group=3) == spent([Gaussian(2.0, 4)], 1e-5)
+    noise = Skellam(100.0, 5.0, 25.0, 3, extra=((9.0, 1.0, 1.0),))
+    thrice = [Skellam(100.0, 15.0, 75.0, 3), Skellam(9.0, 3.0, 3.0, 3)]
+    assert spent([noise], 1e-5, group=3).epsilon == spent(thrice, 1e-5).epsilon
+
+
+def test_the_renyi_bound_of_a_group_is_one_too() -> None:
+    step = [SampledGaussian(2.0, 0.2, 50)]
+    assert spent(step, 1e-5, group=2).epsilon < spent(step, 1e-5, "rdp", group=2).epsilon
+    assert spent(step, 1e-5, "rdp", group=2) == spent([Gaussian(1.0, 50)], 1e-5, "rdp")
+
+
+@pytest.mark.parametrize("group", [0, -1, True])
+def test_a_group_of_none_is_refused(group: int) -> None:
+    with pytest.raises(AccountingError, match="group is"):
+        spent([Gaussian(1.0, 1)], 1e-5, group=group)
+
+
+def test_a_group_where_several_units_were_charged_is_refused() -> None:
+    with pytest.raises(AccountingError, match="group is 2: expected 1 or more units, or 1 where several"):
+        spent([Gaussian(1.0, 1), SampledGaussian(1.0, 0.1, 1)], 1e-5, group=2)
+
+
+def test_for_a_record_a_step_on_owners_replaces_what_is_drawn() -> None:
+    """One record may change its owner's gradient from any vector of norm C to any other."""
+    records, owners = SampledGaussian(1.0, 0.01, 1), SampledGaussian(1.0, 0.01, 400, "owner")
+    mixed = spent([records, owners], 1e-5)
+    assert mixed.accountant == "pld"
+    assert mixed.note == "for one record: releases for owners are counted with twice their sensitivity"
+    replaced = worst([(0.99, 0.0), (0.01, 1.0)], [(0.99, 0.0), (0.01, -1.0)], 1.0, 400)
+    assert replaced < mixed.epsilon < replaced + 0.02
+    assert mixed.epsilon > spent([records, replace(owners, unit="record")], 1e-5).epsilon + 0.5
+    everywhere = spent([records, SampledGaussian(6.0, 1.0, 4, "owner")], 1e-5, "rdp")
+    assert everywhere.epsilon == spent([records, Gaussian(6.0, 4)], 1e-5, "rdp").epsilon
+    renyi = spent([records, owners], 1e-5, "rdp")
+    assert renyi.epsilon == spent([records, SampledGaussian(0.5, 1.0, 400)], 1e-5, "rdp").epsilon
+    assert renyi.epsilon > mixed.epsilon
+
+
+def test_for_an_owner_a_release_for_sites_has_twice_the_sensitivity() -> None:
+    owners = SampledGaussian(1.0, 0.01, 100, "owner")
+    mixed = spent([owners, Gaussian(6.0, 4)], 1e-5)
+    assert mixed.note == "for one owner: releases for sites are counted with twice their sensitivity"
+    assert mixed.epsilon == spent([owners, SampledGaussian(3.0, 1.0, 4, "owner")], 1e-5).epsilon
+    all_three = spent([owners, Gaussian(6.0, 4), SampledGaussian(2.0, 0.01, 10)], 1e-5)
+    assert "releases for owners and sites" in all_three.note
+    assert all_three.epsilon > mixed.epsilon
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
+from cloister.tests.overheard import Overheard
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -128,9 +130,12 @@ def _one_thread() -> Iterator[None]:
 
 def unit_gradient(model: LanguageModel, data: Sequences, unit: int) -> list[torch.Tensor]:
     """The gradient of one unit through autograd, one window and one label mean after the other."""
+    return gradient_of_rows(model, data, range(*data.starts[unit : unit + 2]))  # type: ignore[index]  # it has units
+
+
+def gradient_of_rows(model: LanguageModel, data: Sequences, rows: range) -> list[torch.Tensor]:
+    """The gradient of the mean over rows of the mean loss of a learned token."""
     parameters = [p for _, p in model.trainable_in_round(1)]
-    assert data.starts is not None
-    rows = range(int(data.starts[unit]), int(data.starts[unit + 1]))
     losses = []
     for row in rows:
         logits = model.module(input_ids=torch.tensor(data.tokens[row : row + 1]).long()).logits
@@ -249,6 +254,32 @@ def test_where_opacus_is_wrong_the_comparison_shows_it(monkeypatch: pytest.Monke
         assert_right(Run(plan_of(kind="gpt2")))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_of_an_owner_is_the_mean_over_its_records_of_their_means_over_windows(
+    method: str,
+) -> None:
+    run = Run(plan_of(method=method, unit="owner", windows=2, records=2))
+    run.model.module.double().train()
+    records = (1, 2, 2, 1, 1, 2)  # windows of each; two belong to one owner, but for the last
+    data = some(records)
+    starts = np.array([0, 3, 6, 7, 9])
+    shares = np.repeat(1 / np.repeat([2, 2, 1, 1], [2, 2, 1, 1]) / records, records).astype(np.float32)
+    owned = replace(data, starts=starts, shares=shares)
+    trained = run.model.trainable_in_round(1)
+    with run.trainer.per_unit_gradients(trained) as gradients:
+        found = [
+            [g[at].clone() for g in each.gradients]
+            for each in gradients(owned, np.arange(4))
+            for at in range(len(each.tokens))
+        ]
+    means = [unit_gradient(run.model, data, record) for record in range(len(records))]
+    for owner, (first, last) in enumerate([(0, 1), (2, 3), (4, 4), (5, 5)]):
+        expected = [(one + other) / 2 for one, other in zip(means[first], means[last], strict=True)]
+        assert norm([g - e for g, e in zip(found[owner], expected, strict=True)]) < 1e-5 * norm(expected)
+    equal = gradient_of_rows(run.model, owned, range(3))
+    assert norm([g - e for g, e in zip(found[0], equal, strict=True)]) > 1e-2 * norm(equal)
+
+
 # --- which method -----------------------------------------------------------------------------------------------------
 
 TIED = "model.config.tie_word_embeddings=true"
@@ -265,6 +296,9 @@ TIED = "model.config.tie_word_embeddings=true"
         (("model.name=builtin:gpt2", *FFA), {}, "reference", "type gpt2"),
         ((), {"windows": 5}, "reference", "5 windows"),
         ((), {"windows": 5, "record": "window"}, "opacus", "proven right"),
+        ((), {"unit": "owner", "windows": 2, "records": 2}, "opacus", "proven right"),
+        ((), {"unit": "owner", "windows": 1, "records": 5}, "reference", "the 5 windows of one owner"),
+        ((), {"unit": "owner", "windows": 5, "records": 4, "record": "window"}, "opacus", "proven right"),
     ],
 )
 def test_auto_takes_opacus_where_it_is_right(
@@ -572,22 +606,6 @@ def test_a_sum_is_released_once() -> None:
 # --- what rounding can change -----------------------------------------------------------------------------------------
 
 
-class Overhears(NoiseStream):
-    """Adds no noise, and keeps what noise would have been added to."""
-
-    def __init__(self, key: bytes, *, declared: bool = False) -> None:
-        super().__init__(key, declared=declared)
-        self.heard: list[npt.NDArray[np.float64]] = []
-
-    def child(self, purpose: str) -> Overhears:
-        made = super().child(purpose)
-        made.heard = self.heard
-        return made
-
-    def add_gaussian(self, vector: Any, *_: Any, **__: Any) -> None:
-        self.heard.append(vector.astype(np.float64))
-
-
 class Planted(PrivateTrainer):
     """Takes the steps of `PrivateTrainer` with gradients that an adversary chose."""
 
@@ -637,9 +655,9 @@ def moved_by_the_unit(n: int, at_a_time: int, device: torch.device = CPU) -> flo
     for units in (adversarial(n), np.delete(adversarial(n), n // 2, axis=0)):
         trainer.planted = np.pad(units, ((0, 0), (0, layout.size - 4)))
         data = some((1,) * len(units))
-        stream = Overhears.from_declared_seed(1)
+        stream = Overheard.from_declared_seed(1)
         trainer.train(np.zeros(layout.size, np.float32), data, round=1, noise=stream, noise_multiplier=1.0)
-        sums += stream.heard
+        sums += stream.sums
     with_it, without = sums
     assert with_it[0] > 0.49 * n * CLIP, "the adversary's units were not added up"
     return float(np.linalg.norm(with_it - without)) / CLIP

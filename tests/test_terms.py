@@ -70,6 +70,17 @@ def skellam_epsilon(parts: list[tuple[float, float, float]], rounds: int, delta:
     return max(0.0, min(at(order) for order in range(2, 1000)))
 
 
+# The unit.
+
+
+def test_an_owner_pays_for_a_step_what_a_record_pays() -> None:
+    owner = terms_for([*RECORD, "privacy.unit=owner", "data.owner=who", "privacy.noise_multiplier=1.5"])
+    record = terms_for([*RECORD, "privacy.noise_multiplier=1.5"])
+    assert owner.round_events == (SampledGaussian(1.5, 0.05, 6, "owner"),)
+    assert owner.epsilon(7) == record.epsilon(7)
+    assert (owner.unit, owner.relation) == ("owner", "add or remove all records of one owner")
+
+
 # Without a guarantee.
 
 
