@@ -66,12 +66,13 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld",
         events: What was released, in any order; equal ones are merged first, so a long ledger costs little more.
         delta: Above 0 and below 1.
         accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list. For a `group`,
-            and for steps on owners in a list with records, `rdp` knows only a loose bound, without amplification.
+            for steps on owners in a list with records, and for steps with a largest batch `rdp` knows only a loose
+            bound, without amplification.
         group: k, 1 or more units that differ together.
 
     Raises:
         AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
-            with releases for several units.
+            with releases for several units or with a largest batch.
     """
     delta = positive("delta", delta)
     if not delta < 1:
@@ -84,6 +85,8 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld",
         raise AccountingError(
             "group", group, expected="1 or more units, or 1 where several units were charged"
         )
+    if group > 1 and any(isinstance(event, SampledGaussian) and event.largest_batch for event in listed):
+        raise AccountingError("group", group, expected="1 where the largest batch is limited")
     found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant)
     if len(units) > 1:
         larger = " and ".join(f"{unit}s" for unit in units[1:])
@@ -109,20 +112,29 @@ class _Step(NamedTuple):
     """z."""
     rate: float
     """q."""
-    replaced: bool
+    replaced: bool = False
     """Whether a term of norm 1 is replaced by another where it is drawn, and not added or removed."""
-    group: int
+    group: int = 1
     """Units that are added or removed together."""
-
-    @property
-    def sensitivity(self) -> int:
-        """The most by which neighbours change the sum."""
-        return 2 if self.replaced else self.group
+    largest: int = 0
+    """B, the most units in the batch; 0: no limit."""
+    places: int = 0
+    """N, the places that are drawn; with a limit."""
 
     @property
     def plain(self) -> bool:
         """Whether one unit is added or removed, for which Renyi divergences are known."""
-        return self.sensitivity == 1
+        return not self.replaced and not self.largest and self.group == 1
+
+    @property
+    def sensitivity(self) -> int:
+        """The most by which neighbours change the sum of a given batch."""
+        return 2 if self.replaced else self.group
+
+    @property
+    def like(self) -> _Step:
+        """A step with known divergences whose loss is of about the same size."""
+        return _Step(self.noise / max(self.sensitivity, 2 if self.largest else 1), self.rate)
 
     @property
     def exact(self) -> float:
@@ -132,43 +144,55 @@ class _Step(NamedTuple):
     @property
     def span(self) -> float:
         """About the range of the loss, whose tails are cut at e^-50: ten standard deviations."""
-        z, q = self.exact / self.group, self.rate
+        if not self.plain:
+            return 2 * self.like.span
+        z, q = self.exact, self.rate
         farthest = 10.2 / z + 0.5 / (z * z)
         if q == 1 or farthest > _WIDEST:
             return 2 * farthest
-        one_sided = math.log1p(q * math.expm1(farthest)) - math.log1p(-q)
-        return 2 * one_sided if self.replaced else one_sided
+        return math.log1p(q * math.expm1(farthest)) - math.log1p(-q)
 
     @property
     def variance(self) -> float:
-        """About the variance of the loss: that of the likelihood ratio of one unit, q^2 (e^(1/z^2) - 1), scaled."""
+        """About the variance of the loss: that of the likelihood ratio of one unit, q^2 (e^(1/z^2) - 1)."""
+        if self.largest:
+            pushed = self.pushes
+            return (1 - pushed) * _Step(self.noise, self.rate).variance + pushed * self.like.variance
         z, q = self.exact, self.rate
         one = 1 / (z * z) if q == 1 else q * q * math.expm1(min(1 / (z * z), 20.0))
         return one * self.sensitivity**2
 
+    @property
+    def pushes(self) -> float:
+        """The probability that a unit that is drawn meets a full batch."""
+        from scipy.stats import binom
+
+        return float(binom.sf(self.largest - 1, self.places - 1, self.rate))
+
     def loss(self, width: float) -> Any:
         """The privacy loss distribution (of `dp_accounting`) of the worst case, on a grid of a width."""
-        from dp_accounting.pld.privacy_loss_distribution import (
-            from_gaussian_mechanism,
-            from_mixture_gaussian_mechanism,
-        )
+        from dp_accounting.pld import privacy_loss_distribution as distributions
         from dp_accounting.privacy_accountant import NeighboringRelation
         from scipy.stats import binom
 
+        z, q = self.exact, self.rate
         if self.group > 1:
             drawn = range(self.group + 1)
-            return from_mixture_gaussian_mechanism(
-                self.exact,
-                drawn,
-                binom.pmf(drawn, self.group, self.rate),
-                value_discretization_interval=width,
+            return distributions.from_mixture_gaussian_mechanism(
+                z, drawn, binom.pmf(drawn, self.group, q), value_discretization_interval=width
             )
-        relation = NeighboringRelation.REPLACE_ONE if self.replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
-        return from_gaussian_mechanism(
-            self.exact,
-            sampling_prob=self.rate,
-            value_discretization_interval=width,
-            neighboring_relation=relation,
+        relation = NeighboringRelation.REPLACE_ONE if self.replaced else NeighboringRelation.REPLACE_SPECIAL
+        if self.largest:
+            return distributions.from_truncated_subsampled_gaussian_mechanism(
+                self.places,
+                q,
+                self.largest,
+                z,
+                value_discretization_interval=width,
+                neighboring_relation=relation,
+            )
+        return distributions.from_gaussian_mechanism(
+            z, sampling_prob=q, value_discretization_interval=width, neighboring_relation=relation
         )
 
 
@@ -195,13 +219,14 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
     for event in events:
         match event:
             case SampledGaussian(z, q, count):
-                steps[_Step(z, q, event.unit != unit, group)] += count
+                limits = event.largest_batch or 0, event.most_units or 0
+                steps[_Step(z, q, event.unit != unit, group, *limits)] += count
             case Gaussian(z, count):
                 gaussian[z / sensitivity] += count
             case Skellam(variance, l2, l1, count, extra):
                 for mu, l2_part, l1_part in ((variance, l2, l1), *extra):
                     skellam[mu, sensitivity * l2_part, sensitivity * l1_part] += count
-    for step in [step for step in steps if step.rate == 1]:
+    for step in [step for step in steps if step.rate == 1 and not step.largest]:
         gaussian[step.noise / step.sensitivity] += steps.pop(step)
     return _Losses(
         tuple(sorted(steps.items())),
@@ -318,13 +343,10 @@ def _pld(losses: _Losses, delta: float, renyi: float) -> float:
         return float(get_epsilon_gaussian(gaussian, delta)) * (1 + 1e-9) + 1e-9  # its root is right to 1e-12
     size = renyi
     if not all(step.plain for step, _ in losses.steps):  # a guess, because `renyi` is far too large
-        guessed = tuple(
-            (_Step(step.noise / step.sensitivity, step.rate, False, 1), count) for step, count in losses.steps
-        )
-        size = _rdp(losses._replace(steps=guessed), delta)
+        size = _rdp(losses._replace(steps=tuple((step.like, count) for step, count in losses.steps)), delta)
     if size > _HOPELESS:
         raise _OutOfReachError("the losses span more than a grid can hold")
-    parts = [*losses.steps, (_Step(gaussian, 1.0, False, 1), 1)] if losses.rho else losses.steps
+    parts = [*losses.steps, (_Step(gaussian, 1.0), 1)] if losses.rho else losses.steps
     span = math.fsum(step.span for step, _ in parts)
     if span > _WIDEST:
         raise _OutOfReachError("the losses span more than a grid can hold")

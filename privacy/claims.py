@@ -93,10 +93,14 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         if privacy.unit == "owner":
             each = f"at most {privacy.records} {privacy.record}s of this owner"
             of_windows = f", the mean over {each}, which are chosen from this owner's records alone,"
+        limit = ""
+        if privacy.largest_batch:
+            most = privacy.largest_batch
+            limit = f"Of more than {most} that are drawn, {most} are used, chosen uniformly at random. "
         return (
             f"DP-SGD in each site (Abadi et al. 2016). In each of the {local.steps} local steps of a round "
-            f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. Its "
-            f"gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
+            f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. "
+            f"{limit}Its gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
             "deviation of C times the noise multiplier is added to every coordinate of the sum. The sum "
             f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects, "
             "and not by the size of the batch that was drawn."
@@ -199,6 +203,7 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
                 "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
                 "to be random."
             ),
+            *_places(plan),
             *_repeated(plan),
             (
                 "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
@@ -261,6 +266,19 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         amplified,
         counting,
         runs,
+    )
+
+
+def _places(plan: Plan) -> tuple[str, ...]:
+    """What a largest batch assumes of the number of units."""
+    thing, places = _thing(plan), plan.privacy.most_units
+    if places is None:
+        return ()
+    return (
+        (
+            f"No site trains on more than {places:,} {thing}s. Of more, the first {places:,} in the order of the data "
+            f"are used. There adding or removing one {thing} replaces one by another, which counts as two."
+        ),
     )
 
 

@@ -86,7 +86,9 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
     if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        return (SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit),), None
+        limits = privacy.largest_batch, privacy.most_units
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
+        return (event,), None
     sites = plan.cohort.size()
     if privacy.trusted_coordinator:
         mechanism = central(noise, dimension, sites, bits, privacy.adaptive)

@@ -240,6 +240,12 @@ class PrivacySection(Section):
     sampling_rate: Fraction | None = None
     """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
+    largest_batch: Count | None = None
+    """Units `record` and `owner`: most units in a step's batch; of more that are drawn, so many are used, chosen at
+    random. None: no limit. It costs privacy: one unit may push another out."""
+    most_units: Count | None = None
+    """With `largest_batch`: places for units at each site, at least as many as any site trains on. Empty places are
+    drawn and pushed out too, so the number of units stays secret. Units beyond it are not used."""
     record: Literal["record", "window"] = "record"
     """Units `record` and `owner`: `record` is one record of the data; `window` is one sequence of
     `data.sequence_length` tokens cut from a text, so that a longer text counts as several."""

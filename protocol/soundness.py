@@ -216,7 +216,13 @@ def _check_private(plan: Plan) -> None:
             expected=f"no value; only valid with {_STEPS}: cohorts are public, so sampling them amplifies nothing",
             fix="remove privacy.sampling_rate",
         )
-    for name, default in (("record", "record"), ("windows", 4), ("method", "auto")):
+    for name, default in (
+        ("largest_batch", None),
+        ("most_units", None),
+        ("record", "record"),
+        ("windows", 4),
+        ("method", "auto"),
+    ):
         if not privacy.dpsgd and getattr(privacy, name) != default:
             raise PlanError(
                 f"privacy.{name}",
@@ -224,6 +230,8 @@ def _check_private(plan: Plan) -> None:
                 expected=f"no value; only valid with {_STEPS}",
                 fix=f"remove privacy.{name}",
             )
+    if privacy.dpsgd:
+        _check_largest_batch(privacy)
     if privacy.unit == "owner" and not plan.data.owner:
         raise PlanError(
             "data.owner",
@@ -270,6 +278,41 @@ def _check_private(plan: Plan) -> None:
             expected='true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
             "does not protect its update",
             fix="set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
+        )
+
+
+def _check_largest_batch(privacy: PrivacySection) -> None:
+    """Refuse a limit of the batch whose cost is not known, or a setting without effect."""
+    largest, places = privacy.largest_batch, privacy.most_units
+    if largest is None:
+        if places is not None:
+            raise PlanError(
+                "privacy.most_units",
+                places,
+                expected="no value; only valid with privacy.largest_batch",
+                fix="remove privacy.most_units, or set privacy.largest_batch",
+            )
+        return
+    if places is None:
+        raise PlanError(
+            "privacy.most_units",
+            expected="a value with privacy.largest_batch: how often the limit is met depends on the number of units "
+            "at a site, which is public then",
+            fix="set privacy.most_units to a number that no site exceeds",
+        )
+    if largest >= places:
+        raise PlanError(
+            "privacy.largest_batch",
+            largest,
+            expected=f"fewer than privacy.most_units, which is {places}",
+            fix="remove privacy.largest_batch and privacy.most_units",
+        )
+    if privacy.accountant == "rdp":
+        raise PlanError(
+            "privacy.accountant",
+            "rdp",
+            expected='"pld" with privacy.largest_batch; its Renyi divergences are known without amplification only',
+            fix='set privacy.accountant = "pld"',
         )
 
 

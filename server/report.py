@@ -233,7 +233,11 @@ def _charge_in_words(entry: Entry) -> str:
 def _event_in_words(event: Event) -> str:
     match event:
         case SampledGaussian(noise, rate, count):
-            return f"{count} Poisson-sampled Gaussian steps, noise multiplier {noise:g}, rate {rate:g}"
+            on = f" on {event.unit}s" if event.unit != "record" else ""
+            limit = (
+                f", at most {event.largest_batch} of {event.most_units} places" if event.largest_batch else ""
+            )
+            return f"{count} Poisson-sampled Gaussian steps{on}, noise multiplier {noise:g}, rate {rate:g}{limit}"
         case Gaussian(noise, count):
             return f"{_times(count)}Gaussian noise on a sum, noise multiplier {noise:g}"
         case _:

@@ -3,7 +3,8 @@ included them.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the first
 site's own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
-records, and is drawn into batches as every unit is. Its gradient is
+records, and is drawn into batches as every unit is; where the places for units are limited, the last real units make
+room for canaries. Its gradient is
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
 sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
 canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
@@ -107,6 +108,7 @@ class CanaryTrainer(PrivateTrainer):
         self.scores: npt.NDArray[np.float64] = np.zeros(len(included))
         """(M,): the scores over the steps that were taken."""
         self._included = np.flatnonzero(included)
+        self._places = plan.privacy.most_units
         self._layout = model.layout
         self._random = places
         self._score = score
@@ -119,8 +121,10 @@ class CanaryTrainer(PrivateTrainer):
         """The sequences, with the included canaries appended as units without tokens."""
         assert sequences.starts is not None
         self._real = len(sequences.starts) - 1
-        end = np.full(len(self._included), sequences.starts[-1])
-        return replace(sequences, starts=np.append(sequences.starts, end))
+        if self._places is not None:  # whether a canary is included changes nothing else
+            self._real = min(self._real, self._places - len(self.scores))
+        starts = sequences.starts[: self._real + 1]
+        return replace(sequences, starts=np.append(starts, np.full(len(self._included), starts[-1])))
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -241,12 +245,15 @@ class RecordGame:
         """The number of canaries; each needs its own coordinate in every round."""
         rounds = range(1, min(2, self.plan.run.rounds) + 1)
         most = min(sum(p.numel() for _, p in self.model.trainable_in_round(number)) for number in rounds)
+        places = self.plan.privacy.most_units or most
         if wanted is None:
-            return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
+            return max(1, min(_MOST_CANARIES, most, places, int(0.1 / self.terms.delta)))
         if wanted > most:
             raise CloisterError(
                 "--canaries", wanted, expected=f"at most the {most} coordinates that every round trains"
             )
+        if wanted > places:
+            raise CloisterError("--canaries", wanted, expected=f"at most privacy.most_units, {places}")
         return wanted
 
     def _score(self, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -63,6 +63,16 @@ def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
     assert "appears at two sites" not in words(*TEXTS, *COMMON)
 
 
+def test_a_largest_batch_is_said_with_what_it_assumes() -> None:
+    limited = words(*TEXTS, *COMMON, "privacy.largest_batch=30", "privacy.most_units=2000")
+    assert "Of more than 30 that are drawn, 30 are used, chosen uniformly at random." in limited
+    assert "No site trains on more than 2,000 texts." in limited
+    assert "replaces one by another, which counts as two" in limited
+    free = words(*TEXTS, *COMMON)
+    assert "that are drawn" not in free
+    assert "No site trains on more" not in free
+
+
 def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
     distributed = words(*base)
