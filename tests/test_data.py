@@ -485,6 +485,18 @@ def test_owners_are_held_out_whole_and_with_the_probability_of_the_plan() -> Non
     assert len(prepared.train) + len(prepared.held_out) == 6000
 
 
+def test_an_owner_stays_on_its_side_when_its_records_change() -> None:
+    data, rule = DataSection(sequence_length=16, held_out=0.5), UnitRule("record", 1, "who", 1)
+    owners = [f"owner {number}" for number in range(60)]
+
+    def held(what: str) -> list[bool]:
+        alone = (prepare(owned([(who, f"{what} {who}")]), BYTES, data, seed=0, units=rule) for who in owners)
+        return [bool(len(prepared.held_out)) for prepared in alone]
+
+    assert held("old") == held("new")
+    assert 10 < sum(held("old")) < 50
+
+
 def test_a_number_and_its_text_are_one_owner() -> None:
     records = owned([(7, "one"), ("7", "two"), (8, "three")])
     data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 1, "who", 2)
