@@ -124,7 +124,7 @@ class Spending:
 
     def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
         unit = "all data of the site"
-        if plan.privacy.unit == "record":
+        if plan.privacy.dpsgd:
             unit = unit_in_words(plan.data, plan.privacy)
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",

@@ -84,9 +84,11 @@ def _terms(plan_json: str, dimension: int) -> Terms:
 def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
     """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
-    if privacy.unit == "record":
+    if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        return (SampledGaussian(noise, privacy.sampling_rate, plan.local.steps),), None
+        limits = privacy.largest_batch, privacy.most_units
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
+        return (event,), None
     sites = plan.cohort.size()
     if privacy.trusted_coordinator:
         mechanism = central(noise, dimension, sites, bits, privacy.adaptive)

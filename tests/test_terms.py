@@ -70,6 +70,27 @@ def skellam_epsilon(parts: list[tuple[float, float, float]], rounds: int, delta:
     return max(0.0, min(at(order) for order in range(2, 1000)))
 
 
+# The unit.
+
+
+def test_an_owner_pays_for_a_step_what_a_record_pays() -> None:
+    owner = terms_for([*RECORD, "privacy.unit=owner", "data.owner=who", "privacy.noise_multiplier=1.5"])
+    record = terms_for([*RECORD, "privacy.noise_multiplier=1.5"])
+    assert owner.round_events == (SampledGaussian(1.5, 0.05, 6, "owner"),)
+    assert owner.epsilon(7) == record.epsilon(7)
+    assert (owner.unit, owner.relation) == ("owner", "add or remove all records of one owner")
+
+
+def test_a_largest_batch_is_charged() -> None:
+    limits = ["privacy.largest_batch=20", "privacy.most_units=200"]
+    found = terms_for([*RECORD, *limits, "privacy.target_epsilon=3.0"])
+    assert found.round_events == (
+        SampledGaussian(found.noise_multiplier, 0.05, 6, "record", largest_batch=20, most_units=200),
+    )
+    assert 2.9 < found.epsilon(7) <= 3.0
+    assert found.noise_multiplier > terms_for([*RECORD, "privacy.target_epsilon=3.0"]).noise_multiplier
+
+
 # Without a guarantee.
 
 
