@@ -460,16 +460,24 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
 # A policy that is tightened after the join.
 
 LAX = {
-    "units": '["none", "record", "window", "site"]',
+    "units": '["none", "record", "window", "owner", "site"]',
     "trusted_coordinator": "true",
     "least_cohort": "1",
     "secure_required": "false",
 }
 """A policy that allows every plan of these tests."""
 WINDOW = [*RECORD, "privacy.record=window"]
+OWNED = [
+    *PRIVATE,
+    "aggregation.secure=false",
+    "privacy.unit=owner",
+    "privacy.sampling_rate=0.5",
+    "data.owner=text",
+]
 
 TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "units": (SKELLAM, {"units": '["record"]'}),
+    "owner_fields": (OWNED, {"owner_fields": '["person"]'}),
     "least_window": (WINDOW, {"least_window": "17"}),
     "least_noise": (SKELLAM, {"units": '["site"]', "least_noise": "1.5"}),
     "greatest_epsilon": (
