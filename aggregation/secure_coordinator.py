@@ -77,7 +77,10 @@ class SecureCoordinator:
         """The first message to each site of the cohort."""
         self.attempt = Attempt(contract, self.begin)
         self.liars: dict[str, str] = {}
-        """Sites that lied, each with what it did. Its own signed messages prove it, or more than A sites complain."""
+        """Sites that lied, each with what it did. Its own signed messages prove it, or more than A sites, and at least
+        two, complain."""
+        self.unopened: tuple[str, ...] = ()
+        """Sites whose shares too few others could open, so that the attempt ended; those others may have lied."""
         self._least = max(needed, self.attempt.parameters.quorum)
         self._step: Step | None = Step.ADVERTISE
         self._probe = keys.Exchange(bytes(keys.KEY))
@@ -197,13 +200,18 @@ class SecureCoordinator:
         self._survivors = tuple(sorted(self._folded))
         complaints = Counter(site for message in self._statements.values() for site in message.complaints)
         for site, count in complaints.items():
-            if count > self.attempt.parameters.colluders:
+            if count > max(1, self.attempt.parameters.colluders):
                 self.liars[site] = f"{count} sites could not open the shares that it sent them"
         threshold = self.attempt.parameters.threshold
-        closed = [site for site in self._needed() if len(self._openers(site)) < threshold]
-        if closed:
+        # A site that others complain of may not reveal the share that it holds of itself.
+        self.unopened = tuple(
+            site
+            for site in self._needed()
+            if len(self._openers(site)) - (complaints[site] > 0 and site in self._openers(site)) < threshold
+        )
+        if self.unopened:
             raise ReconstructionError(
-                f"shares of {', '.join(closed)}",
+                f"shares of {', '.join(self.unopened)}",
                 expected=f"{threshold} survivors that can open them",
                 fix="try the round again",
             )

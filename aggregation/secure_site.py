@@ -389,6 +389,14 @@ class SecureSite:
     def _check_may_mask(self, model: bytes) -> None:
         if Step.UPDATE not in self._done or self._masked is not None or self._seeds_taken:
             raise StepError("masking", expected="it once, after the shares and before the upload")
+        self.check_model(model)
+
+    def check_model(self, model: bytes) -> None:
+        """Check, before a vector is made, that it will be computed from the model of this attempt.
+
+        Raises:
+            StaleError: the attempt has another model.
+        """
         if model != self.attempt.model:
             raise StaleError(
                 "model", model.hex(), expected=f"{self.attempt.model.hex()}, the model of this attempt"

@@ -25,10 +25,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Unit, noise or epsilon, length, and the mechanism of each unit."""
     parser.description = (
         "Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is "
-        "trained. Unit record: DP-SGD on records drawn with --sampling-rate, or --batch-size of --examples, for "
+        "trained. Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for "
         "--steps, or --rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds."
     )
-    parser.add_argument("--unit", choices=("record", "site"), required=True, help="what is protected")
+    parser.add_argument(
+        "--unit", choices=("record", "owner", "site"), required=True, help="what is protected"
+    )
     parser.add_argument(
         "--noise-multiplier", type=float, metavar="Z", help="noise in units of the clipping norm"
     )
@@ -40,24 +42,36 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, metavar="R", help="rounds of the run")
     parser.add_argument(
+        "--group",
+        type=int,
+        metavar="K",
+        help="also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
+    )
+    parser.add_argument(
         "--accountant",
         choices=("pld", "rdp"),
         default="pld",
         help="privacy loss distributions, or Renyi divergences (default: pld)",
     )
     add_json(parser)
-    record = parser.add_argument_group("unit record")
-    record.add_argument(
-        "--sampling-rate", type=float, metavar="Q", help="probability that a record is in a step"
+    steps = parser.add_argument_group("unit record or owner")
+    steps.add_argument(
+        "--sampling-rate", type=float, metavar="Q", help="probability that a unit is in a step"
     )
-    record.add_argument(
-        "--batch-size", type=int, metavar="B", help="expected records in a step; with --examples"
+    steps.add_argument(
+        "--batch-size", type=int, metavar="B", help="expected units in a step; with --examples"
     )
-    record.add_argument(
-        "--examples", type=int, metavar="N", help="records of the smallest site; with --batch-size"
+    steps.add_argument(
+        "--examples", type=int, metavar="N", help="units of the smallest site; with --batch-size"
     )
-    record.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
-    record.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
+    steps.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
+    steps.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
+    steps.add_argument(
+        "--largest-batch", type=int, metavar="B", help="most units in a step; with --most-units"
+    )
+    steps.add_argument(
+        "--most-units", type=int, metavar="N", help="places for units at each site; with --largest-batch"
+    )
     site = parser.add_argument_group("unit site")
     site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
     site.add_argument(
@@ -86,6 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError(
             "--noise-multiplier and --target-epsilon", expected="only one of them: each determines the other"
         )
+    if arguments.group is not None and (arguments.group < 2 or arguments.noise_multiplier is None):
+        raise CloisterError(
+            "--group", arguments.group, expected="2 or more, and only with --noise-multiplier"
+        )
     from cloister.cli.mechanism import Mechanism
 
     mechanism = Mechanism.of(arguments)
@@ -93,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.noise_multiplier is None and arguments.target_epsilon is None:
         return _run_table(arguments, mechanism, length)
     if length is None:
-        wanted = "--steps or --rounds" if mechanism.unit == "record" else "--rounds"
+        wanted = "--rounds" if mechanism.unit == "site" else "--steps or --rounds"
         raise CloisterError(wanted, expected="the length of the run")
     noise = arguments.noise_multiplier
     if noise is None:
@@ -106,15 +124,17 @@ def run(arguments: argparse.Namespace) -> int:
             mechanism.accountant,
         )
     cost = mechanism.cost(noise, length)
+    together = mechanism.cost(noise, length, arguments.group) if arguments.group else None
     if arguments.json:
-        print(json.dumps(mechanism.row(noise, cost)))
+        extra = {"group": arguments.group, "group_epsilon": together.epsilon} if together else {}
+        print(json.dumps({**mechanism.row(noise, cost), **extra}))
     else:
-        _print_cost(arguments, mechanism, noise, length, cost)
+        _print_cost(arguments, mechanism, noise, length, cost, together)
     return 0
 
 
 def _length(arguments: argparse.Namespace) -> int | None:
-    """Noised releases of the run: steps for unit `record`, rounds for unit `site`; None if not given."""
+    """Noised releases of the run: rounds for unit `site`, else steps; None if not given."""
     for option in ("rounds", "steps", "steps_per_round"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -146,7 +166,12 @@ def _run_table(arguments: argparse.Namespace, mechanism: Mechanism, length: int 
 
 
 def _print_cost(
-    arguments: argparse.Namespace, mechanism: Mechanism, noise: float, length: int, cost: Spent
+    arguments: argparse.Namespace,
+    mechanism: Mechanism,
+    noise: float,
+    length: int,
+    cost: Spent,
+    together: Spent | None,
 ) -> None:
     from cloister.cli.console import PipedConsole
     from cloister.privacy.events import relation
@@ -158,15 +183,20 @@ def _print_cost(
         _say(console, f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
     by = f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}"
     _say(console, f"epsilon {at_most(cost.epsilon)} at delta {mechanism.delta:g} ({by})", "bold")
+    if together is not None:
+        several = f"{arguments.group} {mechanism.unit}s together"
+        _say(
+            console, f"epsilon {at_most(together.epsilon)} at delta {mechanism.delta:g} for {several}", "bold"
+        )
     _say(console, f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
     _say(console, f"noise     {_up(noise)} x the clipping norm, {mechanism.description}")
     _say(console, f"length    {length:,} {mechanism.counted}")
-    whose = {"record": "a given record", "site": "a given site's data"}[mechanism.unit]
+    whose = {"record": "a given record", "owner": "a given owner's data", "site": "a given site's data"}
     guess = meaning(cost.epsilon, mechanism.delta).guess
     _say(
         console,
-        f"In plain words: an observer of everything released, who guesses whether {whose} was used, is right in at "
-        f"most {guess} of 100 cases; a coin is right in 50.",
+        f"In plain words: an observer of everything released, who guesses whether {whose[mechanism.unit]} was used, "
+        f"is right in at most {guess} of 100 cases; a coin is right in 50.",
     )
     _caution(console, arguments)
 

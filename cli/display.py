@@ -91,6 +91,8 @@ def describe(event: Event) -> str:
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
             return f"round {number}: attempt {attempt} failed, and revealed nothing: {reason}"
+        case RoundAbandoned(number, spoiled=True):
+            return f"round {number}: given up: the weights sum to 0, so a site lied in its own; the model is unchanged"
         case RoundAbandoned(number, attempts):
             return f"round {number}: given up after {attempts} attempts; the model is unchanged"
         case NotEvaluated(number, attempts):

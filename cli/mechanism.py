@@ -17,7 +17,15 @@ from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
 from cloister.protocol.threshold import LARGEST, assumed
 
-_OF_RECORD = ("sampling_rate", "batch_size", "examples", "steps", "steps_per_round")
+_OF_STEPS = (
+    "sampling_rate",
+    "batch_size",
+    "examples",
+    "steps",
+    "steps_per_round",
+    "largest_batch",
+    "most_units",
+)
 _OF_SKELLAM = ("sites", "quorum", "colluders", "clip", "dimension")
 _RING_BITS = 32
 
@@ -40,16 +48,16 @@ class Mechanism:
         Raises:
             CloisterError: options contradict each other, or one is missing or out of range.
         """
-        return _of_record(arguments) if arguments.unit == "record" else _of_site(arguments)
+        return _of_site(arguments) if arguments.unit == "site" else _of_steps(arguments)
 
     @property
     def counted(self) -> str:
-        """What the length counts: a noised release is a step for unit `record`, a round for unit `site`."""
-        return "steps" if self.unit == "record" else "rounds"
+        """What the length counts: a noised release is a round for unit `site`, else a step."""
+        return "rounds" if self.unit == "site" else "steps"
 
-    def cost(self, noise: float, length: int) -> Spent:
-        """What `length` releases with noise multiplier `noise` cost."""
-        return spent(self.events(noise, length), self.delta, self.accountant)
+    def cost(self, noise: float, length: int, group: int = 1) -> Spent:
+        """What `length` releases with noise multiplier `noise` cost `group` units that differ together."""
+        return spent(self.events(noise, length), self.delta, self.accountant, group=group)
 
     def row(self, noise: float | None, cost: Spent | None) -> dict[str, object]:
         """The JSON of one cost; without noise and cost, of a table's head."""
@@ -63,7 +71,8 @@ class Mechanism:
         }
 
 
-def _of_record(arguments: argparse.Namespace) -> Mechanism:
+def _of_steps(arguments: argparse.Namespace) -> Mechanism:
+    unit = arguments.unit
     for option in ("central", "separation", "participations", *_OF_SKELLAM):
         value = getattr(arguments, option)
         if value is not None and value is not False:
@@ -74,7 +83,8 @@ def _of_record(arguments: argparse.Namespace) -> Mechanism:
     if (rate is None) == (arguments.batch_size is None):
         raise CloisterError(
             "--sampling-rate",
-            expected="either this option, or --batch-size and --examples: the probability that a record is in a step",
+            expected=f"either this option, or --batch-size and --examples: the probability that one {unit} is in a "
+            "step",
         )
     if rate is None:
         if not 1 <= arguments.batch_size <= arguments.examples:
@@ -84,20 +94,25 @@ def _of_record(arguments: argparse.Namespace) -> Mechanism:
                 expected=f"from 1 to --examples, which is {arguments.examples}",
             )
         rate = arguments.batch_size / arguments.examples
-    SampledGaussian(1.0, rate, 1)  # refuses a rate outside (0, 1]
+    limits = arguments.largest_batch, arguments.most_units
+    if None in limits and limits != (None, None):
+        raise CloisterError("--largest-batch and --most-units", expected="both options together")
 
     def events(noise: float, steps: int) -> Sequence[Event]:
-        return [SampledGaussian(noise, rate, steps)]
+        return [SampledGaussian(noise, rate, steps, unit, *limits)]
 
-    mechanism = f"Gaussian, in each step; every record is in a step with probability {rate:.4g}, on its own"
-    return Mechanism("record", arguments.delta, arguments.accountant, events, mechanism)
+    events(1.0, 1)  # refuses a rate outside (0, 1], and limits that are none
+    mechanism = f"Gaussian, in each step; every {unit} is in a step with probability {rate:.4g}, on its own"
+    if arguments.largest_batch is not None:
+        mechanism += f", but at most {limits[0]:,} of {limits[1]:,} places"
+    return Mechanism(unit, arguments.delta, arguments.accountant, events, mechanism)
 
 
 def _of_site(arguments: argparse.Namespace) -> Mechanism:
-    for option in _OF_RECORD:
+    for option in _OF_STEPS:
         if getattr(arguments, option) is not None:
             name = option.replace("_", "-")
-            raise CloisterError(f"--{name}", expected="this option only with --unit record")
+            raise CloisterError(f"--{name}", expected="this option only with --unit record or owner")
     if (arguments.separation is None) != (arguments.participations is None):
         raise CloisterError("--separation and --participations", expected="both options together")
     if arguments.separation is not None and not arguments.central:
@@ -125,9 +140,13 @@ def _of_site(arguments: argparse.Namespace) -> Mechanism:
         raise CloisterError("--quorum", quorum, expected="a fraction above 0, at most 1")
     colluders = assumed(sites, _given(arguments.colluders, 0.1))
     floor = CohortSection(sites=sites, quorum=quorum).needed()
+    if colluders >= floor:
+        raise CloisterError(
+            "--colluders", colluders, expected=f"fewer than the {floor} sites of the smallest sum"
+        )
 
     def events(noise: float, rounds: int) -> Sequence[Event]:
-        of_round = skellam_for(noise, clip, dimension, sites, floor, colluders, _RING_BITS).event
+        of_round = skellam_for(noise, clip, dimension, sites, floor - colluders, _RING_BITS).event
         return [replace(of_round, count=rounds)]
 
     events(1.0, 1)  # refuses parameters that the ring cannot hold

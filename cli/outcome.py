@@ -79,7 +79,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome) -> None
 
 def protected(plan: Plan) -> str:
     """What a plan with a privacy unit protects, in words."""
-    if plan.privacy.unit == "record":
+    if plan.privacy.dpsgd:
         return unit_in_words(plan.data, plan.privacy)
     return "all that one site holds"
 

@@ -58,11 +58,15 @@ _POLICY = """\
 # asks for more.
 
 # Accepted units of privacy: "record" (a whole record of this site), "window" (a piece of a text: a text of twenty
-# pieces is twenty units, and is not protected as a whole), "site" (everything that the site holds).
-units = ["record", "site"]
+# pieces is twenty units, and is not protected as a whole), "owner" (all records of one person, whom a field of the
+# records names), "site" (everything that the site holds).
+units = ["record", "owner", "site"]
 
 # Where windows are accepted, the smallest length of one in tokens.
 least_window = 1
+
+# Fields that may say who a record belongs to, such as "patient_id", where the unit is an owner. Empty: any.
+owner_fields = []
 
 # Largest epsilon of this site's data over all runs in its ledger, and largest delta. The site takes part in no round
 # that would exceed them.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import lru_cache
 from pathlib import Path
 
 from cloister.clients.attempt import Member
@@ -16,8 +17,8 @@ from cloister.clients.resident import Resident
 from cloister.clients.spending import Spending
 from cloister.lm.model import count_parameters
 from cloister.privacy.policy import Policy, load_policy, offer_of
-from cloister.privacy.terms import terms_of
-from cloister.protocol.cohort import draw_of
+from cloister.privacy.terms import Terms, terms_of
+from cloister.protocol.cohort import Draw, draw_of
 from cloister.protocol.errors import (
     BudgetError,
     PlanError,
@@ -25,7 +26,8 @@ from cloister.protocol.errors import (
     RosterError,
     StaleError,
 )
-from cloister.protocol.messages import EVALUATE, TRAIN, Purpose, Refused
+from cloister.protocol.joining import check_size, sign_joined
+from cloister.protocol.messages import EVALUATE, TRAIN, Join, Joined, Purpose, Refused
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable, sign_refusal
 from cloister.protocol.roster import Roster
@@ -54,10 +56,14 @@ class Admission:
             PinnedError: the site has joined another plan or run before.
             PolicyError, BudgetError: its policy does not allow it.
             PlanError: the plan sums in clear, which its configuration does not allow.
+            RosterError: its roster has not as many sites as the plan.
         """
         self.check_secure(plan)
         self._pins.check_free(plan, run)
-        self._check_policy(plan, run)
+        if plan.aggregation.secure:
+            check_size(self.roster(), plan)
+        if self._config.policy:
+            self.check_policy(plan, run, terms_of(plan, count_parameters(plan)[1]))
 
     def pin(self, plan: Plan, run: str) -> None:
         """Join a plan and a run, durably: the site joins no other after this.
@@ -96,15 +102,21 @@ class Admission:
             )
 
     def check_round(self, plan: Plan, purpose: Purpose, round_number: int) -> None:
-        """Check that the round of an attempt is in the plan.
+        """Check that the round of an attempt is in the plan, and that an evaluation is due at the sites.
 
         Raises:
-            StaleError: the plan has no such round.
+            StaleError: the plan has no such round or evaluation.
         """
         first = 1 if purpose == TRAIN else 0
         if not first <= round_number <= plan.run.rounds:
             raise StaleError(
                 "round", round_number, expected=f"one of {first} to {plan.run.rounds}, as the plan has"
+            )
+        if purpose == EVALUATE and (plan.server.evaluation or not plan.evaluates(round_number)):
+            raise StaleError(
+                f"evaluation of round {round_number}",
+                plan.server.evaluation,
+                expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
             )
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
@@ -119,6 +131,42 @@ class Admission:
                 plan.privacy.unit,
                 expected="no privacy unit: losses on a site's records would be released without a charge",
             )
+
+    def check_policy(self, plan: Plan, run: str, terms: Terms | None) -> None:
+        """Check every demand of the site's policy as it is now.
+
+        Args:
+            plan: The plan.
+            run: Identity of the run.
+            terms: The plan's privacy.
+
+        Raises:
+            PolicyError: the policy does not allow the plan.
+            PlanError: the policy cannot be read, or the site's ledger is not one that a limit over runs requires.
+        """
+        policy = self.policy()
+        if policy is None:
+            return
+        if policy.greatest_epsilon is not None:
+            self._spending.check_outlives_runs()
+        noise, epsilon = 0.0, math.inf
+        if terms is not None:
+            noise = terms.noise_multiplier
+            epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
+        offer = offer_of(
+            plan,
+            noise_multiplier=noise,
+            epsilon_after=epsilon,
+            cohort=plan.quorum(),
+            roster_hash=self.roster().hash.hex() if self._config.roster else "",
+        )
+        policy.check(offer)
+
+    def rounds(self, plan: Plan) -> int:
+        """Rounds of the plan that draw this site; all rounds if the site has no roster."""
+        if not self._config.roster or plan.cohort.fraction == 1:
+            return plan.run.rounds
+        return _rounds_of(draw_of(plan, TRAIN), plan.run.rounds, self.roster().names, self._config.name)
 
     def policy(self) -> Policy | None:
         """The site's policy, read again each time, so that it can be tightened without stopping the site.
@@ -161,6 +209,19 @@ class Admission:
         """
         return self._resident.roster(self._config.roster, self._config.roster_hash)
 
+    def joined(self, request: Join, plan: Plan) -> Joined:
+        """The site's answer to a join, signed if the site has an identity key.
+
+        Raises:
+            RosterError: the key cannot be read.
+        """
+        name = self._config.name
+        if not self._config.identity:
+            return Joined(name)
+        identity = self._resident.identity(self._config.identity)
+        roster = self.roster().hash if self._config.roster else b""
+        return sign_joined(identity, request, site=name, plan=bytes.fromhex(plan.digest()), roster=roster)
+
     def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal.
 
@@ -185,29 +246,7 @@ class Admission:
     def _pins(self) -> Pins:
         return Pins(self._config.folder / "secure" / "pins", self._config.name, self._config.plan)
 
-    def _check_policy(self, plan: Plan, run: str) -> None:
-        policy = self.policy()
-        if policy is None:
-            return
-        if policy.greatest_epsilon is not None:
-            self._spending.check_outlives_runs()
-        terms = terms_of(plan, count_parameters(plan)[1])
-        noise, epsilon = 0.0, math.inf
-        if terms is not None:
-            noise = terms.noise_multiplier
-            epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
-        offer = offer_of(
-            plan,
-            noise_multiplier=noise,
-            epsilon_after=epsilon,
-            cohort=plan.cohort.needed(),
-            roster_hash=self.roster().hash.hex() if self._config.roster else "",
-        )
-        policy.check(offer)
 
-    def rounds(self, plan: Plan) -> int:
-        """Rounds of the plan that draw this site; all rounds if the site has no roster."""
-        if not self._config.roster or plan.cohort.fraction == 1:
-            return plan.run.rounds
-        names, name, drawn = self.roster().names, self._config.name, draw_of(plan, TRAIN)
-        return sum(name in drawn.cohort(names, number) for number in range(1, plan.run.rounds + 1))
+@lru_cache(maxsize=64)
+def _rounds_of(draw: Draw, rounds: int, names: tuple[str, ...], name: str) -> int:
+    return sum(name in draw.cohort(names, number) for number in range(1, rounds + 1))

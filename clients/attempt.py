@@ -3,13 +3,13 @@
 The protocol (`aggregation/secure_sum.py`) is a state machine, and each message of a site may be handled by another
 process. So an attempt is kept in the site's own state folder (`attempt_files.py`) as the secret seed of its random
 choices and the messages received so far, and is rebuilt by handling them again; a process that has it in memory
-continues from there. A message is kept before its answer is sent. The secrets are wiped when shares are revealed, or
-when the next attempt begins.
+continues from there. The secrets are wiped when shares are revealed, or when the next attempt begins.
 
-The mark that shares were revealed is synced to disk before they are revealed. A vector is masked once: a mark is synced
-to disk before masking begins, so that a crash cannot lead to two vectors under one mask. A lock on the folder
-serialises messages that arrive at several processes at the same time. It is released while the vector is made; a
-process that then finds the attempt changed gives up.
+What a site has answered is on disk, synced, before the answer leaves, at every step; the mark that shares are revealed
+is, before they are. So after a power cut the site gives the same answer again or none, and never a second one. An
+attempt masks one vector: its log says so before masking begins. A lock on the folder serialises messages that arrive at
+several processes at the same time. It is released while the vector is made; a process that then finds the attempt
+changed gives up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, get_args
 
@@ -123,7 +123,7 @@ class Attempts:
             logged = (int(step), to_bytes(told))
             if step is Step.UNMASK:
                 self._remember(files.end(self._state(files)), None)
-            elif logged not in kept.log:
+            else:
                 self._remember(files.keep(state, logged), site)
             return answer
 
@@ -135,7 +135,7 @@ class Attempts:
         Args:
             inbox: The step's message.
             round_number: The round that the vector is for.
-            model: Hash of the global model, as the site computed it.
+            model: Hash of the global model and the clipping norm, as the site computed it (`digest.basis`).
             threads: Threads that mask.
             make: Makes the vector in pieces that tile it; called after the message was checked. The pieces are
                 masked in place.
@@ -149,9 +149,10 @@ class Attempts:
         with self._turn() as files:
             state = self._state(files)
             kept = self._current(state, round_number)
-            if state.marks.masking == kept.now:
+            if any(step == Step.UPDATE for step, _ in kept.log):
                 raise StepError("update", expected="one request in an attempt", fix="try the round again")
             site = self._rebuild(state, kept)
+            site.check_model(model)  # before a vector is made: making one may be a release
             site.receive(inbox)
             self._remember(state, site)
         pieces = make()  # which may take long
@@ -160,7 +161,8 @@ class Attempts:
                 raise StepError(
                     "attempt", expected="the attempt to be unchanged since before the vector was made"
                 )
-            begun = files.keep(files.mark_masking(state), (int(Step.UPDATE), to_bytes(inbox)))
+            # Nothing leaves before the digest is kept, and its sync includes this message.
+            begun = files.keep(state, (int(Step.UPDATE), to_bytes(inbox)), durable=False)
             for offset, vector in pieces:
                 site.mask(vector, model=model, offset=offset, threads=threads)
             manifest = manifest_of(pieces)
@@ -184,15 +186,14 @@ class Attempts:
         now = (begin.round, begin.attempt)
         logged = (int(Step.ADVERTISE), to_bytes(begin))
         if kept is None or kept.now != now or kept.log != (logged,):
-            answered = state.marks.answered
-            revealed = (answered.round, answered.attempt) if answered else (0, 0)
-            kept = Kept(max(state.marks.joined, revealed), now, self._random(keys.KEY))
+            kept = Kept(state.marks.joined, now, self._random(keys.KEY))
         _check_round(kept, round_number)
         site = self._rebuild(state, kept)
         answer = _handle(site, begin)
-        if not kept.log:
-            joined = Kept(kept.newest, kept.now, kept.seed, (logged,))
-            self._remember(files.begin(state, joined), site)
+        if kept.log:
+            self._remember(files.keep(state, logged), site)
+        else:
+            self._remember(files.begin(state, replace(kept, log=(logged,))), site)
         return answer
 
     def _current(self, state: State, round_number: int) -> Kept:
@@ -212,6 +213,7 @@ class Attempts:
             and known.site is not None
             and known.state.kept == kept
             and known.site.contract == self._contract
+            and known.site.minimum == self._member.minimum
         ):
             return known.site
         site = SecureSite(

@@ -1,63 +1,57 @@
 """A site's attempts on disk, between two messages that different processes may handle.
 
-There are two files of frames that only the site can read. `marks` is append-only and grows by one frame for each fact
-that must survive a crash: an attempt was joined, its masking has begun, shares were revealed for these survivors.
-`attempt` holds the secret seed of the current attempt and the messages received so far, and is emptied when the attempt
-is over. A frame is appended, whole, before a message that depends on it leaves the site; the last two kinds of mark are
-synced to disk first. The next append truncates a frame that a power failure or a full disk has torn: no message that
-depends on the torn frame was sent.
+There are two files that only the site can read. `marks` says which attempt the site joined last, and for which
+survivors it revealed shares last. It has two slots at fixed places, so a damaged length hides nothing. Each slot has
+all marks, the number of the write and a CRC-32; the higher number is newer. A write replaces the older slot and is
+synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot that is
+damaged counts as torn. If both are damaged, or the file is missing or has another length, the site does not know what
+it has answered, and refuses everything (`StorageError`). So damage makes a site forget at most the newest write. That
+both files are an earlier copy is not noticed. They are created once, durably, before the site pins its run
+(`create`), and never again.
 
-Refused: a file for each step, renamed into place, which is equally safe but cost more than the step itself.
+`attempt` holds the secret seed of the current attempt and the messages received so far, in frames: a length, a CRC-32
+and the content. Each is appended and synced before a message that depends on it leaves the site. A damaged frame, the
+last one included, ends the attempt: the site refuses the rest of it and can join the next. When the site has revealed
+its shares, the file is overwritten with zeros, synced and emptied.
+
+Refused: `marks` as a log that grows, because a truncated log is a valid shorter one. A file for each step, renamed into
+place, is equally safe but cost more than the step itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from cloister.aggregation.secure_sum import Answered
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError, StorageError
-
-JOINED, MASKING, ANSWERED = 1, 2, 3
+from cloister.protocol.storage import sync_folders, write_new
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
+_SLOT = 4096  # bytes of a slot of `marks`: no disk writes two of them as one sector
 
 Logged = tuple[int, bytes]
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The state that the marks give, read in order."""
+    """What a site must not forget of its attempts."""
 
     joined: tuple[int, int] = (0, 0)
-    """Round and attempt that the site joined last."""
-    masking: tuple[int, int] = (0, 0)
-    """Round and attempt whose masks were used last."""
+    """Round and attempt that the site joined last: a site joins an attempt before it answers in it."""
     answered: Answered | None = None
     """The survivors for which the site revealed shares last."""
-
-    def and_then(self, run: str, mark: tuple[Value, ...]) -> Marks:
-        """These marks and one more.
-
-        Raises:
-            EncodingError: the frame is not a mark.
-        """
-        match mark:
-            case (1, int(round_), int(attempt)):
-                return Marks((round_, attempt), self.masking, self.answered)
-            case (2, int(round_), int(attempt)):
-                return Marks(self.joined, (round_, attempt), self.answered)
-            case (3, int(round_), int(attempt), bytes(survivors)):
-                return Marks(self.joined, self.masking, Answered(run, round_, attempt, survivors))
-        raise EncodingError("mark", expected="a mark as this site writes it")
+    writes: int = 0
+    """Number of writes before this one."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +70,11 @@ class Kept:
 class State:
     """The content of both files, as one process last read or wrote them."""
 
-    run: str
     marks: Marks
     kept: Kept | None
-    ends: tuple[int, int]
-    """Where the whole frames of each file end. Marks only grow, and each attempt begins with one: so two states of one
-    folder with the same ends are the same state."""
+    end: int
+    """Bytes of the attempt. It only grows, until a mark is written: so two states of one folder with the same marks and
+    end are the same state."""
 
 
 class AttemptFiles:
@@ -93,21 +86,33 @@ class AttemptFiles:
         self._marks = marks
         self._attempt = attempt
 
+    @staticmethod
+    def create(folder: Path, top: Path) -> None:
+        """Create the files of a run in which the site has answered nothing, durably; existing files stay as they are.
+
+        Args:
+            folder: The folder of a run's sums.
+            top: The folder that has the site's state folder; the entries of all folders on the way are synced.
+
+        Raises:
+            StorageError: the disk refuses the write.
+        """
+        write_new(folder / "attempt", b"")
+        write_new(folder / "marks", _slot(Marks()) + bytes(_SLOT))
+        sync_folders(folder.parent, top)
+
     @classmethod
     @contextmanager
     def turn(cls, folder: Path, run: str) -> Iterator[Self]:
         """Wait for the lock on the folder of a run.
 
         Raises:
-            StorageError: the disk refuses the access.
+            StorageError: a file is missing, or the disk refuses the access.
         """
-        try:
-            marks = _open(folder, "marks")
-        except OSError as error:
-            raise _refusal(folder, error) from error
+        marks = _open(folder / "marks")
         try:
             fcntl.flock(marks, fcntl.LOCK_EX)
-            attempt = _open(folder, "attempt")
+            attempt = _open(folder / "attempt")
             try:
                 yield cls(folder, run, marks, attempt)
             finally:
@@ -116,113 +121,144 @@ class AttemptFiles:
             os.close(marks)
 
     def state(self, known: State | None) -> State:
-        """The content of the files; `known` itself if nothing has changed since."""
-        sizes = (os.fstat(self._marks).st_size, os.fstat(self._attempt).st_size)
-        if known is not None and known.ends == sizes:
+        """The content of the files; `known` itself if nothing has changed since.
+
+        Raises:
+            StorageError: the marks are damaged.
+        """
+        marks, end = self._read_marks(), os.fstat(self._attempt).st_size
+        if known is not None and (known.marks, known.end) == (marks, end):
             return known
-        marks, kept = Marks(), None
-        read, marks_end = _frames(self._marks)
-        for mark in read:
-            marks = marks.and_then(self._run, mark)
-        read, attempt_end = _frames(self._attempt)
-        match read:
+        kept = None
+        match _frames(os.pread(self._attempt, end, 0)):
             case [(int(a), int(b), int(c), int(d), bytes(seed)), *steps] if (c, d) == marks.joined:
                 kept = Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps))
-        return State(self._run, marks, kept, (marks_end, attempt_end))
+        return State(marks, kept, end)
 
     def begin(self, state: State, kept: Kept) -> State:
-        """Join an attempt, which replaces the previous one."""
-        marks, end = self._mark(state, JOINED, kept.now, durable=False)
-        self._empty()
+        """Join an attempt, durably; it replaces the previous one, whose seed is overwritten."""
+        marks = self._mark(replace(state.marks, joined=kept.now))
         header = (*kept.newest, *kept.now, kept.seed)
-        return State(self._run, marks, kept, (end, self._append(self._attempt, 0, header, *kept.log)))
+        return State(marks, kept, self._append(0, (header, *kept.log), durable=True))
 
-    def keep(self, state: State, step: Logged) -> State:
-        """Add a message to the attempt."""
+    def keep(self, state: State, step: Logged, *, durable: bool = True) -> State:
+        """Add a message to the attempt.
+
+        A message that is there already is synced again, because the process that wrote it may have been killed before
+        it was synced.
+        """
         kept = state.kept
         assert kept is not None
-        end = self._append(self._attempt, state.ends[1], step)
-        longer = Kept(kept.newest, kept.now, kept.seed, (*kept.log, step))
-        return State(self._run, state.marks, longer, (state.ends[0], end))
-
-    def mark_masking(self, state: State) -> State:
-        """Record durably that the masks of the attempt are in use."""
-        assert state.kept is not None
-        marks, end = self._mark(state, MASKING, state.kept.now, durable=True)
-        return State(self._run, marks, state.kept, (end, state.ends[1]))
+        new = () if step in kept.log else (step,)
+        return State(
+            state.marks,
+            replace(kept, log=kept.log + new),
+            self._append(state.end, new, durable=durable),
+        )
 
     def mark_answered(self, state: State, answered: Answered) -> State:
         """Record durably the survivors for which shares are revealed."""
-        now = (answered.round, answered.attempt)
-        marks, end = self._mark(state, ANSWERED, now, answered.survivors, durable=True)
-        return State(self._run, marks, state.kept, (end, state.ends[1]))
+        return replace(state, marks=self._mark(replace(state.marks, answered=answered)))
 
     def end(self, state: State) -> State:
-        """Wipe the secrets of the attempt."""
-        self._empty()
-        return State(self._run, state.marks, None, (state.ends[0], 0))
+        """Wipe the secrets of the attempt, durably, so that later readers of the disk cannot remove its masks.
 
-    def _mark(
-        self, state: State, kind: int, now: tuple[int, int], *more: bytes, durable: bool
-    ) -> tuple[Marks, int]:
-        mark: tuple[Value, ...] = (kind, *now, *more)
-        end = self._append(self._marks, state.ends[0], mark, durable=durable)
-        return state.marks.and_then(self._run, mark), end
+        No answer depends on it: an attempt that a power cut brings back gives the answer that was marked, and no other.
+        A disk that copies on write, and an SSD, may keep the old blocks.
+        """
+        try:
+            os.pwrite(self._attempt, bytes(state.end), 0)
+            os.fsync(self._attempt)  # before the truncation, which would drop the zeros
+            os.ftruncate(self._attempt, 0)
+        except OSError as error:
+            raise _refusal(self._folder, error) from error
+        return State(state.marks, None, 0)
 
-    def _append(self, descriptor: int, end: int, *contents: tuple[Value, ...], durable: bool = False) -> int:
+    def _read_marks(self) -> Marks:
+        data = os.pread(self._marks, 2 * _SLOT + 1, 0)
+        slots = (_marks_in(self._run, data[at : at + _SLOT]) for at in (0, _SLOT))
+        whole = sorted((marks for marks in slots if marks is not None), key=lambda marks: marks.writes)
+        consecutive = all(marks.writes == whole[0].writes + place for place, marks in enumerate(whole))
+        if len(data) != 2 * _SLOT or not whole or not consecutive:
+            raise _unknown(self._folder / "marks", "damaged")
+        return whole[-1]
+
+    def _mark(self, marks: Marks) -> Marks:
+        marks = replace(marks, writes=marks.writes + 1)
+        try:
+            if os.pwrite(self._marks, _slot(marks), marks.writes % 2 * _SLOT) != _SLOT:
+                raise OSError(None, "no space left")
+            os.fsync(self._marks)
+        except OSError as error:
+            raise _refusal(self._folder, error) from error
+        return marks
+
+    def _append(self, end: int, contents: tuple[tuple[Value, ...], ...], *, durable: bool) -> int:
+        """Write frames at the end, or instead of all; the new end. They are there and whole, or not there."""
         frames = b"".join(_frame(pack(*content)) for content in contents)
         try:
-            if os.fstat(descriptor).st_size != end:
-                os.ftruncate(descriptor, end)  # a torn frame
-            if os.pwrite(descriptor, frames, end) != len(frames):
+            if os.fstat(self._attempt).st_size > end + len(frames):
+                os.ftruncate(self._attempt, end + len(frames))
+            if os.pwrite(self._attempt, frames, end) != len(frames):
                 raise OSError(None, "no space left")
             if durable:
-                os.fsync(descriptor)
+                os.fsync(self._attempt)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._attempt, end)
             raise _refusal(self._folder, error) from error
         return end + len(frames)
 
-    def _empty(self) -> None:
-        try:
-            size = os.fstat(self._attempt).st_size
-            if size:
-                os.pwrite(self._attempt, bytes(min(size, 4096)), 0)  # over the seed, which is at the start
-                os.ftruncate(self._attempt, 0)
-        except OSError as error:
-            raise _refusal(self._folder, error) from error
 
-
-def _open(folder: Path, name: str) -> int:
-    path = folder / name
+def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        entries = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(entries)
-        finally:
-            os.close(entries)
-        return descriptor
+        raise _unknown(path, "missing") from None
+    except OSError as error:
+        raise _refusal(path, error) from error
 
 
 def _frame(content: bytes) -> bytes:
     return _FRAME.pack(len(content), zlib.crc32(content)) + content
 
 
-def _frames(descriptor: int) -> tuple[list[tuple[Value, ...]], int]:
-    """The whole frames of a file, and where they end."""
-    data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    found, end = [], 0
-    while len(data) - end >= _FRAME.size:
-        size, checksum = _FRAME.unpack_from(data, end)
-        content = data[end + _FRAME.size : end + _FRAME.size + size]
-        if not size or len(content) != size or zlib.crc32(content) != checksum:
-            break
+def _frames(data: bytes) -> list[tuple[Value, ...]]:
+    """The frames of an attempt; none if one is damaged."""
+    found, at = [], 0
+    while at < len(data):
+        content = _content(data[at:])
+        if content is None:
+            return []
         found.append(unpack(content))
-        end += _FRAME.size + size
-    return found, end
+        at += _FRAME.size + len(content)
+    return found
+
+
+def _content(data: bytes) -> bytes | None:
+    """The content of the frame that data begins with, if it is whole."""
+    if len(data) < _FRAME.size:
+        return None
+    size, checksum = _FRAME.unpack_from(data)
+    content = data[_FRAME.size : _FRAME.size + size]
+    return content if size and len(content) == size and zlib.crc32(content) == checksum else None
+
+
+def _slot(marks: Marks) -> bytes:
+    answered = marks.answered
+    more = (answered.round, answered.attempt, answered.survivors) if answered else ()
+    return _frame(pack(marks.writes, *marks.joined, *more)).ljust(_SLOT, b"\0")
+
+
+def _marks_in(run: str, slot: bytes) -> Marks | None:
+    """The marks in a slot; None if it is damaged."""
+    content = _content(slot)
+    match unpack(content) if content else ():
+        case (int(writes), int(a), int(b)):
+            return Marks((a, b), None, writes)
+        case (int(writes), int(a), int(b), int(round_), int(attempt), bytes(survivors)):
+            return Marks((a, b), Answered(run, round_, attempt, survivors), writes)
+    return None
 
 
 def _step(frame: tuple[Value, ...]) -> Logged:
@@ -230,6 +266,16 @@ def _step(frame: tuple[Value, ...]) -> Logged:
         case (int(step), bytes(body)):
             return step, body
     raise EncodingError("attempt", expected="steps as this site writes them")
+
+
+def _unknown(path: Path, how: str) -> StorageError:
+    return StorageError(
+        str(path),
+        how,
+        expected="the file that the site made when it joined the run: without it the site does not know what it has "
+        "answered, and could reveal its update",
+        fix="for a new run give the site a new state folder and keep its ledger; do not restore an earlier copy",
+    )
 
 
 def _refusal(folder: Path, error: OSError) -> StorageError:

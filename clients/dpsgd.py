@@ -1,17 +1,22 @@
-"""Record-level private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy",
-Algorithm 1) over units that are records or windows of text (`lm/data.py`).
+"""Private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy", Algorithm 1)
+over units that are records, windows of text, or owners with some of their records (`lm/data.py`).
 
 One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
 
-1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling).
-2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window.
+1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling). With
+   `privacy.largest_batch`, the `privacy.most_units` places for units are drawn, of which some are empty, and of more
+   places than that limit so many are kept, uniformly at random. Only the first units have places.
+2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
+   an owner, the mean over the records of this mean.
 3. S = sum over the batch of g_u min(1, C / |g_u|), the L2 norm taken over all parameters that are trained.
 4. AdamW steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its moments, weight decay and the proximal
    term, which depends on weights only.
 
 Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
 every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
-and a round is `local.steps` of them. The following keeps this true:
+and a round is `local.steps` of them. With a largest batch a unit may push another out, which accounting counts
+(`privacy/events.py`); places and not units are drawn, because the cost at another number of units may be larger, and
+that number is secret. The following keeps this true:
 
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
 - A unit whose gradient is not finite contributes zero, without an error: an error would reveal that the unit is there.
@@ -21,10 +26,11 @@ and a round is `local.steps` of them. The following keeps this true:
   generator under a secret seed, and the guarantee assumes that they are random.
 - Only `ClippedSum` adds gradients up, and it releases the sum once, with noise.
 
-S is a float32 sum: rounding can move each of its coordinates by some 2^-24 of itself for each chunk of the batch, an
-effect on the sensitivity that accounting does not see (Casacuberta et al. 2022, "Widespread underestimation of
-sensitivity in differentially private libraries and how to fix it"), like the rounding of the noise
-(`privacy/noise.py`).
+S is summed in integers, so that rounding adds nothing to its sensitivity (`ClippedSum` has the bound). In a
+floating-point sum one unit can decide how all later additions round (Casacuberta et al. 2022, "Widespread
+underestimation of sensitivity in differentially private libraries and how to fix it"): in float32, one of 4,097 units
+can move S by 1.25 C. Accounting does not see the rounding of the noise (`privacy/noise.py`), nor that the last bits of
+g_u may depend on which units go through the model together.
 
 Two methods give the same g_u: `reference` runs forward and backward on one unit at a time, which is right for every
 model that gives each sequence its own loss; `opacus` takes the gradients of many windows from the hooks of Opacus
@@ -67,9 +73,14 @@ RIGHT_BY_OPACUS = ("llama", "mistral", "qwen2", "qwen3")
 _LONGEST = 1e30
 """In units of C, the norm up to which float32 can scale a gradient down without losing digits of the factor."""
 _MARGIN = 1e-6
-"""Relative margin by which the clip stays below C, for the rounding of float32."""
-_SLACK = 1e-5
-"""Relative excess over C from which a clipped gradient is a defect of this program or of the device."""
+"""Relative margin by which the clip stays below C. It covers the rounding of the factor and of the products, 2^-24 each
+in float32, and that of the norm, P 2^-54 for P elements in float64: together less than 2e-7 for P up to 2^30."""
+_BITS = 38
+"""A clipped term has at most 2^38 steps of the grid on which terms are summed."""
+_MOST_UNITS = 2 ** (63 - _BITS)
+"""Fewer units than this fit into a sum of 64-bit integers."""
+_AT_ONCE = 2**24
+"""Elements that are rounded to the grid at a time, which bounds the memory for it."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +134,11 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
         layer = type(using[0])
         if layer not in (nn.Linear, nn.Embedding) and not layer.__name__.endswith("RMSNorm"):
             return f"{name} belongs to a layer of type {layer.__name__}"
-    windows = 1 if plan.privacy.record == "window" else plan.privacy.windows
-    if windows > plan.local.batch_size:
-        return f"the {windows} windows of a record do not fit into local.batch_size = {plan.local.batch_size}"
+    privacy, most = plan.privacy, plan.local.batch_size
+    windows = 1 if privacy.record == "window" else privacy.windows
+    windows *= privacy.records if privacy.unit == "owner" else 1
+    if windows > most:
+        return f"the {windows} windows of one {privacy.unit} do not fit into local.batch_size = {most}"
     return ""
 
 
@@ -134,8 +147,24 @@ def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
     return np.flatnonzero(noise.generator().random(n) < rate)
 
 
+def at_most(noise: NoiseStream, drawn: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Of more than `most` that were drawn so many, uniformly at random, in order."""
+    if len(drawn) <= most:
+        return drawn
+    return np.sort(noise.generator().choice(drawn, most, replace=False))
+
+
 class ClippedSum:
     """A sum of per-unit gradients, each clipped to the L2 norm `clip`, that is released once and with noise.
+
+    One unit changes the sum by at most (1 + 1e-8) C. A clipped term has the norm C at most. It is truncated towards
+    zero to whole steps of 2^(e - 38), where C < 2^e <= 2 C, which does not lengthen it and takes at most 2^-37 C from
+    a coordinate. Terms are added as 64-bit integers: a coordinate of a term has at most 2^38 steps, so the sum of
+    fewer than 2^25 units is exact, in any order and on any device, and one unit changes it by its own term. At the
+    release the sum is rounded once to float64, by at most 2^-53 of its norm, which is below 2^25 C: the sums of
+    neighbouring batches are then at most C + 2 2^-28 C apart. Rounding after the noise was added is post-processing.
+
+    The sum takes 8 bytes for each element of the layout, and as many again at the release.
 
     Args:
         layout: Where each parameter lies in the sum.
@@ -148,7 +177,9 @@ class ClippedSum:
         place = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
         self._places = [place[name] for name in names]
         self._clip = clip
-        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.float32, device=device)
+        self._step = math.ldexp(1.0, math.frexp(clip)[1] - _BITS)
+        self._units = 0
+        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.int64, device=device)
 
     def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Clip the gradients of U units and add them; those that are not finite, or above 1e30 C, count as zero.
@@ -169,11 +200,14 @@ class ClippedSum:
             gradients = [gradient[kept.to(gradient.device)] for gradient in gradients]
             norms = norms[kept]
         self._scale(gradients, norms)
-        longest = float(_norms(gradients).max()) if len(norms) else 0.0
-        if not longest <= self._clip * (1 + _SLACK):
-            raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
+        self._check(gradients)
+        self._units += len(norms)
+        if self._units >= _MOST_UNITS:
+            raise AssertionError(f"{self._units} units do not fit into one sum")
         for (begin, end), gradient in zip(self._places, gradients, strict=True):
-            self._sum[begin:end] += gradient.sum(0)
+            for some in torch.split(gradient, max(1, _AT_ONCE // max(1, end - begin))):
+                # A power of two scales exactly; the conversion to integers truncates towards zero.
+                self._sum[begin:end] += (some * (1 / self._step)).to(torch.int64).sum(0)
         return added
 
     def _scale(self, gradients: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
@@ -181,6 +215,18 @@ class ClippedSum:
         factors = (self._clip * (1 - _MARGIN) / norms).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factors.to(gradient.device, torch.float32)[:, None])
+
+    def _check(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Raise if a clipped gradient is longer than C: a defect of this program or of the device."""
+        longest = float(_norms(gradients).max()) if len(gradients[0]) else 0.0
+        if not longest <= self._clip:
+            raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
+
+    def so_far(self) -> torch.Tensor:
+        """The sum without noise, (layout.size,) float64 on the device: private, only for `release` and an audit."""
+        if self._sum is None:
+            raise AssertionError("the sum was released before")
+        return self._sum.double().mul_(self._step)
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """The sum with Gaussian noise of standard deviation `sigma` on every element, keyed by its place in the layout.
@@ -191,12 +237,10 @@ class ClippedSum:
         Returns:
             (layout.size,) float32, on the device.
         """
-        if self._sum is None:
-            raise AssertionError("the sum was released before")
-        total, self._sum = self._sum, None
+        total, self._sum = self.so_far(), None
         values = total.cpu().numpy()
         noise.add_gaussian(values, sigma, threads=threads)
-        return torch.from_numpy(values).to(total.device)
+        return torch.from_numpy(values).float().to(total.device)
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -222,10 +266,10 @@ PerUnit: TypeAlias = Callable[[Sequences, NDArray[np.int64]], Iterator[UnitGradi
 
 
 class PrivateTrainer:
-    """Trains any site's round of one plan on one device with record-level privacy.
+    """Trains any site's round of one plan on one device by DP-SGD.
 
     Args:
-        plan: The plan; `privacy.unit` is `record` and `privacy.sampling_rate` is set.
+        plan: The plan; `privacy.unit` is `record` or `owner` and `privacy.sampling_rate` is set.
         model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
 
@@ -234,12 +278,14 @@ class PrivateTrainer:
     """
 
     def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
-        if plan.privacy.unit != "record":
-            raise PlanError("privacy.unit", plan.privacy.unit, expected="record, for training by DP-SGD")
+        if not plan.privacy.dpsgd:
+            raise PlanError(
+                "privacy.unit", plan.privacy.unit, expected="record or owner, for training by DP-SGD"
+            )
         if plan.privacy.sampling_rate is None:
             raise PlanError(
                 "privacy.sampling_rate",
-                expected="the probability with which a record is in a batch, but it is not set",
+                expected="the probability with which a unit is in a batch, but it is not set",
             )
         self.method = method_for(plan, model)
         """How per-unit gradients are taken."""
@@ -353,10 +399,18 @@ class PrivateTrainer:
         expected = local.batch_size * local.accumulation
         assert sequences.starts is not None
         n_units = len(sequences.starts) - 1
+        n_places = privacy.most_units or n_units
+        if n_units > n_places:
+            _log.warning(
+                "there are %d units, and privacy.most_units is %d: the rest is not used", n_units, n_places
+            )
         nats, tokens, not_finite = 0.0, 0, 0
         for step in range(local.steps):
             own = noise.child(f"step-{step + 1}")
-            batch = poisson_batch(own.child("batch"), n_units, self._rate)
+            batch = poisson_batch(own.child("batch"), n_places, self._rate)
+            if privacy.largest_batch is not None:
+                batch = at_most(own.child("largest batch"), batch, privacy.largest_batch)
+                batch = batch[batch < n_units]  # empty places were drawn too
             total = self.new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
             with seeded("dropout", dropout, device=self._device):
@@ -378,7 +432,9 @@ class PrivateTrainer:
             if progress is not None:
                 progress(step + 1)
         if not_finite:
-            _log.warning("%d gradients of single records were not finite and counted as zero", not_finite)
+            _log.warning(
+                "%d gradients of single %ss were not finite and counted as zero", not_finite, privacy.unit
+            )
         return tokens, nats / max(tokens, 1)
 
 
@@ -400,7 +456,12 @@ class _Gradients:
     def backward(
         self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Backward from the sum over rows (R,) of (mean loss of a row) / (its unit's windows (R,)).
+        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit).
+
+        Args:
+            sequences: All sequences.
+            rows: (R,): rows of them.
+            windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
 
         Returns:
             The rows' summed losses (R,) float64, and their learned labels (R,).
@@ -413,7 +474,8 @@ class _Gradients:
             logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=NOT_LEARNED, reduction="none"
         )
         nats = each.view(wanted.shape).sum(1)
-        weights = torch.from_numpy(1 / (windows * np.maximum(learned, 1))).to(self.device, torch.float32)
+        shares = 1 / windows if sequences.shares is None else sequences.shares[rows]
+        weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
         (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return nats.detach().double(), learned
 

@@ -5,9 +5,12 @@ The attempts of the secure sum (`attempt_files.py`) and the tokenised data (`lm/
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +21,11 @@ from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, check_received, manifest_of
 from cloister.lm.layout import Vector
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import PinnedError, StorageError, UpdateError
+from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
 from cloister.protocol.messages import Join
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
-from cloister.protocol.storage import write_bytes, write_file
+from cloister.protocol.storage import disk_refusal, write_bytes, write_file
 
 
 class Kept:
@@ -129,6 +132,29 @@ class Kept:
 
     # Finished updates, so that a retry of a round does not train again.
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Take the lock on the updates: of two processes that are asked for one update, one makes it.
+
+        Raises:
+            StepError: another process has it. It may still be training for an earlier attempt; a later one gets what it
+                has made.
+            StorageError: the disk refuses the access.
+        """
+        path = self._state / "update.lock"
+        try:
+            lock = path.open("wb")
+        except OSError as error:
+            raise disk_refusal(path, error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StepError(
+                    "update", expected="one process of this site that makes it", fix="try the round again"
+                ) from None
+            yield
+
     def keep_update(
         self, round_number: int, pieces: Sequence[Piece], facts: Mapping[str, str], *, durable: bool
     ) -> None:
@@ -159,11 +185,22 @@ class Kept:
     def update(
         self, round_number: int, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
     ) -> RingVector | None:
-        """The finished update of a round if it was made for the same facts and is whole, of this length and type."""
+        """The finished update of a round if it is whole, of this length and type; None if there is none.
+
+        Raises:
+            StaleError: the site has made an update of this round in the same run from other facts.
+        """
         path = update_path(self._state, round_number)
         try:
             sealed = json.loads(path.with_suffix(".json").read_bytes())
-            if any(sealed["facts"].get(name) != value for name, value in facts.items()):
+            others = {name for name, value in facts.items() if sealed["facts"].get(name) != value}
+            if others and others.isdisjoint(("plan", "run")):
+                raise StaleError(
+                    f"update of round {round_number}",
+                    " and ".join(sorted(others)),
+                    expected="the same as when this site made its update of the round: there is one update in a round",
+                )
+            if others:
                 return None
             manifest = tuple(
                 (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
@@ -215,7 +252,7 @@ def trained_path(state: Path, round_number: int) -> Path:
 
 
 def _write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    with path.open("wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         for offset, vector in pieces:
             file.seek(offset * vector.itemsize)
             file.write(vector.data)

@@ -3,24 +3,20 @@
 The difference of the sum over some sites and the sum over all but one of them, of the same updates, is that site's
 update. So a site takes part in one plan, in one run of it, and in no other plan under that run's identity; it pins both
 when it joins, and every later message must match. A pin is written once, whole and synced, by the first process that
-needs it.
+needs it, and the last one, the plan of the run, after the others are on disk. So where a process was killed and then
+the power was cut, only that one can be lost: every message is refused until the site joins again, and the others
+refuse another plan or run.
 
 A new plan in the same state folder is the site's own decision: its digest goes into the site's TOML.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 from cloister.protocol.errors import PinnedError
 from cloister.protocol.plan import Plan
-from cloister.protocol.storage import write_bytes
-
-_MOST_FOUND = 1024
-_found: set[tuple[Path, str, str, str]] = set()
-"""Folder, pinned plan, plan and run of the messages that matched, so that a process reads the pins once."""
+from cloister.protocol.storage import write_new
 
 
 class Pins:
@@ -57,7 +53,7 @@ class Pins:
             StorageError: the pin cannot be kept.
         """
         for name, value in self._of(plan, run):
-            self._write(name, value)
+            write_new(self._folder / name, value.encode())
         self.check(plan, run)
 
     def check(self, plan: Plan, run: str) -> None:
@@ -67,8 +63,6 @@ class Pins:
             PinnedError: it is of another plan or run, or of one that the site has not joined.
         """
         digest = plan.digest()
-        if (self._folder, self._plan, digest, run) in _found:
-            return  # pins never change
         if self._plan and digest != self._plan:
             raise self._other_plan(digest)
         for name, value in self._of(plan, run):
@@ -76,9 +70,6 @@ class Pins:
             if known == "":
                 raise PinnedError("run", run, expected=f"{self._site} to be asked to join it first")
             self._check_one(name, value, known, digest)
-        if len(_found) >= _MOST_FOUND:
-            _found.clear()
-        _found.add((self._folder, self._plan, digest, run))
 
     def _other_plan(self, digest: str) -> PinnedError:
         return PinnedError(
@@ -106,14 +97,3 @@ class Pins:
             return (self._folder / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
-
-    def _write(self, name: str, value: str) -> None:
-        """Write a pin if there is none; if several processes do so, the first one determines its value."""
-        path = self._folder / name
-        if path.exists():
-            return
-        draft = path.with_name(f".{name}.{os.getpid()}")
-        write_bytes(draft, value.encode())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-        draft.unlink(missing_ok=True)

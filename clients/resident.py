@@ -110,7 +110,7 @@ class Resident:
             device = device_for(device_name)
             model = load_model(plan, read_base())
             model.module.to(device)
-            kind = PrivateTrainer if plan.privacy.unit == "record" else Trainer
+            kind = PrivateTrainer if plan.privacy.dpsgd else Trainer
             terms = terms_of(plan, model.layout.size)
             loaded = Loaded(plan, base_hash, model, kind(plan, model, device), device, terms)
             self._loaded = key, loaded

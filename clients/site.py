@@ -27,6 +27,7 @@ from cloister.aggregation.sums import (
 )
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
+from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.kept import Kept, checked_base
@@ -38,8 +39,8 @@ from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.records import read_records
 from cloister.privacy.noise import NoiseStream
-from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import BudgetError, DataError, PolicyError, UpdateError
+from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -50,6 +51,7 @@ from cloister.protocol.messages import (
     Join,
     Joined,
     Masked,
+    Purpose,
     Refused,
     Reply,
     Request,
@@ -123,11 +125,13 @@ class Site:
         base = checked_base(request)
         loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
         self._kept.remember(request, bytes.fromhex(plan.digest()))
+        if plan.aggregation.secure:
+            self._open_attempts(plan, request.run)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
-        return Joined(self.name, loaded.model.layout.size)
+        return self._admission.joined(request, plan)
 
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.
@@ -138,6 +142,7 @@ class Site:
         loaded = self._open(request.sum)
         self._admission.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
+            self._admission.check_policy(loaded.plan, request.sum.run, loaded.terms)
             self._admission.check_round(loaded.plan, request.sum.purpose, request.told.round)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
@@ -150,15 +155,16 @@ class Site:
         loaded = self._open(request.sum)
         plan, purpose = loaded.plan, request.sum.purpose
         self._admission.check_unpaid(plan, purpose)
+        self._admission.check_policy(plan, request.sum.run, loaded.terms)
         self._admission.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
-        if purpose == TRAIN and loaded.terms is not None and loaded.terms.mechanism is not None:
-            _check_clip(request.clip)
+        _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
 
         def make() -> list[Piece]:
-            return [
-                (0, self._totals(loaded, request) if purpose == EVALUATE else self._update(loaded, request))
-            ]
+            if purpose == EVALUATE:
+                return [(0, self._totals(loaded, request))]
+            with self._kept.turn():
+                return [(0, self._update(loaded, request))]
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -166,8 +172,9 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
+            model = basis(request.model_hash, request.clip)
             statement, manifest, pieces = self._attempts(loaded, request.sum).mask(
-                request.inbox, request.sum.round, request.model_hash, plan.local.threads, make
+                request.inbox, request.sum.round, model, plan.local.threads, make
             )
         else:
             pieces = make()
@@ -207,11 +214,30 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
-        # A folder for each run: the answers of one run are kept while other runs continue.
-        folder = (
-            self.config.folder / "secure" / purpose / hashlib.sha256(sum_id.run.encode()).hexdigest()[:32]
-        )
+        folder = self._attempts_folder(purpose, sum_id.run)
         return Attempts(folder, contract, self._admission.member(plan.quorum()), loaded.live)
+
+    def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
+        """A folder for each run: the answers of one run are kept while other runs continue."""
+        return self.config.folder / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+    def _open_attempts(self, plan: Plan, run: str) -> None:
+        """Create the files of the run's attempts, before the run is pinned; if it is, check that they are there.
+
+        A site that has pinned a run and has lost those files may have answered in it.
+        """
+        try:
+            self._admission.check(plan, run)
+        except PinnedError:
+            pinned = False
+        else:
+            pinned = True
+        for purpose in (TRAIN, EVALUATE):
+            folder = self._attempts_folder(purpose, run)
+            if not pinned:
+                AttemptFiles.create(folder, self.config.folder.parent)
+            with AttemptFiles.turn(folder, run) as files:
+                files.state(None)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
         """The site's records as sequences: tokenised once, mapped from disk after that."""
@@ -248,7 +274,11 @@ class Site:
         """The update of the round: kept from an earlier attempt, or trained now.
 
         Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
-        a second release.
+        a second release. A round has one update: from a second one, of another model or clipping norm or with other
+        noise, a coordinator that sums both with the same others could compute the difference.
+
+        Raises:
+            StaleError: the site has made its update of the round from another model or clipping norm.
         """
         plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         layout = training_layout(plan, loaded.model.layout.size)
@@ -326,6 +356,10 @@ def _check_model(model: Vector, named: bytes) -> None:
         raise UpdateError("global model", "non-finite", expected="finite weights")
 
 
-def _check_clip(clip: float) -> None:
+def _check_clip(clip: float, *, clips: bool) -> None:
+    if not clips:
+        if clip != 0:
+            raise UpdateError("clipping norm", clip, expected='0; only privacy.unit = "site" has another')
+        return
     if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:
         raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")

@@ -10,7 +10,7 @@ from cloister.clients.config import SiteConfig
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.claims import unit_in_words
 from cloister.privacy.events import Event, from_json, to_json
-from cloister.privacy.ledger import Budget, Charge, Entry, Ledger
+from cloister.privacy.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import Terms
 from cloister.protocol.errors import BudgetError, PlanError, PolicyError
@@ -76,16 +76,26 @@ class Spending:
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
         """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
 
+        It is computed at several messages of a round, so the ledger is read once and not locked. Nothing is reserved:
+        `pay` checks again, in the transaction that charges.
+
         Args:
             plan: The plan.
             terms: Its privacy.
             run: Identity of the run, of which some rounds may be charged already.
             rounds: Rounds of the plan that draw this site.
-            delta: Delta at which epsilon is stated; None: the charges' own.
+            delta: Delta at which epsilon is stated; None: the plan's.
+
+        Raises:
+            LedgerError: the ledger is damaged or altered, or has another owner.
+            StorageError: it cannot be read.
         """
-        paid = len({entry.charge.round for entry in self._ledger.entries(run)})
-        charge = self._charge(plan, run, 0, terms.events(max(1, rounds - paid), paid))
-        return self._ledger.would_spend([charge], delta)
+        history = History(())
+        if self._path.exists():
+            history = read_history(self._path).of_owner(self._config.name)
+        paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
+        coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
+        return composed([*history.events(self._dataset), *coming], delta or terms.delta)
 
     def _check_pattern(self, plan: Plan, round_number: int, charged: Set[int]) -> None:
         """Check that a round keeps to the pattern for which correlated noise protects the site.
@@ -138,18 +148,25 @@ class Spending:
             )
 
     @property
+    def _path(self) -> Path:
+        return Path(self._config.ledger) if self._config.ledger else self._config.folder / "ledger.sqlite"
+
+    @property
+    def _dataset(self) -> str:
+        return self._config.dataset or self._config.data
+
+    @property
     def _ledger(self) -> Ledger:
-        path = Path(self._config.ledger) if self._config.ledger else self._config.folder / "ledger.sqlite"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return Ledger(path, self._config.name, composed)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return Ledger(self._path, self._config.name, composed)
 
     def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
         unit = "all data of the site"
-        if plan.privacy.unit == "record":
+        if plan.privacy.dpsgd:
             unit = unit_in_words(plan.data, plan.privacy)
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",
-            dataset=self._config.dataset or self._config.data,
+            dataset=self._dataset,
             run=run,
             round=round_number,
             attempt=0,

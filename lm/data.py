@@ -5,10 +5,12 @@ They are written once as `.npy` and memory-mapped by every process of the site. 
 was refused: all tokens are made before training starts, so no step waits for data, and a batch is one fancy index into
 a mapped matrix.
 
-Under record-level privacy each row also belongs to a unit. A unit, which the guarantee protects, is one record or one
-window of a text (`UnitRule`). It has its own rows, and everything done to it here (cutting, holding out, dropping)
-depends on its own tokens and the public seed, not on other units. So adding or removing one unit does not change the
-rows of any other, and the guarantee that training gives for units holds for the records or windows behind them.
+Under the privacy units `record` and `owner` each row also belongs to a unit. A unit, which the guarantee protects, is
+one record, one window of a text, or one owner with some of its records (`UnitRule`). It has its own rows, and
+everything done to it here (cutting, choosing, holding out, dropping) depends on its own content and the public seed,
+not on other units. So adding or removing one unit does not change the rows of any other, and the guarantee that
+training gives for units holds for the records, windows or owners behind them. For the same reason a record without an
+owner is left out, with a line in the site's own log: an error would say that there is one.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import heapq
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,10 +32,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, identity, to_examples
-from cloister.lm.records import Records, fingerprint
+from cloister.lm.records import Records, fingerprint, owner_of
 from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.plan import DataSection, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
+
+_log = logging.getLogger(__name__)
 
 NOT_LEARNED = -100
 """The label that transformers' loss ignores."""
@@ -56,6 +62,8 @@ class Sequences:
     byte. Where a record is cut, its bytes are divided evenly among its learned tokens."""
     starts: NDArray[np.int64] | None = None
     """(U + 1,): unit u has exactly the rows starts[u]:starts[u + 1], at least one; None without units."""
+    shares: NDArray[np.float32] | None = None
+    """(N,): weight of a row in the gradient of its unit, 1 in all; None: the same for all rows of a unit."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,21 +88,25 @@ class Prepared:
 
 @dataclass(frozen=True)
 class UnitRule:
-    """How records become the units that record-level privacy protects."""
+    """How records become the units that the privacy units `record` and `owner` protect."""
 
     record: Literal["record", "window"]
-    """`record`: each record is one unit; `window`: each sequence cut from a text is one unit."""
+    """`record`: a piece is one record; `window`: a piece is one sequence cut from a text."""
     windows: int
-    """Where the record is the unit: maximum number of its sequences that are learned from, the first ones."""
+    """Where a piece is a record: maximum number of its sequences that are learned from, the first ones."""
+    owner: str = ""
+    """Field that says who a record belongs to: the owner with its pieces is the unit; empty: each piece is a unit."""
+    records: int = 1
+    """Where an owner is the unit: maximum number of its pieces that are learned from."""
 
 
 def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
-    """The unit rule of a plan; None unless `privacy.unit` is `record`.
+    """The unit rule of a plan; None unless `privacy.unit` is `record` or `owner`.
 
     Raises:
         PlanError: `privacy.record` is `window` and `data.format` is not `text`.
     """
-    if privacy.unit != "record":
+    if not privacy.dpsgd:
         return None
     if privacy.record == "window" and data.format != "text":
         raise PlanError(
@@ -103,6 +115,8 @@ def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
             expected=f"'record', because data.format is {data.format!r}: 'window' is only valid with 'text'",
             fix="set privacy.record = 'record'",
         )
+    if privacy.unit == "owner":
+        return UnitRule(privacy.record, privacy.windows, data.owner, privacy.records)
     return UnitRule(privacy.record, privacy.windows)
 
 
@@ -123,11 +137,11 @@ def prepare(
     example in a packed one, has no token before it to be learned from, so its label is -100.
 
     With `units`, `data.packing` is ignored, prompts and chats continue in further sequences as texts do, and a hash of
-    `seed` and the unit's own tokens decides whether the unit is held out. A draw over all records, as without `units`,
-    would be wrong: one more record would reshuffle all the others between training and evaluation, and training sets
-    that differ everywhere are not neighbours. The cost is that the number held out is only close to `data.held_out`,
-    and that either part may be empty. A window that is a unit may be held out while its neighbours in the text are
-    trained on.
+    `seed` and the unit's own tokens, or its owner, decides whether the unit is held out. A draw over all records, as
+    without `units`, would be wrong: one more record would reshuffle all the others between training and evaluation, and
+    training sets that differ everywhere are not neighbours. The cost is that the number held out is only close to
+    `data.held_out`, and that either part may be empty. A window that is a unit may be held out while its neighbours in
+    the text are trained on. Of an owner's pieces those with the smallest hashes of `seed` and their tokens are used.
 
     Raises:
         DataError: as `to_examples`; no record has a learnable token; or, without `units`, part of one single prompt or
@@ -181,6 +195,7 @@ def save_prepared(folder: Path, prepared: Prepared) -> None:
                 "labels": part.labels,
                 "positions": part.positions,
                 "starts": part.starts,
+                "shares": part.shares,
             }
             present = {kind: array for kind, array in arrays.items() if array is not None}
             for kind, array in present.items():
@@ -210,6 +225,7 @@ def load_prepared(folder: Path) -> Prepared:
                 arrays.get("positions"),
                 int(part["n_bytes"]),
                 arrays.get("starts"),
+                arrays.get("shares"),
             )
         return Prepared(parts["train"], parts["held_out"], int(about["dropped"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -275,34 +291,74 @@ def _prepare_units(
 ) -> Prepared:
     """`prepare` with units: the result for one unit does not depend on the others."""
     length = data.sequence_length
-    train: list[Example] = []
-    held_out: list[Example] = []
-    dropped = 0
-    for example in to_examples(records, tokenizer, data):
+    units: list[_Unit] = []
+    owned: dict[str, _Unit] = {}
+    number = itertools.count()
+    dropped = without_owner = 0
+    for record, example in zip(records, to_examples(records, tokenizer, data), strict=True):
+        owner = owner_of(record, rule.owner) if rule.owner else ""
+        if owner is None:
+            without_owner += 1
+            continue
         if rule.record == "record":
             pieces = [example.piece(0, rule.windows * length)]
         else:
             pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
         learnable = [piece for piece in pieces if _learnable_rows(piece, length).any()]
         dropped += not learnable
-        for piece in learnable:
-            (held_out if _chosen(piece, data.held_out, seed) else train).append(piece)
-    if not train and not held_out:
+        if not rule.owner:
+            units += [_Unit(_tokens(piece), [(0, 0, piece)]) for piece in learnable]
+        for piece in learnable if rule.owner else ():
+            # The rank depends on the piece alone: a choice by place or by a common draw would depend on other owners.
+            rank = int.from_bytes(_hash("piece", seed, _tokens(piece) + piece.role.tobytes()), "big")
+            ranked = owned.setdefault(owner, _Unit(owner.encode(), [])).ranked
+            heapq.heappush(ranked, (-rank, next(number), piece))
+            if len(ranked) > rule.records:
+                heapq.heappop(ranked)
+    if without_owner:
+        _log.warning("%d records have no %s, text or a whole number: not used", without_owner, rule.owner)
+    units += owned.values()
+    if not units:
+        whose = f" and with {rule.owner!r}, text or a whole number" if rule.owner else ""
         raise DataError(
             f"data.{data.format}",
-            expected=f"at least one record with a learnable token in its first {rule.windows * length} tokens, "
+            expected=f"at least one record with a learnable token in its first {rule.windows * length} tokens{whose}, "
             f"but none of the {len(records)} has one",
             fix="raise data.sequence_length or check the records",
         )
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    apart = data.model_copy(update={"packing": False})
-    parts = []
-    for units in (train, held_out):
-        rows = [np.count_nonzero(_learnable_rows(unit, length)) for unit in units]
-        starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
-        parts.append(replace(_lay_out(units, apart, pad), starts=starts))
-    return Prepared(parts[0], parts[1], dropped)
+    sides: tuple[list[_Unit], list[_Unit]] = [], []
+    for unit in units:
+        sides[_chosen(unit.identity, "owner" if rule.owner else "", data.held_out, seed)].append(unit)
+    train, held_out = (_lay_out_units(side, data, pad, shared=bool(rule.owner)) for side in sides)
+    return Prepared(train, held_out, dropped)
+
+
+@dataclass
+class _Unit:
+    """One unit: a piece, or the pieces of one owner that are used."""
+
+    identity: bytes
+    """What decides whether the unit is held out."""
+    ranked: list[tuple[int, int, Example]]
+    """The pieces, each after its negative rank and a number that separates equal ones: a heap, the worst first."""
+
+    @property
+    def pieces(self) -> list[Example]:
+        """The pieces, by rank."""
+        return [piece for _, _, piece in sorted(self.ranked, reverse=True)]
+
+
+def _lay_out_units(units: Sequence[_Unit], data: DataSection, pad: int, *, shared: bool) -> Sequences:
+    """Place units in sequences of their own; `shared`: a piece has the same share of its unit whatever its length."""
+    pieces = [piece for unit in units for piece in unit.pieces]
+    rows = np.array([_learnable_rows(piece, data.sequence_length).sum() for piece in pieces], np.int64)
+    counts = np.array([len(unit.ranked) for unit in units], np.int64)
+    starts = np.concatenate([[0], np.cumsum(rows)])[np.concatenate([[0], np.cumsum(counts)])]
+    shares = np.repeat(1 / (np.repeat(counts, counts) * rows), rows).astype(np.float32)
+    laid_out = _lay_out(pieces, data.model_copy(update={"packing": False}), pad)
+    return replace(laid_out, starts=starts, shares=shares if shared else None)
 
 
 def _learnable_rows(example: Example, length: int) -> NDArray[np.bool_]:
@@ -312,10 +368,17 @@ def _learnable_rows(example: Example, length: int) -> NDArray[np.bool_]:
     return np.asarray(role.reshape(-1, length)[:, 1:].any(axis=1), np.bool_)
 
 
-def _chosen(example: Example, share: float, seed: int) -> bool:
+def _chosen(identity: bytes, kind: str, share: float, seed: int) -> bool:
     """Whether a unit is held out: with probability `share` over its hash, which alone decides."""
-    digest = hashlib.sha256(f"cloister/held out/{seed}/".encode() + example.tokens.astype("<i4").tobytes())
-    return int.from_bytes(digest.digest()[:8], "big") < share * 2**64
+    return int.from_bytes(_hash(f"held out{kind and ' '}{kind}", seed, identity)[:8], "big") < share * 2**64
+
+
+def _hash(purpose: str, seed: int, content: bytes) -> bytes:
+    return hashlib.sha256(f"cloister/{purpose}/{seed}/".encode() + content).digest()
+
+
+def _tokens(example: Example) -> bytes:
+    return example.tokens.astype("<i4").tobytes()
 
 
 def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[Example], list[Example]]:

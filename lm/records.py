@@ -41,6 +41,14 @@ class Records(Protocol):
         """Iterate over the records in order."""
 
 
+def owner_of(record: Record, field: str) -> str | None:
+    """Who a record belongs to: the field's text, or its whole number as text; None where it has neither."""
+    value = record.get(field)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) and value else None
+
+
 def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
     """Read the records of a file, a folder of files of one kind, or a hub data set.
 

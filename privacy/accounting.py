@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from cloister.privacy.events import (
     CorrelatedGaussian,
@@ -58,30 +58,48 @@ class Spent:
     """Why that is not the requested accountant, or what was assumed; otherwise empty."""
 
 
-def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld") -> Spent:
+def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, group: int = 1) -> Spent:
     """The epsilon of all `events` together at `delta`.
 
-    Neighbours are those of the events. Where releases for records (`SampledGaussian`) and for sites (the
-    others) are in one list, the result is for one record: it may change its site's whole update from one vector of
-    the clipped norm to another, so a release for sites is then counted with twice its sensitivity.
+    Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
+    of them, a record before an owner before a site. Such a unit may change the term of a larger one from any vector of
+    the clipped norm to any other, so the releases for larger units are then counted with twice their sensitivity:
+    those for sites as such, and those for owners as the replacement of a term that is drawn, (1 - q) N(0, z^2) +
+    q N(1, z^2) against (1 - q) N(0, z^2) + q N(-1, z^2).
+
+    A `group` of k units differs together: each is drawn on its own, and in the worst case all have the same gradient,
+    so that a step is N(0, z^2) against the mixture of N(j, z^2), with j binomial(k, q) (Choquette-Choo et al. 2024,
+    "Privacy amplification for matrix mechanisms"). A release for all sites is counted with k times its sensitivity.
 
     Args:
         events: What was released, in any order; equal ones are merged first, so a long ledger costs little more.
         delta: Above 0 and below 1.
-        accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list.
+        accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list. For a `group`,
+            for steps on owners in a list with records, and for steps with a largest batch `rdp` knows only a loose
+            bound, without amplification.
+        group: k, 1 or more units that differ together.
 
     Raises:
-        AccountingError: `delta` is out of range, or `accountant` is unknown.
+        AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
+            with releases for several units or with a largest batch.
     """
     delta = positive("delta", delta)
     if not delta < 1:
         raise AccountingError("delta", delta, expected="a probability above 0 and below 1")
     if accountant not in get_args(Accountant):
         raise AccountingError("accountant", accountant, expected=" or ".join(get_args(Accountant)))
-    losses, mixed = _losses(events)
-    found = _compose(losses, delta, accountant)
-    if mixed:
-        note = "for one record: releases for sites are counted with twice their sensitivity"
+    listed = list(events)
+    units = [unit for unit in get_args(Unit) if unit in {_unit(event) for event in listed}]
+    if isinstance(group, bool) or group < 1 or (group > 1 and len(units) > 1):
+        raise AccountingError(
+            "group", group, expected="1 or more units, or 1 where several units were charged"
+        )
+    if group > 1 and any(isinstance(event, SampledGaussian) and event.largest_batch for event in listed):
+        raise AccountingError("group", group, expected="1 where the largest batch is limited")
+    found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant)
+    if len(units) > 1:
+        larger = " and ".join(f"{unit}s" for unit in units[1:])
+        note = f"for one {units[0]}: releases for {larger} are counted with twice their sensitivity"
         found = replace(found, note="; ".join(filter(None, (note, found.note))))
     return found
 
@@ -96,48 +114,141 @@ def composed(events: Iterable[str], delta: float) -> float:
     return spent([event for text in events for event in from_json(text)], delta).epsilon
 
 
+class _Step(NamedTuple):
+    """A step of DP-SGD, and what neighbours change in it."""
+
+    noise: float
+    """z."""
+    rate: float
+    """q."""
+    replaced: bool = False
+    """Whether a term of norm 1 is replaced by another where it is drawn, and not added or removed."""
+    group: int = 1
+    """Units that are added or removed together."""
+    largest: int = 0
+    """B, the most units in the batch; 0: no limit."""
+    places: int = 0
+    """N, the places that are drawn; with a limit."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether one unit is added or removed, for which Renyi divergences are known."""
+        return not self.replaced and not self.largest and self.group == 1
+
+    @property
+    def sensitivity(self) -> int:
+        """The most by which neighbours change the sum of a given batch."""
+        return 2 if self.replaced else self.group
+
+    @property
+    def like(self) -> _Step:
+        """A step with known divergences whose loss is of about the same size."""
+        return _Step(self.noise / max(self.sensitivity, 2 if self.largest else 1), self.rate)
+
+    @property
+    def exact(self) -> float:
+        """z, or the largest noise below it at which float64 resolves the loss: less noise, a larger bound."""
+        return min(self.noise, math.sqrt(1e9 * self.rate))
+
+    @property
+    def span(self) -> float:
+        """About the range of the loss, whose tails are cut at e^-50: ten standard deviations."""
+        if not self.plain:
+            return 2 * self.like.span
+        z, q = self.exact, self.rate
+        farthest = 10.2 / z + 0.5 / (z * z)
+        if q == 1 or farthest > _WIDEST:
+            return 2 * farthest
+        return math.log1p(q * math.expm1(farthest)) - math.log1p(-q)
+
+    @property
+    def variance(self) -> float:
+        """About the variance of the loss: that of the likelihood ratio of one unit, q^2 (e^(1/z^2) - 1)."""
+        if self.largest:
+            pushed = self.pushes
+            return (1 - pushed) * _Step(self.noise, self.rate).variance + pushed * self.like.variance
+        z, q = self.exact, self.rate
+        one = 1 / (z * z) if q == 1 else q * q * math.expm1(min(1 / (z * z), 20.0))
+        return one * self.sensitivity**2
+
+    @property
+    def pushes(self) -> float:
+        """The probability that a unit that is drawn meets a full batch."""
+        from scipy.stats import binom
+
+        return float(binom.sf(self.largest - 1, self.places - 1, self.rate))
+
+    def loss(self, width: float) -> Any:
+        """The privacy loss distribution (of `dp_accounting`) of the worst case, on a grid of a width."""
+        from dp_accounting.pld import privacy_loss_distribution as distributions
+        from dp_accounting.privacy_accountant import NeighboringRelation
+        from scipy.stats import binom
+
+        z, q = self.exact, self.rate
+        if self.group > 1:
+            drawn = range(self.group + 1)
+            return distributions.from_mixture_gaussian_mechanism(
+                z, drawn, binom.pmf(drawn, self.group, q), value_discretization_interval=width
+            )
+        relation = NeighboringRelation.REPLACE_ONE if self.replaced else NeighboringRelation.REPLACE_SPECIAL
+        if self.largest:
+            return distributions.from_truncated_subsampled_gaussian_mechanism(
+                self.places,
+                q,
+                self.largest,
+                z,
+                value_discretization_interval=width,
+                neighboring_relation=relation,
+            )
+        return distributions.from_gaussian_mechanism(
+            z, sampling_prob=q, value_discretization_interval=width, neighboring_relation=relation
+        )
+
+
 class _Losses(NamedTuple):
     """A list of events, merged: all that the epsilon depends on."""
 
-    sampled: tuple[tuple[float, float, int], ...]  # noise multiplier, sampling rate, steps
+    steps: tuple[tuple[_Step, int], ...]  # of sampled mechanisms, and how many
     rho: float  # zero-concentrated DP of all Gaussians together: the sum of 1 / (2 z^2)
     skellam: tuple[tuple[float, float, float, int], ...]  # variance, l2, l1, count
 
 
-def _losses(events: Iterable[Event]) -> tuple[_Losses, bool]:
-    sampled: Counter[tuple[float, float]] = Counter()
+def _unit(event: Event) -> Unit:
+    return event.unit if isinstance(event, SampledGaussian) else "site"
+
+
+def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
+    """The events as losses of `group` units, where `unit` is the smallest."""
+    steps: Counter[_Step] = Counter()
     gaussian: Counter[float] = Counter()
     skellam: Counter[tuple[float, float, float]] = Counter()
-    units: set[Unit] = set()
+    sensitivity = (
+        group if unit == "site" else 2
+    )  # a part of a site may change its vector from any to any other
     for event in events:
-        units.add("record" if isinstance(event, SampledGaussian) else "site")
         match event:
-            case SampledGaussian(z, q, steps):
-                sampled[z, q] += steps
+            case SampledGaussian(z, q, count):
+                limits = event.largest_batch or 0, event.most_units or 0
+                steps[_Step(z, q, event.unit != unit, group, *limits)] += count
             case Gaussian(z, count):
-                gaussian[z] += count
+                gaussian[z / sensitivity] += count
             case CorrelatedGaussian(z):
-                gaussian[z] += 1
+                gaussian[z / sensitivity] += 1
             case Skellam(variance, l2, l1, count, extra):
-                for part in ((variance, l2, l1), *extra):
-                    skellam[part] += count
-    mixed = len(units) == 2
-    sensitivity = 2 if mixed else 1  # a record may change its site's vector from any to any other
-    rho = [count * (sensitivity / z) ** 2 / 2 for z, count in sorted(gaussian.items())]
-    rho += [steps * (1 / z) ** 2 / 2 for (z, q), steps in sorted(sampled.items()) if q == 1]
-    losses = _Losses(
-        tuple((z, q, steps) for (z, q), steps in sorted(sampled.items()) if q < 1),
-        math.fsum(rho),
-        tuple(
-            (mu, sensitivity * l2, sensitivity * l1, count) for (mu, l2, l1), count in sorted(skellam.items())
-        ),
+                for mu, l2_part, l1_part in ((variance, l2, l1), *extra):
+                    skellam[mu, sensitivity * l2_part, sensitivity * l1_part] += count
+    for step in [step for step in steps if step.rate == 1 and not step.largest]:
+        gaussian[step.noise / step.sensitivity] += steps.pop(step)
+    return _Losses(
+        tuple(sorted(steps.items())),
+        math.fsum(count / z**2 / 2 for z, count in sorted(gaussian.items())),
+        tuple((*part, count) for part, count in sorted(skellam.items())),
     )
-    return losses, mixed
 
 
 @functools.lru_cache(maxsize=4096)
 def _compose(losses: _Losses, delta: float, accountant: Accountant) -> Spent:
-    if not (losses.sampled or losses.rho or losses.skellam):
+    if not (losses.steps or losses.rho or losses.skellam):
         return Spent(0.0, delta, accountant)
     renyi = _rdp(losses, delta)
     if accountant == "rdp":
@@ -154,21 +265,28 @@ def _compose(losses: _Losses, delta: float, accountant: Accountant) -> Spent:
 
 
 def _rdp(losses: _Losses, delta: float) -> float:
-    """Least epsilon over the orders: those of `dp_accounting`, from 1.1 to 1024, or whole ones with Skellam noise."""
+    """Least epsilon over the orders: those of `dp_accounting`, from 1.1 to 1024, or whole ones with Skellam noise.
+
+    Steps whose divergences are not known count as if every unit were drawn.
+    """
     from dp_accounting import dp_event as dp
     from dp_accounting.rdp import RdpAccountant
 
     public = [
-        dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(_exact(z, q))), steps)
-        for z, q, steps in losses.sampled
+        dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(step.rate, dp.GaussianDpEvent(step.exact)), count)
+        for step, count in losses.steps
+        if step.plain
     ]
-    if losses.rho:
-        public.append(dp.ZCDpEvent(rho=losses.rho))
+    rho = losses.rho + math.fsum(
+        count * (step.sensitivity / step.noise) ** 2 / 2 for step, count in losses.steps if not step.plain
+    )
+    if rho:
+        public.append(dp.ZCDpEvent(rho=rho))
     with _without_log("absl"):
         if not losses.skellam:
             return float(RdpAccountant().compose(dp.ComposedDpEvent(public)).get_epsilon(delta))
         least = math.inf
-        for order in _whole_orders(sampled=bool(losses.sampled)):
+        for order in _whole_orders(sampled=any(step.plain for step, _ in losses.steps)):
             bound = math.fsum(count * skellam_rdp(order, mu, l2, l1) for mu, l2, l1, count in losses.skellam)
             # At one order a bound is a (rho = bound / order)-zCDP event, whatever it is at other orders.
             events = dp.ComposedDpEvent([*public, dp.ZCDpEvent(rho=bound / order)])
@@ -223,9 +341,8 @@ def _pld(losses: _Losses, delta: float, renyi: float) -> float:
     """
     import numpy as np
     from dp_accounting import get_epsilon_gaussian
-    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
-    steps = sum(steps for _, _, steps in losses.sampled)
+    steps = sum(count for _, count in losses.steps)
     rounding = _ROUNDING + _ROUNDING_PER_STEP * steps
     if delta < 4 * rounding:
         raise _OutOfReachError("delta is too near the rounding error of privacy loss distributions")
@@ -233,48 +350,32 @@ def _pld(losses: _Losses, delta: float, renyi: float) -> float:
         raise _OutOfReachError(f"privacy loss distributions are composed for up to {_MOST_STEPS:,} steps")
     delta -= rounding
     gaussian = 1 / math.sqrt(2 * losses.rho) if losses.rho else math.inf
-    if not losses.sampled:
+    if not losses.steps:
         return float(get_epsilon_gaussian(gaussian, delta)) * (1 + 1e-9) + 1e-9  # its root is right to 1e-12
-    if renyi > _HOPELESS:
+    size = renyi
+    if not all(step.plain for step, _ in losses.steps):  # a guess, because `renyi` is far too large
+        size = _rdp(losses._replace(steps=tuple((step.like, count) for step, count in losses.steps)), delta)
+    if size > _HOPELESS:
         raise _OutOfReachError("the losses span more than a grid can hold")
-    sampled = [(_exact(z, q), q, steps) for z, q, steps in losses.sampled]
-    parts = [*sampled, (gaussian, 1.0, 1)] if losses.rho else sampled
-    span = math.fsum(_span(z, q) for z, q, _ in parts)
+    parts = [*losses.steps, (_Step(gaussian, 1.0), 1)] if losses.rho else losses.steps
+    span = math.fsum(step.span for step, _ in parts)
     if span > _WIDEST:
         raise _OutOfReachError("the losses span more than a grid can hold")
-    variance = math.fsum(steps * _loss_variance(z, q) for z, q, steps in parts)
+    variance = math.fsum(count * step.variance for step, count in parts)
     width = min(math.sqrt(variance / (steps + 1)) / 20, _COARSEST)
-    width = max(width, span / _GRID, renyi / _DEEPEST, math.sqrt(2.0**-53 * span * steps))
+    width = max(width, span / _GRID, size / _DEEPEST, math.sqrt(2.0**-53 * span * steps))
     # The library's tail bound makes the sum of k losses about k variance / (h span) points long.
-    width = max(width, *(k * _loss_variance(z, q) / (_span(z, q) * _COMPOSED) for z, q, k in sampled))
+    width = max(width, *(k * step.variance / (step.span * _COMPOSED) for step, k in losses.steps))
     composed = None
     try:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            for z, q, times in parts:
-                one = from_gaussian_mechanism(z, sampling_prob=q, value_discretization_interval=width)
-                one = one if times == 1 else one.self_compose(times)
+            for step, count in parts:
+                one = step.loss(width)
+                one = one if count == 1 else one.self_compose(count)
                 composed = one if composed is None else composed.compose(one)
             return float(composed.get_epsilon_for_delta(delta))  # type: ignore[union-attr]  # of one part or more
     except (ValueError, ArithmeticError) as error:
         raise _OutOfReachError(f"the losses cannot be put on a grid ({error})") from error
-
-
-def _span(z: float, q: float) -> float:
-    """About the range of one step's loss, whose tails are cut at e^-50: ten standard deviations."""
-    farthest = 10.2 / z + 0.5 / (z * z)
-    if q == 1:
-        return 2 * farthest
-    return farthest if farthest > _WIDEST else math.log1p(q * math.expm1(farthest)) - math.log1p(-q)
-
-
-def _loss_variance(z: float, q: float) -> float:
-    """About the variance of one step's loss: that of the likelihood ratio, q^2 (e^(1/z^2) - 1)."""
-    return 1 / (z * z) if q == 1 else q * q * math.expm1(min(1 / (z * z), 20.0))
-
-
-def _exact(z: float, q: float) -> float:
-    """`z`, or the largest noise below it at which float64 resolves one step's loss: less noise, a larger bound."""
-    return min(z, math.sqrt(1e9 * q))
 
 
 @contextlib.contextmanager

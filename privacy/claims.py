@@ -16,7 +16,9 @@ from cloister.protocol.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection,
 
 
 def _thing(plan: Plan) -> str:
-    """The name of one unit, with privacy.unit = "record"."""
+    """The name of one unit, with privacy.unit = "record" or "owner"."""
+    if plan.privacy.unit == "owner":
+        return "owner"
     if plan.privacy.record == "window":
         return "window"
     return {"text": "text", "prompt": "prompt with its completion", "messages": "chat"}[plan.data.format]
@@ -34,11 +36,20 @@ def unit(plan: Plan) -> str:
 def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
     """What the guarantee of unit `record` protects: "one line of the JSONL file, of which the first 512 tokens ...".
 
+    With unit `owner`: "all records of one owner, named by the field 'patient_id', of which at most 8 are used".
+
     Args:
         data: The plan's section.
         privacy: The plan's section.
         source: The file that a site reads; its suffix names the kind of record. Without it the plan's format does.
     """
+    if privacy.unit == "owner":
+        owned = (
+            f"all records of one owner, named by the field {data.owner!r}, of which at most {privacy.records}"
+        )
+        if privacy.record == "window":
+            return f"{owned} windows of {data.sequence_length} tokens are used"
+        return f"{owned} are used, each with its first {privacy.windows * data.sequence_length} tokens"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
     by_kind = {
@@ -62,12 +73,9 @@ def relation(plan: Plan) -> str:
         return ""
     if plan.privacy.unit == "site":
         return "the replacement of one site's updates by zeros in every round"
+    if plan.privacy.unit == "owner":
+        return "adding or removing all records of one owner at one site"
     return f"adding or removing one such {_thing(plan)} at one site"
-
-
-def _honest(plan: Plan) -> tuple[int, int]:
-    """(m, A): at least m sites are in an opened sum, and the noise of at most A of them does not count."""
-    return plan.cohort.needed(), plan.threshold().colluders
 
 
 def mechanism(plan: Plan, terms: Terms | None) -> str:
@@ -78,22 +86,29 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
     if terms.mechanism is None:
         thing = _thing(plan)
         of_windows = "" if privacy.record == "window" else ", the mean over its sequences,"
+        if privacy.unit == "owner":
+            each = f"at most {privacy.records} {privacy.record}s of this owner"
+            of_windows = f", the mean over {each}, which are chosen from this owner's records alone,"
+        limit = ""
+        if privacy.largest_batch:
+            most = privacy.largest_batch
+            limit = f"Of more than {most} that are drawn, {most} are used, chosen uniformly at random. "
         return (
             f"DP-SGD in each site (Abadi et al. 2016). In each of the {local.steps} local steps of a round "
-            f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. Its "
-            f"gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
+            f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. "
+            f"{limit}Its gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
             "deviation of C times the noise multiplier is added to every coordinate of the sum. The sum "
             f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects, "
             "and not by the size of the batch that was drawn."
         )
     noise = terms.mechanism
     if noise.variance:
-        needed, colluders = _honest(plan)
+        honest = plan.honest()
         text = (
             "Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
             f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
-            f"each of them; the secure sum carries the total. At least {needed - colluders} honest sites are in "
-            f"every sum, and the noise of {needed - colluders} sites together has a standard deviation of "
+            f"each of them; the secure sum carries the total. At least {honest} honest sites are in "
+            f"every sum, and the noise of {honest} sites together has a standard deviation of "
             f"{noise.deviation:.6g} C."
         )
     elif noise.correlation is not None:
@@ -154,7 +169,7 @@ def accountant(plan: Plan, most: Spent | None) -> str:
     if used == "pld":
         text = (
             "privacy loss distributions, rounded towards more loss (dp-accounting)"
-            if plan.privacy.unit == "record"
+            if plan.privacy.dpsgd
             else "Gaussian mechanisms, composed into one in closed form (Balle and Wang 2018)"
         )
     else:
@@ -187,7 +202,7 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
         "composes all of them and decides what may still be spent."
     )
-    if privacy.unit == "record":
+    if privacy.dpsgd:
         thing = _thing(plan)
         return (
             (
@@ -205,6 +220,7 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
                 "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
                 "to be random."
             ),
+            *_places(plan),
             *_repeated(plan),
             (
                 "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
@@ -264,7 +280,8 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
             counting,
             runs,
         )
-    needed, colluders = _honest(plan)
+    found = plan.threshold()
+    colluders = found.colluders
     against = (
         "The guarantee holds against adversaries who know no site's noise. A site knows its own noise, and "
         "against that site the guarantee is weaker than stated here."
@@ -274,8 +291,8 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     )
     return (
         (
-            f"Every opened sum contains at least {needed} sites, and at least {needed - colluders} of them "
-            f"added their noise and keep it secret. {against}"
+            f"At least {plan.honest()} sites in every sum that can be opened added their noise and keep it secret; a "
+            f"sum by the protocol has at least {plan.quorum()} sites. {against}"
         ),
         (
             "The secure sum is secure: no update is seen before it is summed, and of the updates of one cohort only "
@@ -295,9 +312,34 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     )
 
 
+def _places(plan: Plan) -> tuple[str, ...]:
+    """What a largest batch assumes of the number of units."""
+    thing, places = _thing(plan), plan.privacy.most_units
+    if places is None:
+        return ()
+    return (
+        (
+            f"No site trains on more than {places:,} {thing}s. Of more, the first {places:,} in the order of the data "
+            f"are used. There adding or removing one {thing} replaces one by another, which counts as two."
+        ),
+    )
+
+
 def _repeated(plan: Plan) -> tuple[str, ...]:
-    """What the unit `record` leaves out: longer texts, repetitions, and several units of one person."""
+    """What the units `record` and `owner` leave out: longer texts, repetitions, and several units of one person."""
     length, privacy = plan.data.sequence_length, plan.privacy
+    if privacy.unit == "owner":
+        used = f"Training uses at most {privacy.records} {privacy.record}s of an owner"
+        if privacy.record == "record":
+            used += f", and nothing of one beyond its first {privacy.windows * length} tokens"
+        return (
+            f"{used}.",
+            (
+                f"The field {plan.data.owner!r} has the same value in all records of one owner. An owner under two "
+                "values is two units, and k of them together are protected with only about k times epsilon, at a "
+                "larger delta. A record without a value is not used."
+            ),
+        )
     if privacy.record == "window":
         return (
             (
@@ -329,7 +371,7 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
             "who could read every record, update and key. What this page says about parties that do not "
             "trust each other applies to the same plan on separate machines."
         )
-    if privacy.unit == "record":
+    if privacy.dpsgd:
         parties.append(
             "Each site, with its own records and its own noise: it runs the software unchanged and keeps its "
             "batches, its gradients and its noise keys secret. No site is trusted with the records of "
@@ -417,6 +459,14 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
         found.append(
             "A site as a whole, or a person with many records: the models can learn what these records have in common."
         )
+    if privacy.unit == "owner":
+        found += [
+            (
+                "An owner who appears at two sites: this owner pays at both, and is protected with only about the sum "
+                "of the two epsilons, at a larger delta."
+            ),
+            "A person whom the records of other owners mention, and a site as a whole.",
+        ]
     found += [
         (
             "What a site reveals in other ways: that it takes part, when and for how long it works, that it drops "

@@ -11,32 +11,44 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any, Literal, TypeAlias
 
 from cloister.protocol.errors import AccountingError
 
-Unit = Literal["record", "site"]
+Unit = Literal["record", "owner", "site"]
 
 ADD_OR_REMOVE = "add or remove one record"
 """Neighbours of the unit `record`."""
+ADD_OR_REMOVE_OWNER = "add or remove all records of one owner"
+"""Neighbours of the unit `owner`."""
 ZERO_OUT = "replace one site's updates by zeros"
 """Neighbours of the unit `site`."""
 
 
 def relation(unit: Unit) -> str:
     """What neighbouring means for a unit."""
-    return {"record": ADD_OR_REMOVE, "site": ZERO_OUT}[unit]
+    return {"record": ADD_OR_REMOVE, "owner": ADD_OR_REMOVE_OWNER, "site": ZERO_OUT}[unit]
 
 
 @dataclass(frozen=True)
 class SampledGaussian:
     """Steps of DP-SGD (Abadi et al. 2016): f(sample) + N(0, (z C)^2 I), where f sums terms of L2 norm at most C.
 
-    Each record is in the sample with probability q, independently (Poisson), so a batch may be empty and is still a
-    step. Neighbours: add or remove one record, which changes f by at most C. The worst case is one dimension: N(0, z^2)
+    Each unit is in the sample with probability q, independently (Poisson), so a batch may be empty and is still a
+    step. Neighbours: add or remove one unit, which changes f by at most C. The worst case is one dimension: N(0, z^2)
     against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the Gaussian
     mechanism.
+
+    With `largest_batch` B and `most_units` N the sampling is truncated (Ganesh 2025, "Tighter privacy analysis for
+    truncated Poisson sampling"): the N places for units are drawn, and of more than B drawn places B are kept,
+    uniformly at random. An empty place contributes zero. Neighbours: one place is empty or not. If B or more of the
+    other N - 1 places are drawn, with a probability of t, then the place in question is kept with the conditional
+    probability p = P(Bin(N, q) > B) B / (N t), and another one is pushed out for it. So the sum is f + (0 or a) against
+    f + (0 or b), the second with probability p, with |a| <= 2 C and |b| <= C, for which (1 - p) N(0, z^2) + p N(2, z^2)
+    against (1 - p) N(0, z^2) + p N(-2, z^2) is a bound. Else it is kept whenever it is drawn, as above. Whether it is
+    the one or the other does not depend on the data.
     """
 
     noise_multiplier: float
@@ -45,6 +57,12 @@ class SampledGaussian:
     """q: from 1e-9 to 1."""
     steps: int
     """Steps, 1 or more."""
+    unit: Literal["record", "owner"] = "record"
+    """What is drawn and clipped: a record (or a window of one), or an owner with all its records."""
+    largest_batch: int | None = None
+    """B, from 1 to N - 1; None: a batch of any size."""
+    most_units: int | None = None
+    """N, the places for units; None exactly if `largest_batch` is."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
@@ -53,6 +71,17 @@ class SampledGaussian:
             raise AccountingError("sampling_rate", rate, expected="a probability from 1e-9 to 1")
         object.__setattr__(self, "sampling_rate", rate)
         object.__setattr__(self, "steps", _count("steps", self.steps))
+        if self.unit not in ("record", "owner"):
+            raise AccountingError("unit", self.unit, expected="record or owner")
+        if self.largest_batch is not None or self.most_units is not None:
+            largest, places = (
+                _count("largest_batch", self.largest_batch),
+                _count("most_units", self.most_units),
+            )
+            if largest >= places:
+                raise AccountingError(
+                    "largest_batch", largest, expected=f"fewer than most_units, which is {places}"
+                )
 
 
 @dataclass(frozen=True)
@@ -145,16 +174,26 @@ _MECHANISMS: dict[str, type[Any]] = {
 }
 
 
+_LATER: dict[str, object] = {"unit": "record", "largest_batch": None, "most_units": None}
+"""Fields that earlier releases did not write, and the values at which they are left out: an old ledger is canonical."""
+
+
 def to_json(events: Iterable[Event]) -> str:
     """Canonical JSON of `events`, in their order: sorted keys, no spaces, floats by the shortest digits that are exact.
 
     Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
     """
     names = {kind: name for name, kind in _MECHANISMS.items()}
-    listed = [{"mechanism": names[type(event)], **asdict(event)} for event in events]
+    listed = [{"mechanism": names[type(event)], **_written(event)} for event in events]
     return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def _written(event: Event) -> dict[str, object]:
+    fields = asdict(event)
+    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+
+
+@lru_cache(maxsize=1024)  # many entries of a ledger have the same text
 def from_json(text: str) -> tuple[Event, ...]:
     """Read what `to_json` wrote.
 

@@ -34,9 +34,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError
@@ -181,6 +181,29 @@ def link(previous: bytes, number: int, time_s: float, owner: str, charge: Charge
     return hashlib.sha256(packed).digest()
 
 
+@lru_cache(maxsize=4096)
+def _entry(previous: bytes, row: tuple[Any, ...]) -> Entry:
+    """The entry of a row without its hash, after the entry with the hash `previous`.
+
+    Cached, because each call of a ledger verifies the whole chain.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+    number, time_s, owner, id_, dataset, run, round_number, attempt, what, event, delta = row
+    charge = Charge(
+        id=id_,
+        dataset=dataset,
+        run=run,
+        round=round_number,
+        attempt=attempt,
+        what=what,
+        event=event,
+        delta=delta,
+    )
+    return Entry(number, time_s, owner, charge, link(previous, number, time_s, owner, charge))
+
+
 @dataclass(frozen=True)
 class History:
     """The entries of a ledger, oldest first. Build it with `of`, which checks the chain."""
@@ -203,32 +226,35 @@ class History:
             place = f"{origin}: entry {expected}"
             if [type(value) for value in row] != _TYPES:
                 raise _altered(place, "fields of the types that a ledger writes")
-            number, time_s, owner, id_, dataset, run, round_number, attempt, what, event, delta, found = row
-            if number != expected:
-                raise _altered(place, f"this entry at its position, but the next one is entry {number}")
+            if row[0] != expected:
+                raise _altered(place, f"this entry at its position, but the next one is entry {row[0]}")
             try:
-                charge = Charge(
-                    id=id_,
-                    dataset=dataset,
-                    run=run,
-                    round=round_number,
-                    attempt=attempt,
-                    what=what,
-                    event=event,
-                    delta=delta,
-                )
+                entry = _entry(head, tuple(row[:-1]))
             except ValueError as error:
                 raise _altered(place, f"a valid charge ({error})") from error
-            head = link(head, number, time_s, owner, charge)
-            if head != found:
+            head = entry.hash
+            if head != row[-1]:
                 raise _altered(place, "a hash that matches its fields and the entry before it")
-            entries.append(Entry(number, time_s, owner, charge, head))
+            entries.append(entry)
         return cls(tuple(entries), origin)
 
     @property
     def head(self) -> bytes:
         """Hash of the last entry, 32 bytes; `FIRST` in an empty ledger."""
         return self.entries[-1].hash if self.entries else FIRST
+
+    def of_owner(self, owner: str) -> Self:
+        """This history.
+
+        Raises:
+            LedgerError: an entry has another owner.
+        """
+        for entry in self.entries:
+            if entry.owner != owner:
+                raise LedgerError(
+                    self.origin, f"the ledger of {entry.owner}", expected=f"the ledger of {owner}"
+                )
+        return self
 
     def verified(self, noted: str | None = None) -> Verified:
         """Number of entries and head of the chain, if the chain contains a head that was noted earlier.
@@ -275,10 +301,9 @@ class History:
     def _by_id(self) -> dict[str, Entry]:
         return {entry.charge.id: entry for entry in self.entries}
 
-    def events(self, dataset: str, more: Iterable[Charge] = ()) -> list[str]:
-        """The accounting events of all charges of `dataset`, and of those in `more` not in the ledger."""
-        paid = [entry.charge.event for entry in self.entries if entry.charge.dataset == dataset]
-        return paid + [charge.event for charge in dict.fromkeys(more) if self.find(charge) is None]
+    def events(self, dataset: str) -> list[str]:
+        """The accounting events of all charges of `dataset`."""
+        return [entry.charge.event for entry in self.entries if entry.charge.dataset == dataset]
 
 
 class Ledger:
@@ -319,7 +344,7 @@ class Ledger:
             if not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
                 for statement in _SCHEMA:
                     db.execute(statement)
-            self._own(_read(db, path))
+            _read(db, path).of_owner(owner)
 
     def charge(
         self,
@@ -358,7 +383,7 @@ class Ledger:
                 all charges are on disk or none, and a retry is safe.
         """
         with _open(self.path, "rw", self._patience_s) as db, _commit(db):
-            history = self._own(_read(db, self.path))
+            history = _read(db, self.path).of_owner(self.owner)
             check(history.entries)
             events: dict[str, list[str]] = {}
             for entry in history.entries:
@@ -395,25 +420,6 @@ class Ledger:
                 "for the data can raise the budget",
             )
 
-    def would_spend(self, charges: Sequence[Charge], delta: float | None = None) -> float:
-        """Epsilon of a dataset with these charges added: a run can end before a round that it cannot pay for.
-
-        Nothing is reserved: another process may charge in between, and then `charge` can still refuse.
-
-        Args:
-            charges: At least one, all of one dataset. Those that are already in the ledger count once.
-            delta: The delta to compose at; None: the smallest delta of the charges.
-
-        Raises:
-            LedgerError: the ledger is damaged or altered, or an id was charged with other content.
-            StorageError: it cannot be read.
-        """
-        datasets = {charge.dataset for charge in charges}
-        if len(datasets) != 1:
-            raise ValueError(f"charges of {len(datasets)} datasets: expected one dataset")
-        at = min(charge.delta for charge in charges) if delta is None else delta
-        return self._compose(self._history().events(datasets.pop(), charges), at)
-
     def spent(self, dataset: str, delta: float) -> float:
         """Epsilon at `delta` of all charges of `dataset`, over all runs in this ledger; 0 without charges.
 
@@ -444,15 +450,7 @@ class Ledger:
         return self._history().verified(noted)
 
     def _history(self) -> History:
-        return self._own(read_history(self.path, self._patience_s))
-
-    def _own(self, history: History) -> History:
-        for entry in history.entries:
-            if entry.owner != self.owner:
-                raise LedgerError(
-                    str(self.path), f"the ledger of {entry.owner}", expected=f"the ledger of {self.owner}"
-                )
-        return history
+        return read_history(self.path, self._patience_s).of_owner(self.owner)
 
 
 def read_history(path: Path, patience_s: float = 60.0) -> History:

@@ -22,7 +22,7 @@ from cloister.protocol.errors import PolicyError
 from cloister.protocol.plan import SMALLEST_COHORT, Plan
 from cloister.protocol.settings import InWords, Section, Settings
 
-Unit = Literal["none", "record", "window", "site"]
+Unit = Literal["none", "record", "window", "owner", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
 
 
@@ -31,9 +31,12 @@ class Offer:
     """What a plan asks of a site and gives it, in the terms of a policy. `offer_of` makes it from a plan."""
 
     unit: str
-    """What the plan's guarantee protects: `none`, a whole `record`, a `window` cut from a text, or a `site`."""
+    """What the plan's guarantee protects: `none`, a whole `record`, a `window` cut from a text, an `owner` with all
+    records, or a `site`."""
     window: int
     """Tokens in a window."""
+    owner_field: str
+    """Field that says who a record belongs to."""
     noise_multiplier: float
     """Standard deviation of the noise on a sum of clipped terms, in units of the clipping norm; 0: no guarantee."""
     delta: float
@@ -66,9 +69,9 @@ def offer_of(
         plan: The plan.
         noise_multiplier: Its noise, which may have been calibrated to a target epsilon.
         epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
-            runs have spent (`Ledger.would_spend`). In a plan without a privacy unit, this and the noise are ignored:
+            runs have spent (`clients/spending.py`). In a plan without a privacy unit, this and the noise are ignored:
             the offer has noise 0 and infinite epsilon.
-        cohort: Fewest sites in a sum that is opened (`plan.cohort.needed()`).
+        cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
         roster_hash: Hash of the roster, in hex.
     """
     privacy = plan.privacy
@@ -76,6 +79,7 @@ def offer_of(
     return Offer(
         unit="window" if (privacy.unit, privacy.record) == ("record", "window") else privacy.unit,
         window=plan.data.sequence_length,
+        owner_field=plan.data.owner,
         noise_multiplier=noise_multiplier if private else 0.0,
         delta=privacy.delta,
         epsilon_after=epsilon_after if private else math.inf,
@@ -92,11 +96,14 @@ def offer_of(
 class Policy(Section):
     """A site's demands. Read one with `load_policy`."""
 
-    units: Annotated[tuple[Unit, ...], Field(min_length=1)] = ("record", "site")
+    units: Annotated[tuple[Unit, ...], Field(min_length=1)] = ("record", "owner", "site")
     """Units of privacy that are accepted: a whole `record`, a `window` (one piece of a text, so that a long text is
-    many), a `site`; `none` accepts a plan without any guarantee."""
+    many), an `owner` with all records, a `site`; `none` accepts a plan without any guarantee."""
     least_window: Annotated[int, Field(ge=1)] = 1
     """Fewest tokens of a window, where that is the unit."""
+    owner_fields: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the field that says who a record belongs to that are accepted, where an owner is the unit; empty: any.
+    A field that differs between the records of one person makes each of them an owner."""
     least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest noise multiplier."""
     greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -156,6 +163,8 @@ class Policy(Section):
             _refuse("units", "unit of privacy", offer.unit, _one_of(self.units))
         if offer.unit == "window" and not offer.window >= self.least_window:
             _refuse("least_window", "tokens in a window", offer.window, f"at least {self.least_window}")
+        if offer.unit == "owner" and self.owner_fields and offer.owner_field not in self.owner_fields:
+            _refuse("owner_fields", "data.owner", offer.owner_field, _one_of(self.owner_fields))
         if not offer.noise_multiplier >= self.least_noise:
             _refuse("least_noise", "noise multiplier", offer.noise_multiplier, f"at least {self.least_noise}")
         if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:

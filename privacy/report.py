@@ -171,7 +171,7 @@ class RunReport:
     versions: dict[str, str]
     """Versions of the software, by name."""
 
-    unit: Literal["none", "record", "site"]
+    unit: Literal["none", "record", "owner", "site"]
     """What the guarantee protects."""
     unit_in_words: str
     """The unit in the data's own words, with its article: `one discharge letter (one line of a site's JSONL)`."""
@@ -186,7 +186,7 @@ class RunReport:
     noise_multiplier: NonNegative | None
     """Standard deviation of the noise over C."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)] | None
-    """Probability with which a record is in a step's batch; None if nothing is sampled in secret."""
+    """Probability with which a unit is in a step's batch; None if nothing is sampled in secret."""
     accountant: str
     """How losses are composed."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None

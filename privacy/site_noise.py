@@ -220,8 +220,7 @@ def distributed(
     noise_multiplier: float,
     dimension: int,
     contributors: int,
-    floor: int,
-    colluders: int,
+    honest: int,
     ring_bits: int,
     adaptive: AdaptiveSection | None = None,
 ) -> SiteMechanism:
@@ -231,8 +230,7 @@ def distributed(
         noise_multiplier: z that is charged; with `adaptive` for update and count together.
         dimension: Coordinates of an update.
         contributors: Most sites in a sum.
-        floor: Fewest sites whose sum is opened.
-        colluders: Most of them that may work with the coordinator and add no noise.
+        honest: Fewest sites in an opened sum that have added their noise and keep it secret.
         ring_bits: b, of the integers modulo 2^b that are summed.
         adaptive: Adaptive clipping.
 
@@ -241,7 +239,7 @@ def distributed(
     """
     sigma_b = 0.0 if adaptive is None else adaptive.count_noise
     on_update = noised_with(noise_multiplier, sigma_b) if sigma_b else noise_multiplier
-    found = skellam_for(on_update, 1.0, dimension, contributors, floor, colluders, ring_bits)
+    found = skellam_for(on_update, 1.0, dimension, contributors, honest, ring_bits)
     event, step = found.event, 0
     if sigma_b:
         step = max(1, math.floor(math.sqrt(event.variance) / (2 * sigma_b)))
@@ -379,16 +377,14 @@ def skellam_for(
     clip: float,
     dimension: int,
     contributors: int,
-    floor: int,
-    colluders: int,
+    honest: int,
     ring_bits: int,
 ) -> SkellamScale:
     """The scale and noise of a sum in which only the honest survivors' noise counts.
 
-    Of the sites in an opened sum, at least `floor` - `colluders` are honest and have added their noise. Each site
-    adds variance v = (z C s)^2 / (floor - colluders), so the noise that counts has at least the standard deviation
-    z C s. s is the largest power of two with v <= `noise.LARGEST_VARIANCE`, beyond which Skellam noise is not sampled
-    exactly, and with the sum inside the ring:
+    Each site adds variance v = (z C s)^2 / honest, so the noise that counts has at least the standard deviation z C s.
+    s is the largest power of two with v <= `noise.LARGEST_VARIANCE`, beyond which Skellam noise is not sampled exactly,
+    and with the sum inside the ring:
 
         contributors (s C + 1) + 12 sqrt(contributors v) < 2^(ring_bits - 1).
 
@@ -400,8 +396,7 @@ def skellam_for(
         clip: C, L2 norm of a site's update.
         dimension: Coordinates of an update.
         contributors: Most sites in a sum.
-        floor: Fewest sites whose sum is opened.
-        colluders: Most of them that may work with the coordinator and add no noise.
+        honest: Fewest sites in an opened sum that have added their noise and keep it secret.
         ring_bits: b, of the integers modulo 2^b that are summed.
 
     Raises:
@@ -410,18 +405,11 @@ def skellam_for(
     z, bound = positive("noise_multiplier", noise_multiplier), positive("clip", clip)
     for field, value, least in (
         ("dimension", dimension, 1),
-        ("floor", floor, 1),
-        ("contributors", contributors, floor),
+        ("honest", honest, 1),
+        ("contributors", contributors, honest),
     ):
         if value < least:
             raise AccountingError(field, value, expected=f"{least} or more")
-    if not 0 <= colluders < floor:
-        raise AccountingError(
-            "colluders",
-            colluders,
-            expected=f"fewer than the {floor} sites of the smallest sum: one must add noise",
-        )
-    honest = floor - colluders
     room = 2.0 ** (ring_bits - 1)
     per_step = bound * (contributors + WRAP_DEVIATIONS * z * math.sqrt(contributors / honest))
     if room <= contributors:

@@ -104,9 +104,11 @@ def participation(plan: Plan) -> Participation | None:
 def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
     """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
-    if privacy.unit == "record":
+    if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        return (SampledGaussian(noise, privacy.sampling_rate, plan.local.steps),), None
+        limits = privacy.largest_batch, privacy.most_units
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
+        return (event,), None
     sites = plan.cohort.size()
     if privacy.trusted_coordinator:
         pattern = participation(plan)
@@ -115,8 +117,5 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
             correlated = optimal(pattern, privacy.correlated.buffers), pattern
         mechanism = central(noise, dimension, sites, bits, privacy.adaptive, correlated)
     else:
-        colluders = plan.threshold().colluders
-        mechanism = distributed(
-            noise, dimension, sites, plan.cohort.needed(), colluders, bits, privacy.adaptive
-        )
+        mechanism = distributed(noise, dimension, sites, plan.honest(), bits, privacy.adaptive)
     return (mechanism.event,), mechanism

@@ -7,13 +7,26 @@ to people, use SHA-256.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from cloister.protocol.encoding import pack
+
 
 def vector_hash(vector: npt.NDArray[Any]) -> bytes:
     """32 bytes: the hash of a vector's numbers as little-endian bytes; it does not cover shape and type."""
     return blake3(np.ascontiguousarray(vector).view(np.uint8).data).digest()
+
+
+def basis(model: bytes, clip: float) -> bytes:
+    """32 bytes that name all that the vectors of a sum are computed from.
+
+    Args:
+        model: Hash of the global model.
+        clip: Clipping norm, if the unit of privacy is the site; otherwise 0.
+    """
+    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex())).digest()

@@ -1,7 +1,8 @@
 """The errors of the project, one class for each fact.
 
-A user at the command line sees `str(error)`: one line that names the field, its value, what was expected and, if there
-is one, the fix. An exception of any other class is a defect and shows its traceback.
+A user at the command line sees `str(error)`: one printable line that names the field, its value, what was expected and,
+if there is one, the fix. An error may quote what another party has sent, and its text goes to terminals and logs. An
+exception of any other class is a defect and shows its traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CloisterError(Exception):
         parts = [f"{shown}: expected {expected}"]
         if fix:
             parts.append(fix)
-        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+        super().__init__(visible("; ".join(parts)))
 
 
 class PlanError(CloisterError):
@@ -158,7 +159,14 @@ class AccountingError(CloisterError):
 def one_line(error: BaseException) -> str:
     """An exception as one line: a `CloisterError`'s own text, else the class and text of the exception."""
     text = str(error) if isinstance(error, CloisterError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split()).removesuffix(":")
+    return visible(text).removesuffix(":")
+
+
+def visible(text: str) -> str:
+    """A text as one line; a question mark replaces each character that is not printable, such as one of an escape
+    sequence or one that changes the direction of writing."""
+    line = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def _short(value: object) -> str:

@@ -107,6 +107,8 @@ class Join:
     """Identity of the run, drawn at random when it began."""
     plan: Annotated[str, Limit(LONGEST_PLAN)]
     """The plan, as canonical JSON. It travels in this message alone."""
+    challenge: Digest
+    """Random bytes, fresh for each node at each join, which the site signs (`joining.py`)."""
     base_hash: Annotated[bytes, Limit(32)]
     """Hash of `base`; empty where there is none."""
     base: Floats
@@ -115,12 +117,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Joined:
-    """A site is ready."""
+    """A site is ready; `joining.py` signs and verifies it."""
 
     site: Name
     """The site's name."""
-    parameters: int
-    """Number of trained parameters, as the site counts them."""
+    signature: Signature = b""
+    """With the site's identity key; empty where the site has none."""
 
 
 # Step 2: advertise.
@@ -136,7 +138,7 @@ class Begin:
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
-    """Hash of the global model."""
+    """Hash of the global model and the clipping norm (`digest.basis`)."""
 
 
 @dataclass(frozen=True)

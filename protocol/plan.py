@@ -119,6 +119,9 @@ class DataSection(Section):
     """Field that holds the completion when format is `prompt`."""
     messages_field: str = "messages"
     """Field that holds the list of {role, content} when format is `messages`."""
+    owner: str = ""
+    """Unit `owner`: field that says who a record belongs to, such as `patient_id`: text or a whole number. Records
+    without it are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
     packing: bool = True
@@ -155,8 +158,8 @@ class LocalSection(Section):
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
-    """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each record independently, as record-level privacy
-    assumes), or `auto`: `poisson` under record-level privacy, else `shuffle`."""
+    """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
+    `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; `auto` is bfloat16 on a GPU and float32 on a CPU. Weights stay float32."""
     threads: Count = 1
@@ -234,11 +237,12 @@ class CorrelatedSection(Section):
 class PrivacySection(Section):
     """Differential privacy: what is protected, by how much noise, and how much may be spent."""
 
-    unit: Literal["none", "record", "site"] = "none"
-    """What the guarantee protects: `none` (no guarantee), one `record` of a site, or everything that one `site`
-    holds."""
+    unit: Literal["none", "record", "owner", "site"] = "none"
+    """What the guarantee protects: `none` (no guarantee), one `record` of a site, all records of one `owner` at a site
+    (`data.owner`), or everything that one `site` holds."""
     clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
-    """L2 norm C to which the gradient of a record, or the update of a site, is clipped; with `adaptive` the first."""
+    """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped; with `adaptive` the
+    first."""
     noise_multiplier: Positive | None = None
     """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
     target_epsilon: Positive | None = None
@@ -251,15 +255,25 @@ class PrivacySection(Section):
     """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
     has only `rdp`."""
     sampling_rate: Fraction | None = None
-    """Unit `record`: probability with which each record of a site is in a step's batch, independently (Poisson)."""
+    """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
+    independently (Poisson)."""
+    largest_batch: Count | None = None
+    """Units `record` and `owner`: most units in a step's batch; of more that are drawn, so many are used, chosen at
+    random. None: no limit. It costs privacy: one unit may push another out."""
+    most_units: Count | None = None
+    """With `largest_batch`: places for units at each site, at least as many as any site trains on. Empty places are
+    drawn and pushed out too, so the number of units stays secret. Units beyond it are not used."""
     record: Literal["record", "window"] = "record"
-    """Unit `record`: `record` is one record of the data; `window` is one sequence of `data.sequence_length` tokens cut
-    from a text, so that a longer text counts as several units."""
+    """Units `record` and `owner`: `record` is one record of the data; `window` is one sequence of
+    `data.sequence_length` tokens cut from a text, so that a longer text counts as several."""
     windows: Count = 4
-    """Unit `record`: largest number of sequences of one long record that are used; their gradients are averaged."""
+    """Units `record` and `owner`: largest number of sequences of one long record that are used; their gradients are
+    averaged."""
+    records: Count = 8
+    """Unit `owner`: largest number of records of one owner that are used; their gradients are averaged."""
     method: Literal["auto", "reference", "opacus"] = "auto"
-    """Unit `record`: per-record gradients one at a time (`reference`, correct for every model), by Opacus (`opacus`,
-    faster), or `auto`: by Opacus if it is correct for the model."""
+    """Units `record` and `owner`: gradients of single units one at a time (`reference`, correct for every model), by
+    Opacus (`opacus`, faster), or `auto`: by Opacus if it is correct for the model."""
     trusted_coordinator: bool = False
     """Unit `site`: the coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
@@ -267,6 +281,11 @@ class PrivacySection(Section):
     """Unit `site`: let the clipping norm follow a quantile of the update norms."""
     correlated: CorrelatedSection | None = None
     """Unit `site` with a trusted coordinator: correlate the noise over the rounds."""
+
+    @property
+    def dpsgd(self) -> bool:
+        """Whether each step inside a site is private (DP-SGD): units `record` and `owner`."""
+        return self.unit in ("record", "owner")
 
 
 class PublicSection(Section):
@@ -432,6 +451,19 @@ class Plan(Section):
         more."""
         needed = self.cohort.needed()
         return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
+
+    def evaluates(self, number: int) -> bool:
+        """Whether the model after a round is due for evaluation; 0 is the initial model."""
+        return number % self.server.evaluate_every == 0 or number == self.run.rounds
+
+    def honest(self) -> int:
+        """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open.
+
+        Raises:
+            ParameterError: as `threshold`.
+        """
+        found = self.threshold()
+        return found.smallest_part if found.splits else self.quorum() - found.colluders
 
 
 def _canonical(value: object) -> bytes:

@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import EncodingError, SignatureError, StaleError
+from cloister.protocol.errors import EncodingError, SignatureError, StaleError, visible
 from cloister.protocol.messages import LONGEST_REASON, Refused
 from cloister.protocol.roster import Roster
 
@@ -20,8 +20,7 @@ _REFUSAL = "cloister-refusal-1"
 
 def printable(text: str) -> str:
     """One printable line of at most `LONGEST_REASON` characters."""
-    line = " ".join(text.split())
-    return "".join(letter if letter.isprintable() else "?" for letter in line)[:LONGEST_REASON]
+    return visible(text)[:LONGEST_REASON]
 
 
 def sign_refusal(identity: Ed25519PrivateKey, *, site: str, run: str, plan: bytes, reason: str) -> Refused:

@@ -23,6 +23,7 @@ from cloister.protocol.settings import Section, Settings
 from cloister.protocol.threshold import LARGEST
 
 _SETTINGS = Settings(Plan, "plan", PlanError)
+_STEPS = 'privacy.unit = "record" or "owner"'
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
@@ -144,14 +145,16 @@ def _check_not_private(plan: Plan) -> None:
             raise PlanError(
                 f"privacy.{name}",
                 value if not isinstance(value, Section) else "set",
-                expected='no value; only valid with privacy.unit = "record" or "site"',
-                fix=f'set privacy.unit = "record" or "site", or remove privacy.{name}',
+                expected="no value; only valid with a privacy unit",
+                fix=f'set privacy.unit = "record", "owner" or "site", or remove privacy.{name}',
             )
+    if plan.data.owner:
+        raise _owner_without_unit(plan)
     if plan.local.sampler == "poisson":
         raise PlanError(
             "local.sampler",
             "poisson",
-            expected='"shuffle" or "auto"; "poisson" is only valid with privacy.unit = "record"',
+            expected=f'"shuffle" or "auto"; "poisson" is only valid with {_STEPS}',
             fix='set local.sampler = "auto"',
         )
 
@@ -159,7 +162,6 @@ def _check_not_private(plan: Plan) -> None:
 def _check_private(plan: Plan) -> None:
     """Refuse a plan that would not keep its guarantee, or that would release values that no ledger is charged for."""
     privacy, local = plan.privacy, plan.local
-    record = privacy.unit == "record"
     given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(privacy, name) is not None]
     if len(given) != 1:
         both = given or ["neither"]
@@ -194,43 +196,66 @@ def _check_private(plan: Plan) -> None:
             "released without a charge to the ledger",
             fix='set server.evaluation to public records, or to "none"',
         )
-    if record and privacy.sampling_rate is None:
+    if privacy.dpsgd and privacy.sampling_rate is None:
         raise PlanError(
             "privacy.sampling_rate",
-            expected='a value with privacy.unit = "record": the probability that a record is in a batch',
-            fix="set privacy.sampling_rate to the expected batch size divided by the number of records of a site",
+            expected=f"a value with {_STEPS}: the probability that a unit is in a batch",
+            fix="set privacy.sampling_rate to the expected batch size divided by the number of units of a site",
         )
-    if record and local.sampler == "shuffle":
+    if privacy.dpsgd and local.sampler == "shuffle":
         raise PlanError(
             "local.sampler",
             "shuffle",
-            expected='"poisson" with privacy.unit = "record"; the accountant assumes it',
+            expected=f'"poisson" with {_STEPS}; the accountant assumes it',
             fix='set local.sampler = "auto"',
         )
-    if not record and local.sampler == "poisson":
+    if not privacy.dpsgd and local.sampler == "poisson":
         raise PlanError(
             "local.sampler",
             "poisson",
-            expected='"shuffle" or "auto"; "poisson" is only valid with privacy.unit = "record"',
+            expected=f'"shuffle" or "auto"; "poisson" is only valid with {_STEPS}',
             fix='set local.sampler = "auto"',
         )
-    if not record and privacy.sampling_rate is not None:
+    if not privacy.dpsgd and privacy.sampling_rate is not None:
         raise PlanError(
             "privacy.sampling_rate",
             privacy.sampling_rate,
-            expected='no value; only valid with privacy.unit = "record": cohorts are public, so sampling '
-            "them amplifies nothing",
+            expected=f"no value; only valid with {_STEPS}: cohorts are public, so sampling them amplifies nothing",
             fix="remove privacy.sampling_rate",
         )
-    for name, default in (("record", "record"), ("windows", 4), ("method", "auto")):
-        if not record and getattr(privacy, name) != default:
+    for name, default in (
+        ("largest_batch", None),
+        ("most_units", None),
+        ("record", "record"),
+        ("windows", 4),
+        ("method", "auto"),
+    ):
+        if not privacy.dpsgd and getattr(privacy, name) != default:
             raise PlanError(
                 f"privacy.{name}",
                 getattr(privacy, name),
-                expected='no value; only valid with privacy.unit = "record"',
+                expected=f"no value; only valid with {_STEPS}",
                 fix=f"remove privacy.{name}",
             )
-    if record and privacy.record == "window" and plan.data.format != "text":
+    if privacy.dpsgd:
+        _check_largest_batch(privacy)
+    if privacy.unit == "owner" and not plan.data.owner:
+        raise PlanError(
+            "data.owner",
+            "",
+            expected='the field that says who a record belongs to, with privacy.unit = "owner"',
+            fix='set data.owner, such as "patient_id"',
+        )
+    if privacy.unit != "owner" and plan.data.owner:
+        raise _owner_without_unit(plan)
+    if privacy.unit != "owner" and privacy.records != 8:
+        raise PlanError(
+            "privacy.records",
+            privacy.records,
+            expected='no value; only valid with privacy.unit = "owner"',
+            fix="remove privacy.records",
+        )
+    if privacy.dpsgd and privacy.record == "window" and plan.data.format != "text":
         raise PlanError(
             "privacy.record",
             "window",
@@ -238,14 +263,14 @@ def _check_private(plan: Plan) -> None:
             'data.format = "text"',
             fix='set privacy.record = "record"',
         )
-    if not record and plan.model.adapter.scheme == "rolora":
+    if not privacy.dpsgd and plan.model.adapter.scheme == "rolora":
         raise PlanError(
             "model.adapter.scheme",
             "rolora",
             expected='another scheme with privacy.unit = "site"; the noise would change the frozen factor',
             fix='set model.adapter.scheme = "ffa-lora"',
         )
-    if record and (privacy.trusted_coordinator or privacy.adaptive is not None):
+    if privacy.dpsgd and (privacy.trusted_coordinator or privacy.adaptive is not None):
         name = "trusted_coordinator" if privacy.trusted_coordinator else "adaptive"
         raise PlanError(
             f"privacy.{name}",
@@ -253,7 +278,7 @@ def _check_private(plan: Plan) -> None:
             expected='no value; only valid with privacy.unit = "site"',
             fix=f"remove privacy.{name}",
         )
-    if not record and not privacy.trusted_coordinator and not plan.aggregation.secure:
+    if not privacy.dpsgd and not privacy.trusted_coordinator and not plan.aggregation.secure:
         raise PlanError(
             "aggregation.secure",
             False,
@@ -338,6 +363,50 @@ def _check_correlated(plan: Plan, correlated: CorrelatedSection) -> None:
             expected=f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
             fix="lower run.rounds, or remove privacy.correlated",
         )
+
+
+def _check_largest_batch(privacy: PrivacySection) -> None:
+    """Refuse a limit of the batch whose cost is not known, or a setting without effect."""
+    largest, places = privacy.largest_batch, privacy.most_units
+    if largest is None:
+        if places is not None:
+            raise PlanError(
+                "privacy.most_units",
+                places,
+                expected="no value; only valid with privacy.largest_batch",
+                fix="remove privacy.most_units, or set privacy.largest_batch",
+            )
+        return
+    if places is None:
+        raise PlanError(
+            "privacy.most_units",
+            expected="a value with privacy.largest_batch: how often the limit is met depends on the number of units "
+            "at a site, which is public then",
+            fix="set privacy.most_units to a number that no site exceeds",
+        )
+    if largest >= places:
+        raise PlanError(
+            "privacy.largest_batch",
+            largest,
+            expected=f"fewer than privacy.most_units, which is {places}",
+            fix="remove privacy.largest_batch and privacy.most_units",
+        )
+    if privacy.accountant == "rdp":
+        raise PlanError(
+            "privacy.accountant",
+            "rdp",
+            expected='"pld" with privacy.largest_batch; its Renyi divergences are known without amplification only',
+            fix='set privacy.accountant = "pld"',
+        )
+
+
+def _owner_without_unit(plan: Plan) -> PlanError:
+    return PlanError(
+        "data.owner",
+        plan.data.owner,
+        expected='no value; only valid with privacy.unit = "owner"',
+        fix='set privacy.unit = "owner", or remove data.owner',
+    )
 
 
 def _check_secure(plan: Plan) -> None:

@@ -1,19 +1,29 @@
 """Atomic, durable files: written to a temporary file beside their path, synced (fsync), then renamed over it.
 
-Every durable file of a run is written here, so that a full disk or a `kill -9` leaves the earlier version unchanged.
+Every durable file of a run is written here, so that a full disk or a `kill -9` leaves the earlier version unchanged,
+and a power cut leaves a version that was whole. A folder that is made on the way has its entry synced too.
+
+A temporary name has a random token, because threads, and processes of several containers, can share a process id.
+A killed process leaves its temporary: the next write into the folder removes those that are older than a day.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from cloister.protocol.errors import StorageError
+
+_STALE_S = 24 * 3600.0
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
 
 
 def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
@@ -22,15 +32,16 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
     Args:
         path: The final path; its folder is created if missing.
         write: Writes the whole content to the path that it is given.
-        durable: Sync (fsync) file and folder before returning, so that the file survives a power cut.
+        durable: Sync (fsync) the file, its folder and the entries of created folders before returning, so that the
+            file survives a power cut.
 
     Raises:
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path, "tmp")
     with _refusals_of_the_disk(path):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path.parent, durable=durable)
             write(temporary)
             if durable:
                 _sync(temporary)
@@ -39,11 +50,37 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
                 _sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+        _remove_stale(path.parent)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write `content` with `write_file`."""
     write_file(path, lambda temporary: _fill(temporary, content), durable=durable)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is never replaced, whole and durably; if it exists, its content stays.
+
+    If several processes write it, the first one determines the content. Only its owner can read it, and list the
+    folders that are created for it.
+
+    Raises:
+        StorageError: the disk is full or refuses the write.
+    """
+    temporary = _beside(path, "tmp")
+    with _refusals_of_the_disk(path):
+        _make(path.parent, durable=True, mode=0o700)
+        if not path.exists():
+            try:
+                temporary.touch(0o600)
+                _fill(temporary, content)
+                _sync(temporary)
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        _sync(path.parent)  # also for a file whose writer was killed before it did so
+        _remove_stale(path.parent)
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
@@ -55,13 +92,11 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    temporary, aside = _beside(path, "tmp"), _beside(path, "old")
     with _refusals_of_the_disk(path):
-        # A killed process with the same process id may have left this folder; no process uses it.
-        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            temporary.mkdir(parents=True)
+            _make(path.parent, durable=True)
+            temporary.mkdir()
             fill(temporary)
             for written in sorted(temporary.rglob("*")):
                 _sync(written)
@@ -78,6 +113,22 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        _remove_stale(path.parent)
+
+
+def sync_folders(folder: Path, top: Path) -> None:
+    """Sync the entries of `folder` and of the folders above it, the last of which is `top`.
+
+    After this a power cut loses none of them, even where the process that made one was killed before it synced it.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    with _refusals_of_the_disk(folder):
+        for one in (folder, *folder.parents):
+            _sync(one)
+            if one == top:
+                break
 
 
 def disk_refusal(path: Path, error: Exception) -> StorageError:
@@ -96,6 +147,37 @@ def _refusals_of_the_disk(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
         raise disk_refusal(path, error) from error
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
+
+
+def _make(folder: Path, *, durable: bool, mode: int = 0o777) -> None:
+    """Make a folder and those above it; a durable one has the entry of each that was missing synced."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for made in reversed(missing):
+        made.mkdir(mode, exist_ok=True)
+        if durable:
+            _sync(made.parent)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the temporaries of killed processes, but no folder that was moved aside and has no successor."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # another process may remove them too
+        for entry in entries:
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is None or time.time() - entry.stat(follow_symlinks=False).st_mtime < _STALE_S:
+                continue
+            if found[2] == "old" and not (folder / found[1]).exists():
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
 
 
 def _fill(path: Path, content: bytes) -> None:

@@ -91,11 +91,12 @@ class Parameters:
     @property
     def smallest_part(self) -> int:
         """Least number of honest updates in any sum that can be opened, for any D sites reported as dropouts."""
-        if (
-            self.complete or self.k > self.dropouts + self.colluders
-        ):  # fewer than k sites cannot disconnect it
-            return self.quorum - self.colluders
-        return self.k - self.threshold + 2
+        return self.k - self.threshold + 2 if self.splits else self.quorum - self.colluders
+
+    @property
+    def splits(self) -> bool:
+        """Whether a coordinator that chooses the dropouts can split the honest sites: k sites can disconnect them."""
+        return not self.complete and self.k <= self.dropouts + self.colluders
 
 
 def tolerated(n: int, fraction: float) -> int:

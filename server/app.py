@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from cloister.protocol.errors import EncodingError
 from cloister.protocol.messages import Reply, Request
-from cloister.protocol.refusal import printable
-from cloister.protocol.wire import decode_reply, encode, view
-from cloister.server.channel import Failure
+from cloister.protocol.wire import encode, view
+from cloister.server.channel import Failure, reply_in
 
 _GRACE_S = 60.0
 """Seconds by which a message's TTL exceeds the deadline, so that the deadline ends an attempt first."""
@@ -79,10 +77,7 @@ def _record(request: Request, known: dict[int, Array]) -> ArrayRecord:
 
 def _reply(node: int, message: Message) -> Reply | Failure:
     if message.has_error():
-        return Failure(f"node {node}", printable(message.error.reason or "") or "no reason given")
+        return Failure(f"node {node}", message.error.reason or "")
     frames = message.content.get("frames")
     held = [frames[name].data for name in sorted(frames)] if isinstance(frames, ArrayRecord) else []
-    try:
-        return decode_reply(held)
-    except EncodingError as error:
-        return Failure(f"node {node}", str(error))
+    return reply_in(held, node)

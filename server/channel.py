@@ -6,19 +6,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cloister.protocol.errors import EncodingError
 from cloister.protocol.messages import Reply, Request
+from cloister.protocol.refusal import printable
+from cloister.protocol.wire import Buffer, decode_reply
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A site did not do what it was asked."""
+    """A site did not do what it was asked.
+
+    Name and reason may be the site's own words. They are made printable here, because they go to a terminal, to the
+    journal and into a report.
+    """
 
     site: str
     """The site's name, or that of its node while the name is not known."""
     reason: str
-    """The reason, in one line."""
+    """The reason, in one printable line."""
     refused: bool = False
     """Whether the site itself refused, by its policy or its budget: a retry is pointless."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "site", printable(self.site))
+        object.__setattr__(self, "reason", printable(self.reason) or "no reason given")
+
+
+def reply_in(frames: Sequence[Buffer], node: int) -> Reply | Failure:
+    """The reply in the frames that a node has sent; its failure if they are anything else."""
+    try:
+        return decode_reply(frames)
+    except EncodingError as error:
+        return Failure(f"node {node}", str(error))
 
 
 class Channel(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from cloister.lm.layout import Vector
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, SecureSumError
+from cloister.protocol.joining import verify_joined
 from cloister.protocol.messages import Failed, Join, Joined, Refused, Reply, Request
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable, verify_refusal
@@ -25,7 +27,8 @@ class Members:
         run: Identity of the run.
         refused: Called with each site that does not join, and the reason.
         base: Frozen parameters that sites use instead of those of the plan.
-        roster: The sites' identities, which verify refusals; None if the plan sums in clear.
+        roster: The sites' identities, which verify names and refusals; None if the plan sums in clear, where each node
+            has the name that it gives first.
 
     Raises:
         EngineError: too few sites join for any cohort to reach its quorum.
@@ -48,19 +51,16 @@ class Members:
         self._nodes: dict[str, int] = {}
         self._refusals: list[Failure] = []
         base_hash = b"" if base is None else vector_hash(base)
-        join = Join(run, plan.to_json(), base_hash, np.empty(0, np.float32) if base is None else base)
+        sent = np.empty(0, np.float32) if base is None else base
+        requests = {
+            node: Join(run, plan.to_json(), os.urandom(32), base_hash, sent) for node in channel.nodes()
+        }
         reasons = []
-        for node, reply in channel.ask(
-            dict.fromkeys(channel.nodes(), join), plan.cohort.deadline_s, group="join"
-        ):
+        for node, reply in channel.ask(requests, plan.cohort.deadline_s, group="join"):
             if not isinstance(reply, Joined):
                 failure = self._failure(f"node {node}", reply)
-            elif not reply.site or not reply.site.isprintable():
-                failure = Failure(f"node {node}", "a name that is not printable")
-            elif roster is not None and reply.site not in roster:
-                failure = Failure(f"node {node}", "a name that is not in the roster")
-            elif reply.site in self._nodes:
-                failure = Failure(f"node {node}", "a name already taken")
+            elif problem := self._problem(reply, requests[node]):
+                failure = Failure(f"node {node}", problem)
             else:
                 self._nodes[reply.site] = node
                 continue
@@ -110,13 +110,24 @@ class Members:
             else:
                 yield reply
 
+    def _problem(self, joined: Joined, request: Join) -> str:
+        """Why the node that has answered `request` does not join under the name that it gives; empty if it does."""
+        if self._roster is not None:
+            try:
+                verify_joined(joined, self._roster, request, plan=self._plan)
+            except SecureSumError as error:
+                return f"a name that is not its own: {error}"
+        elif not joined.site or printable(joined.site) != joined.site:
+            return "a name that is not printable"
+        return "a name already taken" if joined.site in self._nodes else ""
+
     def _failure(self, name: str, reply: Reply | Failure) -> Failure:
         """The failure of a site named `name`: the reason in words, and whether the site itself has signed it."""
         match reply:
             case Failure():
                 return Failure(name, reply.reason, reply.refused)
             case Failed():
-                return Failure(name, printable(reply.reason) or "no reason given")
+                return Failure(name, reply.reason)
             case Refused():
                 return self._refusal(name, reply)
             case _:
@@ -127,8 +138,7 @@ class Members:
         if self._roster is None:  # nothing is signed, so a site that has joined can refuse only for itself
             if joined and refused.site != name:
                 return _under_another_name(name, refused.site)
-            reason = f"it refuses: {printable(refused.reason)}"
-            return Failure(printable(refused.site) or name, reason, refused=True)
+            return Failure(printable(refused.site) or name, f"it refuses: {refused.reason}", refused=True)
         try:
             verify_refusal(refused, self._roster, run=self._run, plan=self._plan)
         except SecureSumError as error:
@@ -139,4 +149,4 @@ class Members:
 
 
 def _under_another_name(name: str, given: str) -> Failure:
-    return Failure(name, f"it answered under the name {printable(given)!r}")
+    return Failure(name, f"it answered under the name {given!r}")

@@ -86,7 +86,8 @@ class NotEvaluated:
 
 @dataclass(frozen=True)
 class RoundAbandoned:
-    """A round was abandoned, the model is unchanged: sites had answered, but too few were left to finish."""
+    """A round was abandoned, the model is unchanged: sites had answered, but too few were left to finish, or what was
+    opened makes no mean."""
 
     round: int
     attempts: int
@@ -95,6 +96,8 @@ class RoundAbandoned:
     """As in `RoundDone`."""
     clip: float = 0.0
     """As in `RoundDone`."""
+    spoiled: bool = False
+    """The sum was opened and makes no mean: a site lied in its weight."""
 
 
 @dataclass(frozen=True)

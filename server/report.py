@@ -234,7 +234,11 @@ def _charge_in_words(entry: Entry) -> str:
 def _event_in_words(event: Event) -> str:
     match event:
         case SampledGaussian(noise, rate, count):
-            return f"{count} Poisson-sampled Gaussian steps, noise multiplier {noise:g}, rate {rate:g}"
+            on = f" on {event.unit}s" if event.unit != "record" else ""
+            limit = (
+                f", at most {event.largest_batch} of {event.most_units} places" if event.largest_batch else ""
+            )
+            return f"{count} Poisson-sampled Gaussian steps{on}, noise multiplier {noise:g}, rate {rate:g}{limit}"
         case Gaussian(noise, count):
             return f"{_times(count)}Gaussian noise on a sum, noise multiplier {noise:g}"
         case CorrelatedGaussian(noise, rounds, separation, most):
@@ -335,7 +339,7 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
             )
         elif unit == "site" and account.charged is not None:
             summed = account.charged.get(name, frozenset()).intersection(history.summed)
-        if account.charged is not None and unit == "record":
+        if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         else:
             rounds = asked if summed is None else summed

@@ -59,8 +59,8 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     """Run one round, in as many attempts as the plan allows.
 
     A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
-    because a site that has answered does not answer for another list. If so many sites refuse that no attempt is
-    possible, the round is not run.
+    because a site that has answered does not answer for another list; or if the sum that was opened makes no mean. If
+    so many sites refuse that no attempt is possible, the round is not run.
 
     Raises:
         QuorumError: every attempt ended with too few sites; the run can be resumed.
@@ -94,7 +94,8 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
     if isinstance(total, Failed) or mean is None:
-        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip)
+        spoiled = isinstance(total, Failed) and total.spoiled
+        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip, spoiled)
     else:
         counters = total.opened.counters
         tokens = counters.get(TOKENS)

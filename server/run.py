@@ -17,6 +17,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
+from cloister.protocol.joining import check_size
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
@@ -72,9 +73,12 @@ def run(
         clock: Seconds, for durations.
 
     Raises:
+        RosterError: the roster has not as many sites as the plan; no site was asked.
         CloisterError: the run stopped. Finished rounds are on disk, and a later call continues after them.
     """
     plan = folder.plan
+    if roster is not None:
+        check_size(roster, plan)
     run_identity = identity(folder, roster)
     base = base_of(plan, public)
     observe(Preparing("sites"))
@@ -181,7 +185,7 @@ def _rounds(
             return last, "refused"
         last = number
         _report(context, folder, board, asdict(result), evaluate)
-        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) else 0
+        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) and not result.spoiled else 0
         if abandoned == plan.cohort.attempts:
             raise QuorumError(
                 f"rounds {number - abandoned + 1} to {number}",
@@ -201,8 +205,9 @@ def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
 def _report_end(context: RoundContext, folder: RunFolder, number: int, evaluate: Evaluation) -> None:
     """Evaluate the model with which a run ends early, if no evaluation was due there."""
     rows = {row["round"]: row for row in folder.metrics()}
-    if "loss" in rows.get(number, {}):
-        return
+    plan = context.party.plan
+    if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
+        return  # sites evaluate in the rounds of the plan only
     held_out = evaluate(number, context.optimizer.weights.copy())
     if held_out is not None:
         found = Evaluated(
@@ -223,7 +228,7 @@ def _report(
     """Evaluate the model after a round if that is due, and write the round's line of metrics."""
     number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
-    if number % plan.server.evaluate_every == 0 or number == plan.run.rounds:
+    if plan.evaluates(number):
         held_out = evaluate(number, context.optimizer.weights.copy())
         if held_out is not None:
             found = Evaluated(

@@ -1,10 +1,10 @@
 """The spending of a run in the coordinator's ledger: for the report, and to stop before exceeding the budget.
 
 Each site is a dataset of its own, because sites that take part in different rounds spend differently. A round is
-charged before its result can be released. Under unit `record` every site that is asked to train is charged, also in an
-attempt that fails, because training uses its records. Under unit `site` the sum is the release, so its survivors are
-charged before it is opened. Correlated noise is charged for the whole run in a site's first round; the charges of its
-later rounds have no events. The sites' own ledgers do not depend on this one.
+charged before its result can be released. Under the units `record` and `owner` every site that is asked to train is
+charged, also in an attempt that fails, because training uses its records. Under unit `site` the sum is the release, so
+its survivors are charged before it is opened. Correlated noise is charged for the whole run in
+a site's first round; the charges of its later rounds have no events. The sites' own ledgers do not depend on this one.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Spending:
         self._ledger = Ledger(path, OWNER, composed, clock=clock)
 
     def before_training(self, round_number: int, sites: Iterable[str]) -> None:
-        """Under unit `record`, charge the sites that are about to be asked."""
-        if self.terms.unit == "record":
+        """Under the units `record` and `owner`, charge the sites that are about to be asked."""
+        if self.terms.unit != "site":
             self._charge(round_number, sites)
 
     def before_opening(self, round_number: int, sites: Iterable[str]) -> None:

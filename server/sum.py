@@ -32,7 +32,7 @@ from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import (
     CloisterError,
     ParameterError,
@@ -130,6 +130,8 @@ class Failed:
     """Attempts that failed."""
     bound: bool
     """Shares were requested in one of them: the sites that answered will answer for no other survivors."""
+    spoiled: bool = False
+    """The last sum was opened and makes no mean: a site lied in its weight, and an attempt would sum the same again."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,13 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
     model_hash = vector_hash(wanted.model)
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
+    unopened: set[str] = set()
     while True:
         unmasking = journal.newest(f"{purpose} {steps.UNMASKING}", number)
         if failures >= last:
             return Failed(failures, bound=unmasking is not None)
-        sites = unmasking.detail["survivors"] if unmasking else party.present(cohort)
+        able = [site for site in party.present(cohort) if site not in unopened]
+        sites = unmasking.detail["survivors"] if unmasking else able
         needed = len(sites) if unmasking else plan.quorum()
         # 1. Journal the attempt.
         attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
@@ -173,10 +177,13 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, started)
         try:
             opened = under_way.run(needed)
-        except (SecureSumError, UpdateError) as error:  # an UpdateError: what was opened makes no mean
+        except (SecureSumError, UpdateError) as error:
             failures += 1
+            unopened |= under_way.unopened
             journal.record(number, attempt, f"{purpose} {steps.FAILED}", {"reason": str(error)})
             party.observe(AttemptFailed(number, attempt, str(error)))
+            if isinstance(error, UpdateError):
+                return Failed(failures, bound=True, spoiled=True)
             continue
         return Total(opened, len(under_way.folded), len(cohort), attempt, party.clock() - started)
 
@@ -202,6 +209,8 @@ class _Plain:
         self.attempt = attempt
         self.started = started
         self.folded: set[str] = set()
+        self.unopened: frozenset[str] = frozenset()
+        """Sites whose shares too few others could open: later attempts at this sum go on without them."""
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
     def run(self, needed: int) -> Opened:
@@ -313,7 +322,8 @@ class _Masked(_Plain):
             layout.size,
             layout.digest() + party.base_hash.hex(),
         )
-        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, self.model_hash, needed=needed)
+        model = basis(self.model_hash, wanted.clip)
+        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(
                 "sites in the cohort",
@@ -323,6 +333,7 @@ class _Masked(_Plain):
         try:
             return self._steps(coordinator)
         finally:
+            self.unopened = frozenset(coordinator.unopened)
             self.leave_out(coordinator.liars)
 
     def _steps(self, coordinator: SecureCoordinator) -> Opened:

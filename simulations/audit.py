@@ -1,8 +1,9 @@
 """An audit of a run: canaries attack the real code, and prove a lower bound to compare with the claimed epsilon.
 
 The audit runs the code of a site or of the coordinator with new noise and without the run's own secrets. The
-adversary is the strongest one that the claim covers. The games are `simulations/audit_records.py` (unit record, one
-run) and `simulations/audit_sites.py` (unit site, many runs); `privacy/audit.py` turns their guesses into bounds.
+adversary is the strongest one that the claim covers. The games are `simulations/audit_records.py` (units record and
+owner, one run) and `simulations/audit_sites.py` (unit site, many runs); `privacy/audit.py` turns their guesses into
+bounds.
 
 The number of guesses and the threshold are fixed before any score is seen: they would give the largest bound if the
 noise had half of its standard deviation. That bound is reported with the result, because a weak audit
@@ -55,10 +56,10 @@ def audit(
 
     Args:
         folder: The run.
-        canaries: Unit record: canaries; by default one for each coordinate, but at most 10,000 and at most
-            0.1 / delta (far above it Theorem 3.1 of the paper proves nothing). Unit site: runs of one round.
-        steps: Unit record: the most local steps to take; by default all that a site of the run took. More steps
-            than one round has are rounded down to whole rounds.
+        canaries: Units record and owner: canaries; by default one for each coordinate, but at most 10,000 and at
+            most 0.1 / delta (far above it Theorem 3.1 of the paper proves nothing). Unit site: runs of one round.
+        steps: Units record and owner: the most local steps to take; by default all that a site of the run took. More
+            steps than one round has are rounded down to whole rounds.
         confidence: Probability with which the bound is true.
         streams: Noise, coins and batches: an unused stream at each call.
         progress: Receives the progress of the audit.
@@ -71,14 +72,15 @@ def audit(
         raise CloisterError(
             "privacy.unit",
             "none",
-            expected="record or site, because without a unit there is no claim to audit",
+            expected="record, owner or site, because without a unit there is no claim to audit",
         )
     if not 0 < confidence < 1:
         raise CloisterError("--confidence", confidence, expected="between 0 and 1")
     if canaries is not None and canaries < 1:
         raise CloisterError("--canaries", canaries, expected="1 or more")
-    if steps is not None and (steps < 1 or plan.privacy.unit == "site"):
-        raise CloisterError("--steps", steps, expected="1 or more, and only with privacy.unit = 'record'")
+    if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
+        expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
+        raise CloisterError("--steps", steps, expected=expected)
     rounds = _rounds_paid_for(folder)
     public = public_model(folder, lambda _event: None)
     model = load_model(plan, base_of(plan, public))

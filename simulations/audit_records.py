@@ -1,7 +1,10 @@
-"""The audit with unit record: one run of DP-SGD with gradient canaries, and guesses of the coins that included them.
+"""The audit with unit record or owner: one run of DP-SGD with gradient canaries, and guesses of the coins that
+included them.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the first
-site's own units, each included by its own fair coin. A canary is drawn into batches as every unit is. Its gradient is
+site's own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
+records, and is drawn into batches as every unit is; where the places for units are limited, the last real units make
+room for canaries. Its gradient is
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
 sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
 canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
@@ -52,7 +55,7 @@ class WatchedSum(ClippedSum):
         names: Parameters.
         clip: L2 norm C.
         device: Where gradients lie.
-        watch: Receives the released sum minus the part that the adversary knows, float32 of shape (layout.size,).
+        watch: Receives the released sum minus the part that the adversary knows, float64 of shape (layout.size,).
     """
 
     def __init__(
@@ -66,12 +69,11 @@ class WatchedSum(ClippedSum):
         super().__init__(layout, names, clip, device)
         self._watch = watch
         self.known = torch.zeros(())
-        """(layout.size,) float32: the part of the sum that the adversary knows."""
+        """(layout.size,) float64: the part of the sum that the adversary knows."""
 
     def know(self) -> None:
         """Reveal to the adversary everything added so far."""
-        assert self._sum is not None
-        self.known = self._sum.clone()
+        self.known = self.so_far()
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """As `ClippedSum.release`; the adversary sees the result."""
@@ -106,6 +108,7 @@ class CanaryTrainer(PrivateTrainer):
         self.scores: npt.NDArray[np.float64] = np.zeros(len(included))
         """(M,): the scores over the steps that were taken."""
         self._included = np.flatnonzero(included)
+        self._places = plan.privacy.most_units
         self._layout = model.layout
         self._random = places
         self._score = score
@@ -118,8 +121,10 @@ class CanaryTrainer(PrivateTrainer):
         """The sequences, with the included canaries appended as units without tokens."""
         assert sequences.starts is not None
         self._real = len(sequences.starts) - 1
-        end = np.full(len(self._included), sequences.starts[-1])
-        return replace(sequences, starts=np.append(sequences.starts, end))
+        if self._places is not None:  # whether a canary is included changes nothing else
+            self._real = min(self._real, self._places - len(self.scores))
+        starts = sequences.starts[: self._real + 1]
+        return replace(sequences, starts=np.append(starts, np.full(len(self._included), starts[-1])))
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -155,8 +160,8 @@ class CanaryTrainer(PrivateTrainer):
         return self.watched
 
     def see(self, left: torch.Tensor) -> None:
-        """Score the canaries by the rest of a step's released sum, float32 of shape (layout.size,)."""
-        self.scores += self._score(left.cpu().numpy()[self._coordinates].astype(np.float64) / self._clip)
+        """Score the canaries by the rest of a step's released sum, float64 of shape (layout.size,)."""
+        self.scores += self._score(left.cpu().numpy()[self._coordinates] / self._clip)
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,8 @@ class RecordGame:
         correct, guesses = count(guess(trainer.scores, k, 0), included)
         bound = lower_bound(correct, guesses, m, terms.delta, confidence)
         claimed = self._claimed(taken)
-        what = f"{m} gradient canaries among the records of {site_name(0)}, over {taken} steps of DP-SGD, each seen"
+        what = f"{m} gradient canaries among the {terms.unit}s of {site_name(0)}"
+        what += f", over {taken} steps of DP-SGD, each seen"
         return Audited(
             what,
             AuditRow(m, guesses, correct, confidence, bound, claimed, what),
@@ -225,8 +231,9 @@ class RecordGame:
         )
 
     def _claimed(self, steps: int) -> float:
-        event = SampledGaussian(self.terms.noise_multiplier, self._rate, steps)
-        return epsilon_of((event,), self.terms.delta, self.terms.accountant)
+        (event,) = self.terms.round_events
+        assert isinstance(event, SampledGaussian)
+        return epsilon_of((replace(event, steps=steps),), self.terms.delta, self.terms.accountant)
 
     @property
     def _rate(self) -> float:
@@ -238,12 +245,15 @@ class RecordGame:
         """The number of canaries; each needs its own coordinate in every round."""
         rounds = range(1, min(2, self.plan.run.rounds) + 1)
         most = min(sum(p.numel() for _, p in self.model.trainable_in_round(number)) for number in rounds)
+        places = self.plan.privacy.most_units or most
         if wanted is None:
-            return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
+            return max(1, min(_MOST_CANARIES, most, places, int(0.1 / self.terms.delta)))
         if wanted > most:
             raise CloisterError(
                 "--canaries", wanted, expected=f"at most the {most} coordinates that every round trains"
             )
+        if wanted > places:
+            raise CloisterError("--canaries", wanted, expected=f"at most privacy.most_units, {places}")
         return wanted
 
     def _score(self, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -53,9 +53,7 @@ def audit_sites(
     assert terms.mechanism is not None, "unit site has a mechanism"
     mechanism = replace(terms.mechanism, dimension=_WIDTH)
     layout = replace(training_layout(plan, dimension), size=_WIDTH)
-    sites = plan.cohort.needed()
-    if mechanism.variance:
-        sites -= plan.threshold().colluders
+    sites = plan.honest() if mechanism.variance else plan.quorum()
     clip = plan.privacy.clip
     zero = Finished(np.zeros(_WIDTH, np.float32), 0, 0.0)
     included = streams().child("coins").generator().random(runs) < 0.5

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation.span import manifest_of
 from cloister.clients.attempt import Attempts
@@ -24,8 +25,9 @@ from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import load_model
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, PolicyError
+from cloister.protocol.joining import sign_joined
 from cloister.protocol.messages import (
     TRAIN,
     Agree,
@@ -33,7 +35,6 @@ from cloister.protocol.messages import (
     Contribution,
     Inbox,
     Join,
-    Joined,
     Purpose,
     Refused,
     Reply,
@@ -43,13 +44,14 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster, load_roster
-from cloister.protocol.soundness import parse
-from cloister.protocol.wire import decode_reply, encode
-from cloister.server.channel import Failure
+from cloister.protocol.soundness import from_json, parse
+from cloister.protocol.wire import Buffer, encode
+from cloister.server.channel import Failure, reply_in
 from cloister.server.members import Members
 from cloister.simulations.federation import lay_out
 
 RUN = "0a1b2c"
+CHALLENGE = bytes(range(32))
 
 TINY = """
 [run]
@@ -150,6 +152,8 @@ class Loopback:
         """Told of each request before the site is asked."""
         self.tamper: Callable[[str, Reply], Reply] = lambda _step, reply: reply
         """Given step and reply: the reply that arrives."""
+        self.garble: Callable[[str, str, list[Buffer]], list[Buffer]] = lambda _site, _step, frames: frames
+        """Given site, step and the reply's frames: the frames that arrive."""
         self.asked: list[tuple[str, str]] = []
         """(step, site) of every request."""
         self.explain: Callable[[Exception], str] = str
@@ -169,7 +173,8 @@ class Loopback:
                 continue
             self.before(name, request)
             frames = serve(self.sites[name], encode(request), self.explain)
-            yield node, self.tamper(step, decode_reply(frames))
+            reply = reply_in(self.garble(name, step, frames), node)
+            yield node, reply if isinstance(reply, Failure) else self.tamper(step, reply)
 
     def lose(self, *lost: tuple[str, str, int]) -> None:
         """Let a site not answer: (site, step, try)."""
@@ -262,9 +267,8 @@ class Federation:
     def join_request(self, plan: Plan | None = None, run: str = RUN, base: Vector | None = None) -> Join:
         """The request to join."""
         base_hash = b"" if base is None else vector_hash(base)
-        return Join(
-            run, (plan or self.plan).to_json(), base_hash, np.empty(0, np.float32) if base is None else base
-        )
+        sent = np.empty(0, np.float32) if base is None else base
+        return Join(run, (plan or self.plan).to_json(), CHALLENGE, base_hash, sent)
 
     def sum_id(
         self,
@@ -304,21 +308,35 @@ class VectorSite:
 
     Args:
         name: Its name.
+        identity: Its identity key.
         attempts: Its side of the secure sum.
         vector: Makes its ring vector.
+        roster: Hash of the roster that it has pinned.
         secure: Whether it masks the vector.
     """
 
-    def __init__(self, name: str, attempts: Attempts, vector: Callable[[], Any], *, secure: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        identity: Ed25519PrivateKey,
+        attempts: Attempts,
+        vector: Callable[[], Any],
+        *,
+        roster: bytes,
+        secure: bool,
+    ) -> None:
         self.name = name
+        self.identity = identity
         self.attempts = attempts
         self._vector = vector
+        self._roster = roster
         self._secure = secure
 
     def answer(self, request: Request) -> Reply:
         match request:
             case Join():
-                return Joined(self.name, 0)
+                plan = bytes.fromhex(from_json(request.plan).digest())
+                return sign_joined(self.identity, request, site=self.name, plan=plan, roster=self._roster)
             case Agree():
                 return self.attempts.agree(request.told, request.sum.round)
             case Contribute():
@@ -328,7 +346,7 @@ class VectorSite:
                     statement, _, pieces = self.attempts.mask(
                         request.inbox,
                         request.sum.round,
-                        vector_hash(request.model),
+                        basis(vector_hash(request.model), request.clip),
                         1,
                         lambda: [(0, self._vector())],
                     )

@@ -1,19 +1,26 @@
-"""What a site keeps of its attempts at secure sums, and what remains after a crash, a full disk or a power cut."""
+"""What a site keeps of its attempts at secure sums, and what remains after a crash, a full disk or damage."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cloister.aggregation.secure_sum import Answered
-from cloister.clients.attempt_files import AttemptFiles, Kept, State
+from cloister.clients.attempt_files import AttemptFiles, Kept, Marks, State
 from cloister.protocol.errors import StorageError
 from cloister.protocol.messages import Step
+from cloister.tests.power import Power
 
 SEED = bytes(range(32))
-ANSWERED = Answered("run", 1, 1, b"digest")
+BEGIN = (Step.ADVERTISE, b"begin")
+
+
+def answered_in(attempt: int) -> Answered:
+    return Answered("run", 1, attempt, bytes([attempt]) * 32)
 
 
 @contextmanager
@@ -27,113 +34,206 @@ def read(folder: Path) -> State:
         return files.state(None)
 
 
-def fill(folder: Path) -> list[State]:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    AttemptFiles.create(tmp_path / "run", tmp_path)
+    return tmp_path / "run"
+
+
+def fill(folder: Path, attempt: int = 1) -> list[State]:
     """An attempt through all its steps; the state after each."""
     states = []
     with turn(folder) as files:
         states.append(files.state(None))
-        states.append(files.begin(states[-1], Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"),))))
+        states.append(files.begin(states[-1], Kept((1, attempt - 1), (1, attempt), SEED, (BEGIN,))))
         states.append(files.keep(states[-1], (Step.SHARE, b"peers")))
-        states.append(files.mark_masking(states[-1]))
-        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox")))
-        states.append(files.mark_answered(states[-1], ANSWERED))
+        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox"), durable=False))
+        states.append(files.mark_answered(states[-1], answered_in(attempt)))
         states.append(files.end(states[-1]))
     return states
 
 
-def test_another_process_finds_what_one_has_kept(tmp_path: Path) -> None:
-    with turn(tmp_path) as files:
-        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"),)))
-        state = files.mark_masking(files.keep(state, (Step.SHARE, b"peers")))
-    found = read(tmp_path)
+def test_another_process_finds_what_one_has_kept(folder: Path) -> None:
+    with turn(folder) as files:
+        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
+        state = files.keep(files.keep(state, (Step.SHARE, b"peers")), (Step.SHARE, b"peers"))
+    found = read(folder)
     assert found == state
-    assert found.kept == Kept((0, 0), (1, 1), SEED, ((Step.ADVERTISE, b"begin"), (Step.SHARE, b"peers")))
-    assert found.marks.joined == found.marks.masking == (1, 1)
+    assert found.kept == Kept((0, 0), (1, 1), SEED, (BEGIN, (Step.SHARE, b"peers")))
+    assert found.marks.joined == (1, 1)
+    fill(folder, attempt=2)
+    assert read(folder).marks == Marks((1, 2), answered_in(2), 3)
 
 
-def test_only_the_site_can_read_them_and_the_seed_is_gone_in_the_end(tmp_path: Path) -> None:
-    folder = tmp_path / "secure"
+def test_only_the_site_can_read_them_and_the_seed_is_gone_in_the_end(folder: Path) -> None:
     with turn(folder) as files:
         files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
     assert SEED in (folder / "attempt").read_bytes()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    fill(folder)
+    fill(folder, attempt=2)
     assert (folder / "attempt").read_bytes() == b""
     assert all(SEED not in path.read_bytes() for path in folder.iterdir())
-    assert read(folder).marks.answered == ANSWERED
 
 
-@pytest.mark.parametrize("name", ["marks", "attempt"])
-def test_a_torn_file_is_the_state_before_it_and_the_next_append_is_found(tmp_path: Path, name: str) -> None:
-    """The file is cut at every byte: each time the state that is found is one that was there."""
-    states = fill(tmp_path)[:-1]
-    with turn(tmp_path) as files:
-        state = files.begin(files.state(None), Kept((1, 1), (1, 2), SEED, ((Step.ADVERTISE, b"again"),)))
-        files.mark_masking(files.keep(state, (Step.SHARE, b"peers")))
-    whole = (tmp_path / name).read_bytes()
-    known = {state.marks for state in (*states, state, read(tmp_path))}
-    for end in range(len(whole)):
-        (tmp_path / name).write_bytes(whole[:end])
-        found = read(tmp_path)
-        assert found.marks in known
-        assert found.kept is None or found.kept.now == found.marks.joined
-    (tmp_path / name).write_bytes(whole[:-3] + b"???")
-    with turn(tmp_path) as files:
-        files.mark_answered(
-            files.begin(files.state(None), Kept((1, 2), (2, 1), SEED)), Answered("run", 2, 1, b"other")
-        )
-    found = read(tmp_path)
-    assert found.marks.joined == (2, 1)
-    assert found.marks.answered == Answered("run", 2, 1, b"other")
-    assert found.kept == Kept((1, 2), (2, 1), SEED)
+def test_the_secrets_of_an_attempt_are_gone_after_a_power_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Power(folder, monkeypatch) as power:
+        with turn(folder) as files:
+            state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
+        power.cut()
+        assert read(folder).kept == state.kept  # they were there before
+        with turn(folder) as files:
+            files.end(files.state(None))
+        power.cut()
+        assert SEED not in (folder / "attempt").read_bytes()
+        assert read(folder).kept is None
 
 
 def test_the_secrets_of_an_attempt_are_not_used_after_the_mark_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process was killed between the mark of a new attempt and its first message: no attempt is at hand."""
-    write = os.pwrite
-
-    def killed(descriptor: int, data: bytes, at: int) -> int:
-        raise Killed
-
-    def last(descriptor: int, data: bytes, at: int) -> int:
-        monkeypatch.setattr(os, "pwrite", killed)
-        return write(descriptor, data, at)
-
-    with turn(tmp_path) as files:
+    with Power(folder, monkeypatch) as power, turn(folder) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
-        monkeypatch.setattr(os, "pwrite", last)
-        with pytest.raises(Killed):
+        with power.stopped_at(0) as ended:
             files.begin(state, Kept((1, 1), (1, 2), bytes(32)))
-    assert SEED in (tmp_path / "attempt").read_bytes()
-    found = read(tmp_path)
+    assert ended
+    assert SEED in (folder / "attempt").read_bytes()
+    found = read(folder)
     assert found.marks.joined == (1, 2)
     assert found.kept is None
 
 
-class Killed(BaseException):
-    """The process ended here."""
-
-
-def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path) -> None:
-    fill(tmp_path)
-    known = read(tmp_path)
-    with turn(tmp_path) as files:
+def test_files_that_have_not_changed_are_not_read_again(folder: Path) -> None:
+    fill(folder)
+    known = read(folder)
+    with turn(folder) as files:
         assert files.state(known) is known
         changed = files.begin(known, Kept((1, 1), (2, 1), SEED))
         assert files.state(known) == changed != known
 
 
-def test_a_full_disk_is_named_and_what_was_there_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with turn(tmp_path) as files:
+def test_a_full_disk_is_named_and_what_was_there_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with turn(folder) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
         write = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:5], at))
-        with pytest.raises(StorageError, match="no space left"):
-            files.keep(state, (Step.SHARE, b"peers"))
+        acts: list[Callable[[], object]] = [
+            lambda: files.begin(state, Kept((1, 1), (1, 2), SEED)),
+            lambda: files.keep(state, (Step.SHARE, b"peers")),
+            lambda: files.mark_answered(state, answered_in(1)),
+        ]
+        for act in acts:
+            with pytest.raises(StorageError, match="no space left"):
+                act()
+            assert files.state(None) == state
         monkeypatch.undo()
-    assert read(tmp_path) == state
+    assert read(folder) == state
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("name", ["marks", "attempt"])
+def test_a_file_that_is_missing_is_not_made_again(folder: Path, name: str) -> None:
+    """A site without its marks would join old attempts, and answer for other survivors."""
+    fill(folder)
+    (folder / name).unlink()
+    with pytest.raises(
+        StorageError, match=f"{name}.*missing.*does not know what it has answered.*keep its ledger"
+    ):
+        read(folder)
+    assert not (folder / name).exists()
+
+
+def test_files_that_exist_stay_as_they_are(folder: Path) -> None:
+    fill(folder)
+    before = read(folder)
+    AttemptFiles.create(folder, folder.parent)
+    assert read(folder) == before
+
+
+flips = st.dictionaries(
+    st.integers(0, 120) | st.integers(4096, 4096 + 120) | st.integers(0, 8191),
+    st.integers(1, 255),
+    max_size=4,
+)
+
+
+@given(attempts=st.integers(1, 3), flips=flips, size=st.just(8192) | st.integers(0, 9000))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_makes_a_site_forget_the_newest_mark_or_refuse(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: int,
+    flips: dict[int, int],
+    size: int,
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    folder = tmp_path_factory.mktemp("damaged")
+    AttemptFiles.create(folder, folder.parent)
+    written = [state.marks for attempt in range(1, attempts + 1) for state in fill(folder, attempt)]
+    whole = bytearray((folder / "marks").read_bytes())
+    for place, flip in flips.items():
+        whole[place] ^= flip
+    (folder / "marks").write_bytes(whole[:size].ljust(size, b"\0"))
+    places = {place // 4096 for place in flips}
+    try:
+        found = read(folder).marks
+    except StorageError:
+        assert size != 8192 or len(places) == 2
+    else:
+        assert size == 8192
+        assert found in [marks for marks in written if marks.writes >= written[-1].writes - 1]
+        assert found == written[-1] or written[-1].writes % 2 in places
+        # The next mark replaces the damaged slot, and is found.
+        with turn(folder) as files:
+            state = files.begin(files.state(None), Kept(found.joined, (2, 1), SEED))
+        assert read(folder) == state
+
+
+def test_a_slot_of_an_earlier_time_is_damage(folder: Path) -> None:
+    fill(folder)
+    old = (folder / "marks").read_bytes()[:4096]
+    fill(folder, attempt=2)
+    fill(folder, attempt=3)
+    marks = bytearray((folder / "marks").read_bytes())
+    marks[:4096] = old
+    (folder / "marks").write_bytes(marks)
+    with pytest.raises(StorageError, match=r"marks.*damaged"):
+        read(folder)
+
+
+@given(place=st.integers(0, 10**4), flip=st.integers(0, 255), cut=st.booleans())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_attempt_that_is_damaged_is_over(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    place: int,
+    flip: int,
+    cut: bool,
+) -> None:
+    """Also where its last frame is: it may have been answered."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    folder = tmp_path_factory.mktemp("damaged")
+    AttemptFiles.create(folder, folder.parent)
+    with turn(folder) as files:
+        first = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
+        state = files.keep(first, (Step.SHARE, b"peers"))
+    whole = bytearray((folder / "attempt").read_bytes())
+    place %= len(whole)
+    if cut:
+        del whole[place:]
+    else:
+        whole[place] ^= flip
+    (folder / "attempt").write_bytes(whole)
+    kept = read(folder).kept
+    if cut and kept is not None:  # between two frames: no power cut does that, because each was synced
+        assert kept in (Kept((0, 0), (1, 1), SEED), first.kept)
+    elif flip and not cut:
+        assert kept is None
+    with turn(folder) as files:
+        state = files.begin(files.state(None), Kept((1, 1), (1, 2), SEED, (BEGIN,)))
+    assert read(folder) == state

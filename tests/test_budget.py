@@ -10,7 +10,7 @@ import pytest
 
 from cloister.cli.main import main
 from cloister.privacy.accounting import spent
-from cloister.privacy.events import ADD_OR_REMOVE, ZERO_OUT, Gaussian, SampledGaussian
+from cloister.privacy.events import ADD_OR_REMOVE, ADD_OR_REMOVE_OWNER, ZERO_OUT, Gaussian, SampledGaussian
 from cloister.privacy.site_noise import skellam_for
 
 KEYS = {"epsilon", "delta", "noise_multiplier", "accountant", "unit", "relation"}
@@ -47,6 +47,35 @@ def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> N
     assert answer == found(capsys, f"--unit record --noise-multiplier 0.6 --sampling-rate {rate} --steps 60")
 
 
+def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--noise-multiplier 1 --sampling-rate 0.01 --steps 500"
+    owner = found(capsys, f"--unit owner {options}")
+    assert (owner["unit"], owner["relation"]) == ("owner", ADD_OR_REMOVE_OWNER)
+    assert owner["epsilon"] == pytest.approx(1.3261, abs=1e-3)
+    record = found(capsys, f"--unit record {options} --group 4")
+    assert set(record) == KEYS | {"group", "group_epsilon"}
+    assert record["epsilon"] == owner["epsilon"]
+    assert record["group_epsilon"] == pytest.approx(6.2431, abs=1e-3)
+    printed = done(capsys, f"--unit record {options} --group 4")
+    assert "epsilon 6.25 at delta 1e-05 for 4 records together" in printed
+    printed = done(capsys, f"--unit owner {options}")
+    assert f"protects  one owner; neighbours: {ADD_OR_REMOVE_OWNER}" in printed
+    assert "every owner is in a step with probability 0.01" in printed
+    assert "whether a given owner's data was used" in printed
+
+
+@pytest.mark.parametrize(("largest", "reference"), [(150, 1.3278), (110, 6.3569)])
+def test_epsilon_with_a_largest_batch(
+    capsys: pytest.CaptureFixture[str], largest: int, reference: float
+) -> None:
+    options = (
+        f"--noise-multiplier 1 --sampling-rate 0.01 --steps 500 --largest-batch {largest} --most-units 10000"
+    )
+    assert found(capsys, f"--unit record {options}")["epsilon"] == pytest.approx(reference, abs=1e-3)
+    printed = done(capsys, f"--unit owner {options}")
+    assert f"with probability 0.01, on its own, but at most {largest} of 10,000 places" in printed
+
+
 def test_noise_for_an_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--unit record --target-epsilon 3 --sampling-rate 0.01 --steps 100 --accountant rdp --delta 1e-6"
@@ -72,7 +101,7 @@ def test_a_trusted_coordinator_adds_gaussian_noise(capsys: pytest.CaptureFixture
 def test_sites_among_themselves_add_skellam_noise(capsys: pytest.CaptureFixture[str]) -> None:
     scale = "--sites 10 --quorum 0.6 --colluders 0.15 --clip 0.5 --dimension 1000000000"
     answer = found(capsys, f"--unit site --noise-multiplier 4 --rounds 20 {scale}")
-    event = skellam_for(4.0, 0.5, 10**9, 10, 6, 2, 32).event
+    event = skellam_for(4.0, 0.5, 10**9, 10, 4, 32).event
     assert answer["epsilon"] == spent([event] * 20, 1e-5).epsilon
     assert answer["accountant"] == "rdp"
     assert answer["epsilon"] > spent([Gaussian(4.0, 20)], 1e-5, "rdp").epsilon
@@ -149,6 +178,14 @@ SITE, RECORD = "--unit site --noise-multiplier 1 --rounds 3", "--unit record --n
         (f"{RECORD} --batch-size 3 --examples 0", "--batch-size"),
         (f"{RECORD} --sampling-rate 1.5", "sampling_rate"),
         (f"{RECORD} --sampling-rate 0.1 --central", "--central"),
+        (f"{RECORD} --sampling-rate 0.1 --group 1", "--group"),
+        (f"{RECORD} --sampling-rate 0.1 --largest-batch 3", "--largest-batch and --most-units"),
+        (f"{RECORD} --sampling-rate 0.1 --most-units 3", "--largest-batch and --most-units"),
+        (f"{RECORD} --sampling-rate 0.1 --largest-batch 3 --most-units 3", "largest_batch"),
+        (f"{RECORD} --sampling-rate 0.1 --largest-batch 2 --most-units 3 --group 2", "group"),
+        (f"{SITE} --largest-batch 3", "--largest-batch"),
+        ("--unit owner --target-epsilon 1 --steps 3 --sampling-rate 0.1 --group 2", "--group"),
+        ("--unit owner --noise-multiplier 1 --steps 3 --sampling-rate 0.1 --sites 3", "--sites"),
         (f"{RECORD} --sampling-rate 0.1 --sites 0", "--sites"),
         (f"{RECORD} --sampling-rate 0.1 --rounds 2", "--steps"),
         ("--unit record --noise-multiplier 1 --sampling-rate 0.1", "--steps or --rounds"),

@@ -39,16 +39,51 @@ def test_what_is_said_follows_the_plan() -> None:
         assert "were not read for this report" in record
 
 
+def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
+    base = (*TEXTS, *COMMON, "privacy.unit=owner", "data.owner=patient_id", "data.sequence_length=64")
+    owner = words(*base, "privacy.records=5", "privacy.windows=2")
+    assert (
+        "all records of one owner, named by the field 'patient_id', of which at most 5 are used, each with its first "
+        "128 tokens" in owner
+    )
+    assert "adding or removing all records of one owner at one site" in owner
+    assert "each owner is drawn into the batch independently" in owner
+    assert (
+        "the mean over at most 5 records of this owner, which are chosen from this owner's records alone"
+        in owner
+    )
+    assert "An owner who appears at two sites: this owner pays at both" in owner
+    assert "A record without a value is not used." in owner
+    assert "a person with many records" not in owner
+    assert "Every text is a separate unit" not in owner
+    assert "The guarantee does not depend on the coordinator or on the secure sum" in owner
+    windows = words(*base, "privacy.record=window")
+    assert "of which at most 8 windows of 64 tokens are used" in windows
+    assert "Training uses at most 8 windows of an owner." in windows
+    assert "appears at two sites" not in words(*TEXTS, *COMMON)
+
+
+def test_a_largest_batch_is_said_with_what_it_assumes() -> None:
+    limited = words(*TEXTS, *COMMON, "privacy.largest_batch=30", "privacy.most_units=2000")
+    assert "Of more than 30 that are drawn, 30 are used, chosen uniformly at random." in limited
+    assert "No site trains on more than 2,000 texts." in limited
+    assert "replaces one by another, which counts as two" in limited
+    free = words(*TEXTS, *COMMON)
+    assert "that are drawn" not in free
+    assert "No site trains on more" not in free
+
+
 def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
     distributed = words(*base)
     assert (
-        "at least 6 sites, and at least 5 of them added their noise" in distributed
+        "At least 5 sites in every sum that can be opened added their noise" in distributed
     )  # 8 sites, quorum 0.75, colluders 0.1
+    assert "a sum by the protocol has at least 6 sites" in distributed
     assert "noise of at most 1 of the sites" in distributed
     assert "fully" not in distributed
     alone = words(*base, "aggregation.colluders=0.0")
-    assert "at least 6 sites, and at least 6 of them added their noise" in alone
+    assert "At least 6 sites in every sum that can be opened added their noise" in alone
     assert "against that site the guarantee is weaker" in alone
     central = words(*base, "privacy.trusted_coordinator=true")
     assert "The coordinator, fully: it receives every sum without its noise" in central

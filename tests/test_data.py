@@ -3,8 +3,10 @@
 import errno
 import itertools
 import os
+import random
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -389,10 +391,144 @@ def test_the_rule_of_units() -> None:
     private = PrivacySection(unit="record", windows=4)
     assert unit_rule(data, PrivacySection(unit="site")) is None
     assert unit_rule(data, private) == UnitRule("record", 4)
+    owned = DataSection(owner="who")
+    assert unit_rule(owned, PrivacySection(unit="owner", records=3)) == UnitRule("record", 4, "who", 3)
     window = PrivacySection(unit="record", record="window")
     assert unit_rule(data, window) == UnitRule("window", 4)
     with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is 'prompt'"):
         unit_rule(DataSection(format="prompt"), window)
+
+
+# Owners
+
+
+def owned(texts: Iterable[tuple[object, str]]) -> list[dict[str, object]]:
+    return [{"text": text, "who": who} for who, text in texts]
+
+
+def by_owner(sequences: Sequences) -> Counter[tuple[Any, ...]]:
+    """The rows of each unit with their shares: what training sees of it."""
+    assert sequences.starts is not None
+    assert sequences.shares is not None
+    shares = np.split(sequences.shares, sequences.starts[1:-1])
+    return Counter(
+        (rows, tuple(each.tolist())) for rows, each in zip(rows_of(sequences), shares, strict=False)
+    )
+
+
+OWNED = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", 1, 2]), PLAIN.filter(bool)), min_size=1, max_size=30
+)
+
+
+@settings(deadline=None)
+@given(
+    records=OWNED,
+    held_out=st.floats(0, 0.9),
+    seed=st.integers(0, 2**63 - 1),
+    record=st.sampled_from(RECORD_OR_WINDOW),
+    most=st.integers(1, 4),
+    chance=st.randoms(),
+)
+def test_one_owner_less_changes_no_other_owner(
+    records: list[tuple[object, str]],
+    held_out: float,
+    seed: int,
+    record: Literal["record", "window"],
+    most: int,
+    chance: random.Random,
+) -> None:
+    """Wherever its records stand, and in whatever order: each owner is one unit, on one side, by its records alone."""
+    data, rule = DataSection(sequence_length=8, held_out=held_out), UnitRule(record, 2, "who", most)
+
+    def sides(records: list[tuple[object, str]]) -> tuple[Counter[Any], Counter[Any]]:
+        prepared = prepare(owned(records), BYTES, data, seed=seed, units=rule)
+        return by_owner(prepared.train), by_owner(prepared.held_out)
+
+    owners = {who for who, _ in records}
+    alone = {who: sides([each for each in records if each[0] == who]) for who in owners}
+    assert all(train.total() + held.total() == 1 for train, held in alone.values())
+    chance.shuffle(records)
+    whole = sides(records)
+    for at in (0, 1):
+        assert whole[at] == sum((alone[who][at] for who in owners), Counter())
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_an_owner_has_at_most_so_many_records_and_each_the_same_share(most: int) -> None:
+    data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 3, "who", most)
+    records = owned(("one", letter * size) for letter, size in zip("abcd", (3, 9, 17, 40), strict=True))
+    train = prepare([*records, *owned([("two", "z" * 9)])], BYTES, data, seed=0, units=rule).train
+    one, two = by_owner(train)
+    assert sum(two[1]) == pytest.approx(1)
+    shares = Counter[int]()
+    for row, share in zip(*one, strict=True):
+        shares[row[0]] += share
+    assert len(shares) == min(most, 4)
+    assert all(share == pytest.approx(1 / len(shares)) for share in shares.values())
+
+
+def test_other_records_of_one_owner_are_used_with_another_seed() -> None:
+    records = owned(("one", f"{number:03}") for number in range(50))
+    data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 1, "who", 5)
+    chosen = [by_owner(prepare(records, BYTES, data, seed=seed, units=rule).train) for seed in (0, 1)]
+    assert chosen[0] != chosen[1]
+
+
+def test_owners_are_held_out_whole_and_with_the_probability_of_the_plan() -> None:
+    records = owned((number % 1500, f"[{number}]") for number in range(6000))
+    data, rule = DataSection(sequence_length=16, held_out=0.2), UnitRule("record", 1, "who", 4)
+    prepared = prepare(records, BYTES, data, seed=0, units=rule)
+    held = by_owner(prepared.held_out).total()
+    assert abs(held - 300) < 6.2 * (1500 * 0.2 * 0.8) ** 0.5
+    assert by_owner(prepared.train).total() == 1500 - held
+    assert len(prepared.train) + len(prepared.held_out) == 6000
+
+
+def test_an_owner_stays_on_its_side_when_its_records_change() -> None:
+    data, rule = DataSection(sequence_length=16, held_out=0.5), UnitRule("record", 1, "who", 1)
+    owners = [f"owner {number}" for number in range(60)]
+
+    def held(what: str) -> list[bool]:
+        alone = (prepare(owned([(who, f"{what} {who}")]), BYTES, data, seed=0, units=rule) for who in owners)
+        return [bool(len(prepared.held_out)) for prepared in alone]
+
+    assert held("old") == held("new")
+    assert 10 < sum(held("old")) < 50
+
+
+def test_a_number_and_its_text_are_one_owner() -> None:
+    records = owned([(7, "one"), ("7", "two"), (8, "three")])
+    data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 1, "who", 2)
+    assert by_owner(prepare(records, BYTES, data, seed=0, units=rule).train).total() == 2
+
+
+NOBODY: list[object] = [None, "", True, 1.5, ["a"], {"id": 1}]
+
+
+@pytest.mark.parametrize("value", [*NOBODY, "absent"])
+def test_a_record_without_an_owner_is_left_out_and_only_the_sites_log_says_so(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would tell whether the record is there."""
+    records = owned([("a", "one"), ("b", "two"), ("a", "three")])
+    data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 1, "who", 2)
+    stray: dict[str, object] = (
+        {"text": "of no one"} if value == "absent" else {"text": "of no one", "who": value}
+    )
+    without = prepare(records, BYTES, data, seed=0, units=rule)
+    assert caplog.messages == []
+    found = prepare([records[0], stray, *records[1:]], BYTES, data, seed=0, units=rule)
+    assert same(found, without)
+    assert caplog.messages == ["1 records have no who, text or a whole number: not used"]
+
+
+def test_where_no_record_has_an_owner_the_field_is_named() -> None:
+    with pytest.raises(DataError, match="with 'patient', text or a whole number, but none of the 2 has one"):
+        prepare(
+            owned([("a", "one"), ("b", "two")]), BYTES, DataSection(), seed=0,
+            units=UnitRule("record", 1, "patient", 2),
+        )  # fmt: skip
 
 
 # What a model sees
@@ -464,6 +600,8 @@ def same(first: Prepared, second: Prepared) -> bool:
         and (a.positions is None or b.positions is None or np.array_equal(a.positions, b.positions))
         and (a.starts is None) == (b.starts is None)
         and (a.starts is None or b.starts is None or np.array_equal(a.starts, b.starts))
+        and (a.shares is None) == (b.shares is None)
+        and (a.shares is None or b.shares is None or np.array_equal(a.shares, b.shares))
         for a, b in pairs
     )
 
@@ -481,10 +619,11 @@ def test_saved_sequences_are_mapped(held_out: float, packing: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.2])
-def test_saved_units_are_mapped(held_out: float, tmp_path: Path) -> None:
-    rows = [{"text": "abc" * index} for index in range(9)]
+@pytest.mark.parametrize("rule", [UnitRule("record", 2), UnitRule("record", 2, "who", 2)])
+def test_saved_units_are_mapped(held_out: float, rule: UnitRule, tmp_path: Path) -> None:
+    rows = [{"text": "abc" * index, "who": index // 2} for index in range(9)]
     data = DataSection(held_out=held_out, sequence_length=8)
-    prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule("record", 2))
+    prepared = prepare(rows, BYTES, data, seed=0, units=rule)
     save_prepared(tmp_path / "x", prepared)
     again = load_prepared(tmp_path / "x")
     assert same(prepared, again)
@@ -554,7 +693,8 @@ def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
     keys = [
         first, key(DataSection(packing=False)), key(tokenizer=other_template),
         key(seed=1), key(split="test"), key(units=UnitRule("record", 1)), key(units=UnitRule("record", 2)),
-        key(units=UnitRule("window", 2)),
+        key(units=UnitRule("window", 2)), key(units=UnitRule("record", 1, "a")), key(units=UnitRule("record", 1, "b")),
+        key(units=UnitRule("record", 1, "b", 2)),
     ]  # fmt: skip
     file.write_text('{"text": "b"}')
     keys.append(key())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from cloister.privacy.events import (
     ADD_OR_REMOVE,
+    ADD_OR_REMOVE_OWNER,
     ZERO_OUT,
     Event,
     Gaussian,
     SampledGaussian,
     Skellam,
+    Unit,
     from_json,
     relation,
     to_json,
@@ -23,7 +26,13 @@ from cloister.protocol.errors import AccountingError
 
 EVENTS = st.lists(
     st.one_of(
-        st.builds(SampledGaussian, st.floats(1e-3, 1e9), st.floats(1e-9, 1), st.integers(1, 2**40)),
+        st.builds(
+            SampledGaussian,
+            st.floats(1e-3, 1e9),
+            st.floats(1e-9, 1),
+            st.integers(1, 2**40),
+            st.sampled_from(["record", "owner"]),
+        ),
         st.builds(Gaussian, st.floats(1e-3, 1e9), st.integers(1, 2**40)),
         st.builds(
             Skellam,
@@ -77,6 +86,8 @@ def test_json_is_canonical() -> None:
         '[{"count":3,"mechanism":"gaussian","noise_multiplier":1e999}]',
         '[{"count":3,"mechanism":"gaussian","noise_multiplier":NaN}]',
         '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":1.5,"steps":1}]',
+        '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":1,"unit":"site"}]',
+        '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":1,"unit":"record"}]',
         '[{"count":1,"extra":[[1.0,2.0]],"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
         '[{"count":1,"extra":5,"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
         '[{"count":1,"extra":[],"l1":0.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
@@ -90,4 +101,28 @@ def test_what_is_no_list_of_events_is_refused(text: str) -> None:
 
 
 def test_units_have_relations() -> None:
-    assert (relation("record"), relation("site")) == (ADD_OR_REMOVE, ZERO_OUT)
+    relations = [relation(unit) for unit in get_args(Unit)]
+    assert relations == [ADD_OR_REMOVE, ADD_OR_REMOVE_OWNER, ZERO_OUT]
+
+
+def test_a_charge_of_an_earlier_release_is_read_as_it_was_written() -> None:
+    old = '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":3}]'
+    assert from_json(old) == (SampledGaussian(1.0, 0.5, 3),)
+    assert to_json(from_json(old)) == old
+    assert '"unit":"owner"' in to_json([SampledGaussian(1.0, 0.5, 3, "owner")])
+
+
+def test_a_largest_batch_is_part_of_the_charge() -> None:
+    limited = SampledGaussian(1.0, 0.5, 3, "record", 7, 20)
+    text = to_json([limited])
+    assert '"largest_batch":7' in text
+    assert '"most_units":20' in text
+    assert from_json(text) == (limited,)
+
+
+@pytest.mark.parametrize(
+    "limits", [(7, None), (None, 20), (20, 20), (21, 20), (0, 20), (1.5, 20), (True, 20)]
+)
+def test_limits_that_are_none_are_refused(limits: tuple[Any, Any]) -> None:
+    with pytest.raises(AccountingError, match=r"largest_batch|most_units"):
+        SampledGaussian(1.0, 0.5, 3, "record", *limits)

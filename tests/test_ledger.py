@@ -120,9 +120,7 @@ def test_the_delta_that_is_composed_at_is_the_budget_s_or_the_one_asked_for(path
     ledger.charge(charge(1, delta=1e-6), Budget(1.0, 1e-7))
     ledger.charge(charge(2, delta=1e-6), None)
     ledger.spent("ward", 1e-4)
-    ledger.would_spend([charge(3, delta=1e-5), charge(4, delta=1e-9)])
-    ledger.would_spend([charge(3)], 1e-3)
-    assert deltas == [1e-7, 1e-6, 1e-4, 1e-9, 1e-3]
+    assert deltas == [1e-7, 1e-6, 1e-4]
 
 
 def test_a_budget_can_be_used_up_and_not_exceeded(ledger: Ledger, path: Path) -> None:
@@ -168,23 +166,9 @@ def test_the_same_id_with_other_content_is_refused(ledger: Ledger, field: str) -
     value = getattr(charge(), field)
     other: Any = value + "0" if isinstance(value, str) else value * 2
     changed = dataclasses.replace(charge(), **{field: other})
-    for act in (lambda: ledger.charge(changed, None), lambda: ledger.would_spend([changed])):
-        with pytest.raises(LedgerError, match=r"'run-a/1'.*entry 1\b"):
-            act()
+    with pytest.raises(LedgerError, match=r"'run-a/1'.*entry 1\b"):
+        ledger.charge(changed, None)
     assert len(ledger.entries()) == 1
-
-
-def test_would_spend_says_what_charging_would_come_to(ledger: Ledger) -> None:
-    ledger.charge(charge(1, 1.0), None)
-    coming = [charge(1, 1.0), charge(2, 0.5), charge(2, 0.5), charge(3, 0.25)]
-    assert ledger.would_spend(coming) == 1.75  # what is paid, or named twice, counts once
-    assert ledger.spent("ward", DELTA) == 1.0
-    for each in coming:
-        ledger.charge(each, None)
-    assert ledger.spent("ward", DELTA) == 1.75
-    for wrong in ([], [charge(4), charge(5, dataset="lab")]):
-        with pytest.raises(ValueError, match="one dataset"):
-            ledger.would_spend(wrong)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +391,6 @@ def test_an_altered_column_is_named_by_its_entry(
         ledger.datasets,
         ledger.entries,
         lambda: ledger.spent("ward", DELTA),
-        lambda: ledger.would_spend([charge(4)]),
         lambda: ledger.charge(charge(4), None),
     ):
         with pytest.raises(LedgerError, match=r"entry 2\b"):
@@ -669,7 +652,8 @@ def test_looking_first_and_charging_later_would_exceed_it(path: Path) -> None:
             check: Callable[[tuple[Entry, ...]], None] = lambda _entries: None,
         ) -> Entry:
             assert budget is not None
-            assert self.would_spend([charge]) <= budget.epsilon
+            paid = [entry.charge.event for entry in self.entries()]
+            assert added([*paid, charge.event], budget.delta) <= budget.epsilon
             both_looked.wait(30)
             return super().charge(charge, None)
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import BudgetError, EngineError, PolicyError
+from cloister.protocol.errors import BudgetError, EngineError, PolicyError, RosterError
+from cloister.protocol.joining import sign_joined
 from cloister.protocol.messages import (
     TRAIN,
     Agree,
     Begin,
     Confirm,
+    Contribution,
     Failed,
     Join,
     Joined,
@@ -27,8 +31,12 @@ from cloister.protocol.messages import (
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import sign_refusal
 from cloister.protocol.roster import Card, Roster, new_identity
+from cloister.protocol.soundness import from_json
+from cloister.protocol.wire import Buffer, encode, view
 from cloister.server.channel import Failure
+from cloister.server.folder import RunFolder
 from cloister.server.members import Members
+from cloister.server.run import run
 from cloister.tests.federation import RUN, Loopback, tiny
 
 NAMES = ["site-000", "site-001", "site-002", "site-003"]
@@ -38,13 +46,19 @@ MASKED, CLEAR = tiny(), tiny("aggregation.secure=false")
 """Three of the four sites are enough."""
 
 
+def joined(name: str, request: Join) -> Joined:
+    """The answer of the site of that name."""
+    plan = bytes.fromhex(from_json(request.plan).digest())
+    return sign_joined(IDENTITIES[name], request, site=name, plan=plan, roster=ROSTER.hash)
+
+
 class Named:
     """A site that answers what a test gives it to answer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.reply: Callable[[Request], Reply] = lambda request: (
-            Joined(name, 7) if isinstance(request, Join) else Confirm(bytes(32), name, bytes(32))
+            joined(name, request) if isinstance(request, Join) else Confirm(bytes(32), name, bytes(32))
         )
 
     def answer(self, request: Request) -> Reply:
@@ -101,8 +115,8 @@ class Party:
 
 def test_sites_join_under_their_names_whatever_the_nodes_are_called() -> None:
     party = Party()
-    party.replies("site-001", Joined("site-003", 7))
-    party.replies("site-003", Joined("site-001", 7))
+    first, third = party.sites["site-001"], party.sites["site-003"]
+    first.reply, third.reply = third.reply, first.reply
     members = party.join()
     assert members.sites == NAMES
     assert members.refusals == []
@@ -123,10 +137,11 @@ def test_every_site_is_sent_the_plan_and_the_base_when_it_joins() -> None:
         assert np.array_equal(request.base, base)
 
 
-def test_a_name_is_taken_once() -> None:
-    """A site cannot get the messages of another by joining under its name after it."""
-    party = Party()
-    party.replies("site-003", Joined("site-001", 7))
+@pytest.mark.parametrize("plan", [MASKED, CLEAR], ids=["masked", "clear"])
+def test_a_name_is_taken_once(plan: Plan) -> None:
+    """A site that was started twice gets each message once."""
+    party = Party(plan)
+    party.sites["site-003"].reply = party.sites["site-001"].reply
     members = party.join()
     assert members.sites == NAMES[:3]
     assert party.heard == [Failure("node 3", "a name already taken")]
@@ -137,9 +152,108 @@ def test_a_name_is_taken_once() -> None:
 def test_a_name_that_is_not_in_the_roster_does_not_join() -> None:
     """Every honest site would refuse a cohort with it."""
     party = Party()
-    party.replies("site-003", Joined("stranger", 7))
+    party.replies("site-003", Joined("stranger"))
     assert party.join().sites == NAMES[:3]
-    assert party.heard == [Failure("node 3", "a name that is not in the roster")]
+    expected = "a name that is not its own: site is 'stranger': expected a site of the roster"
+    assert party.heard == [Failure("node 3", expected)]
+
+
+class Thief:
+    """A node that answers under the name of site-001, whose answers to joins it has overheard.
+
+    Args:
+        party: The federation, which has joined once.
+        steal: Makes its answer of the request and what it has overheard.
+    """
+
+    def __init__(self, party: Party, steal: Callable[[Join, Joined], Joined]) -> None:
+        self._steal = steal
+        self._overheard = Joined("site-001")
+        party.channel.tamper = self._overhear
+        party.join()
+
+    def _overhear(self, _step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Joined) and reply.site == "site-001":
+            self._overheard = reply
+        return reply
+
+    def answer(self, request: Request) -> Reply:
+        assert isinstance(request, Join)
+        return self._steal(request, self._overheard)
+
+
+def altered(**fields: Any) -> Callable[[Join, Joined], Joined]:
+    """What site-001 has answered to a join with these fields."""
+    return lambda request, _overheard: joined("site-001", dataclasses.replace(request, **fields))
+
+
+THEFTS: dict[str, Callable[[Join, Joined], Joined]] = {
+    "without a signature": lambda _request, _overheard: Joined("site-001"),
+    "with the thief's own signature": lambda request, _overheard: dataclasses.replace(
+        joined("site-002", request), site="site-001"
+    ),
+    "with a stranger's signature": lambda request, _overheard: sign_joined(
+        new_identity(), request, site="site-001", plan=bytes.fromhex(MASKED.digest()), roster=ROSTER.hash
+    ),
+    "by an answer to an earlier join, or at another node": lambda _request, overheard: overheard,
+    "by an answer in another run": altered(run="past"),
+    "by an answer under another roster": lambda request, _overheard: sign_joined(
+        IDENTITIES["site-001"],
+        request,
+        site="site-001",
+        plan=bytes.fromhex(MASKED.digest()),
+        roster=bytes(32),
+    ),
+    "by an answer to another plan": altered(plan=tiny("run.rounds=9").to_json()),
+    "by an answer with another base model": altered(base_hash=bytes(32)),
+    "by a signed refusal": lambda request, _overheard: Joined(
+        "site-001",
+        sign_refusal(
+            IDENTITIES["site-001"],
+            site="site-001",
+            run=request.run,
+            plan=bytes.fromhex(MASKED.digest()),
+            reason="no",
+        ).signature,
+    ),
+}
+
+
+@pytest.mark.parametrize("thief", ["site-000", "site-002"], ids=["before it", "after it"])
+@pytest.mark.parametrize("how", THEFTS)
+def test_a_node_does_not_take_the_name_of_another_site(how: str, thief: str) -> None:
+    """Whichever of the two answers first, the site joins, and the messages for it go to its own node."""
+    party = Party()
+    party.sites[thief].reply = Thief(party, THEFTS[how]).answer
+    members = party.join()
+    assert members.sites == [name for name in NAMES if name != thief]
+    (failure,) = party.heard
+    assert failure.site == f"node {NAMES.index(thief)}"
+    assert failure.reason.startswith("a name that is not its own: answer of site-001 to the join: expected")
+    assert not failure.refused
+    list(members.ask({"site-001": party.request()}, 60, group="1"))
+    assert party.channel.asked[-1] == ("advertise", "site-001")
+
+
+def test_every_node_is_sent_a_challenge_of_its_own_at_each_join() -> None:
+    party, seen = Party(), []
+    party.channel.before = lambda _site, request: seen.append(request)
+    party.join()
+    party.join()
+    challenges = {request.challenge for request in seen if isinstance(request, Join)}
+    assert len(challenges) == len(seen) == 8
+    assert {len(challenge) for challenge in challenges} == {32}
+
+
+def test_where_sums_are_in_clear_no_answer_is_signed() -> None:
+    """Without a roster there is no key to verify a signature with."""
+    party = Party(CLEAR)
+    for name in NAMES:
+        party.replies(name, Joined(name))
+    assert party.join().sites == NAMES
+    party.replies("site-003", Joined("no [bold]\x1b[2J"))
+    assert party.join().sites == NAMES[:3]
+    assert party.heard == [Failure("node 3", "a name that is not printable")]
 
 
 def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
@@ -166,6 +280,23 @@ def test_a_site_that_answers_with_another_message_does_not_join() -> None:
     party.replies("site-002", Confirm(bytes(32), "site-002", bytes(32)))
     assert party.join().sites == ["site-000", "site-001", "site-003"]
     assert party.heard == [Failure("node 2", "it answered with Confirm")]
+
+
+@pytest.mark.parametrize("names", [NAMES[:3], [*NAMES, "site-004"]], ids=["smaller", "larger"])
+def test_a_roster_of_another_size_than_the_plans_ends_the_run_before_a_site_is_asked(
+    tmp_path: Path, names: list[str]
+) -> None:
+    party, keys = Party(), {"site-004": new_identity(), **IDENTITIES}
+    roster = Roster.of(Card.of(name, keys[name]) for name in names)
+    with (
+        RunFolder.create(tmp_path / "run", party.plan) as folder,
+        pytest.raises(
+            RosterError,
+            match=f"roster is '{len(names)} sites': expected 4 sites, as cohort.sites of the plan; set",
+        ),
+    ):
+        run(folder, party.channel, lambda _event: None, roster=roster)
+    assert party.channel.asked == []
 
 
 # Refusals.
@@ -280,6 +411,34 @@ def test_a_failure_is_told_under_the_name_that_the_site_has_joined_with() -> Non
     assert isinstance(replies["site-001"], Confirm)
 
 
+VECTOR = np.arange(2, dtype=np.uint32)
+CONTRIBUTION = Contribution(
+    "site-001", SumId(RUN, bytes(32), TRAIN, 1, 1), bytes(32), None, ((0, 2, bytes(32)),), (VECTOR,)
+)
+UNREADABLE: dict[str, Callable[[list[Buffer]], list[Buffer]]] = {
+    "nothing": lambda _frames: [],
+    "garbage": lambda _frames: [b"garbage"],
+    "cut": lambda frames: [bytes(view(frames[0]))[:-1], *frames[1:]],
+    "one frame more": lambda frames: [*frames, b""],
+    "no whole elements": lambda _frames: [*encode(CONTRIBUTION)[:1], b"1234567"],
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_reply_that_cannot_be_read_is_a_failure_of_its_node_and_the_others_go_on(how: str) -> None:
+    party = Party()
+    members = party.join()
+    party.channel.garble = lambda site, _step, frames: (
+        UNREADABLE[how](frames) if site == "site-001" else frames
+    )
+    replies = party.ask(members)
+    assert isinstance(replies["site-001"], Failure)
+    assert not replies["site-001"].refused
+    assert [name for name in NAMES if isinstance(replies[name], Confirm)] == [NAMES[0], *NAMES[2:]]
+    assert party.join().sites == [NAMES[0], *NAMES[2:]]
+    assert [failure.site for failure in party.heard] == ["node 1"]
+
+
 ESCAPE = "\x1b[2Jfine\r\nall sites \u202ejoined\ud7ff\t"
 
 
@@ -288,7 +447,7 @@ UNPRINTABLE: dict[str, Callable[[str], Reply]] = {
     "failed without a reason": lambda site: Failed(site, ""),
     "refused": lambda site: Refused(site, RUN, bytes(32), ESCAPE, bytes(64)),
     "confirm": lambda site: Confirm(bytes(32), site, bytes(32)),
-    "joined": lambda site: Joined(site, 7),
+    "joined": lambda site: Joined(site, IDENTITIES["site-001"].sign(b"anything")),
 }
 
 
@@ -301,8 +460,9 @@ def test_what_a_site_says_is_one_printable_line(what: str, site: str, plan: Plan
     members = party.join()
     party.replies("site-001", UNPRINTABLE[what](site))
     failures = [reply for reply in party.ask(members).values() if isinstance(reply, Failure)]
-    joined = party.join().sites
-    assert joined == (NAMES if (what, site) == ("joined", "site-001") else [NAMES[0], *NAMES[2:]])
+    # Where sums are in clear, a node has the name that it gives.
+    own = plan is CLEAR and (what, site) == ("joined", "site-001")
+    assert party.join().sites == (NAMES if own else [NAMES[0], *NAMES[2:]])
     for failure in (*failures, *party.heard):
         for text in (failure.site, failure.reason):
             assert text

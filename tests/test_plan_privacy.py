@@ -11,6 +11,7 @@ from cloister.protocol.soundness import load, parse
 
 COMMON = ["aggregation.weighting=uniform", "server.evaluation=none"]
 RECORD = [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.1"]
+OWNER = [*RECORD, "privacy.unit=owner", "data.owner=patient_id"]
 SITE = [*COMMON, "privacy.unit=site", "privacy.noise_multiplier=1.0"]
 NONE: list[str] = []
 
@@ -68,14 +69,19 @@ UNSOUND = [
         SITE,
         ["privacy.record=window"],
         "privacy.record is 'window'",
-        'only valid with privacy.unit = "record"; remove',
+        'only valid with privacy.unit = "record" or "owner"; remove',
     ),
-    (SITE, ["privacy.windows=2"], "privacy.windows is 2", 'only valid with privacy.unit = "record"; remove'),
+    (
+        SITE,
+        ["privacy.windows=2"],
+        "privacy.windows is 2",
+        'only valid with privacy.unit = "record" or "owner"; remove',
+    ),
     (
         SITE,
         ["privacy.method=opacus"],
         "privacy.method is 'opacus'",
-        'only valid with privacy.unit = "record"; remove',
+        'only valid with privacy.unit = "record" or "owner"; remove',
     ),
     (
         SITE,
@@ -90,6 +96,48 @@ UNSOUND = [
         'only valid with privacy.unit = "site"; remove',
     ),
     (RECORD, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
+    (OWNER, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
+    (RECORD, ["privacy.records=2"], "privacy.records is 2", 'only valid with privacy.unit = "owner"; remove'),
+    (SITE, ["privacy.records=2"], "privacy.records is 2", 'only valid with privacy.unit = "owner"; remove'),
+    # A largest batch.
+    (
+        RECORD,
+        ["privacy.largest_batch=5"],
+        "privacy.most_units: expected a value",
+        "a number that no site exceeds",
+    ),
+    (
+        OWNER,
+        ["privacy.most_units=5"],
+        "privacy.most_units is 5: expected no value",
+        "set privacy.largest_batch",
+    ),
+    (
+        RECORD,
+        ["privacy.largest_batch=50", "privacy.most_units=50"],
+        "privacy.largest_batch is 50: expected fewer than privacy.most_units, which is 50",
+        "remove privacy.largest_batch",
+    ),
+    (
+        OWNER,
+        ["privacy.largest_batch=5", "privacy.most_units=50", "privacy.accountant=rdp"],
+        "privacy.accountant is 'rdp': expected \"pld\" with privacy.largest_batch",
+        'accountant = "pld"',
+    ),
+    (SITE, ["privacy.largest_batch=5"], "privacy.largest_batch is 5", "remove privacy.largest_batch"),
+    (SITE, ["privacy.most_units=5"], "privacy.most_units is 5", "remove privacy.most_units"),
+    # Who a record belongs to.
+    (OWNER, ["data.owner=''"], "data.owner is '': expected the field that says who", 'such as "patient_id"'),
+    (
+        RECORD,
+        ["data.owner=patient"],
+        "data.owner is 'patient': expected no value",
+        'set privacy.unit = "owner"',
+    ),
+    (SITE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
+    (OWNER, ["local.sampler=shuffle"], "local.sampler is 'shuffle'", 'sampler = "auto"'),
+    (OWNER, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
+    (OWNER, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
     # No party adds enough noise.
     (
         SITE,
@@ -99,7 +147,13 @@ UNSOUND = [
     ),
     # A guarantee that is not there.
     (NONE, ["local.sampler=poisson"], "local.sampler is 'poisson'", 'local.sampler = "auto"'),
-    (NONE, ["privacy.adaptive={}"], "privacy.adaptive is 'set'", 'privacy.unit = "record" or "site"'),
+    (
+        NONE,
+        ["privacy.adaptive={}"],
+        "privacy.adaptive is 'set'",
+        'privacy.unit = "record", "owner" or "site"',
+    ),
+    (NONE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
     *(
         (NONE, [f"privacy.{setting}"], f"privacy.{setting.split('=')[0]} is", "or remove privacy.")
         for setting in (
@@ -112,6 +166,9 @@ UNSOUND = [
             "sampling_rate=0.1",
             "record=window",
             "windows=2",
+            "largest_batch=2",
+            "most_units=2",
+            "records=2",
             "method=reference",
             "trusted_coordinator=true",
         )
@@ -132,6 +189,12 @@ SOUND = {
     "record with the sampler that it assumes": [*RECORD, "local.sampler=poisson"],
     "record of windows": [*RECORD, "privacy.record=window"],
     "every record in every batch": [*RECORD, "privacy.sampling_rate=1.0"],
+    "record with a largest batch": [*RECORD, "privacy.largest_batch=5", "privacy.most_units=50"],
+    "owner with a largest batch": [*OWNER, "privacy.largest_batch=5", "privacy.most_units=50"],
+    "owner": OWNER,
+    "owner with one record each": [*OWNER, "privacy.records=1"],
+    "owner of windows": [*OWNER, "privacy.record=window"],
+    "owner in clear, because the noise is in the update": [*OWNER, "aggregation.secure=false"],
     "site": SITE,
     "site by a target": [*COMMON, "privacy.unit=site", "privacy.target_epsilon=3.0"],
     "site with adaptive clipping": [*SITE, "privacy.adaptive={count_noise=2.0}"],

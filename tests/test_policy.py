@@ -23,6 +23,7 @@ HASH = "ab" * 32
 OFFER = Offer(
     unit="record",
     window=64,
+    owner_field="patient_id",
     noise_multiplier=1.0,
     delta=1e-5,
     epsilon_after=8.0,
@@ -48,11 +49,18 @@ def path(tmp_path: Path) -> Path:
 
 # demand as in TOML, field of the offer, what passes, what does not
 DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
-    ('units = ["record"]', "unit", ["record"], ["none", "window", "site"]),
+    ('units = ["record"]', "unit", ["record"], ["none", "window", "owner", "site"]),
+    ('units = ["owner"]', "unit", ["owner"], ["none", "record", "window", "site"]),
     ('units = ["window"]', "unit", ["window"], ["none", "record", "site"]),
     ('units = ["record", "site"]', "unit", ["record", "site"], ["none", "window", ""]),
     ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["window", "other"]),
     ('least_window = 64\nunits = ["window"]', "window", [64, 65], [63, 0, -64, math.nan]),
+    (
+        'owner_fields = ["patient_id", "person"]',
+        "owner_field",
+        ["patient_id", "person"],
+        ["note_id", "Patient_id", ""],
+    ),
     ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
     (
         "greatest_epsilon = 8.0\ngreatest_delta = 0.5",
@@ -84,7 +92,9 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
     path: Path, demand: str, field: str, passes: list[Any], refused: list[Any]
 ) -> None:
     demanded = policy(path, demand)
-    offer = dataclasses.replace(OFFER, unit="window") if field == "window" else OFFER
+    offer = dataclasses.replace(
+        OFFER, unit={"window": "window", "owner_field": "owner"}.get(field, OFFER.unit)
+    )
     for value in passes:
         demanded.check(dataclasses.replace(offer, **{field: value}))
     for value in refused:
@@ -198,7 +208,7 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
         ('roster_hash = "abc"', "64 hexadecimal digits"),
         ("units = []", "at least 1 item"),
         ('units = "record"', "array"),
-        ('units = ["records"]', "'none', 'record', 'window' or 'site'"),
+        ('units = ["records"]', "'none', 'record', 'window', 'owner' or 'site'"),
         ('adapters = ["dora"]', "'full', 'ffa-lora', 'rolora' or 'lora'"),
         ('models = [""]', "at least 1 character"),
         ("most_rounds = 0", "most_rounds"),
@@ -242,6 +252,7 @@ def test_an_offer_says_what_the_plan_says() -> None:
     assert offer == Offer(
         unit="record",
         window=96,
+        owner_field="",
         noise_multiplier=0.7,
         delta=1e-6,
         epsilon_after=3.0,
@@ -253,6 +264,9 @@ def test_an_offer_says_what_the_plan_says() -> None:
         adapter="ffa-lora",
         rounds=7,
     )
+    owned = changed(changed(plan, "privacy", unit="owner"), "data", owner="patient_id")
+    found = offer_of(owned, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
+    assert (found.unit, found.owner_field) == ("owner", "patient_id")
     clear = changed(plan, "aggregation", secure=False)
     assert not offer_of(clear, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH).secure
 
@@ -262,6 +276,8 @@ def test_an_offer_says_what_the_plan_says() -> None:
     [
         ("record", "record", "record"),
         ("record", "window", "window"),
+        ("owner", "record", "owner"),
+        ("owner", "window", "owner"),
         ("site", "record", "site"),
         ("none", "record", "none"),
     ],
@@ -271,7 +287,9 @@ def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> 
     offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
     assert offer.unit == offered
     if offered == "window":
-        with pytest.raises(PolicyError, match="unit of privacy is 'window': expected one of record, site"):
+        with pytest.raises(
+            PolicyError, match="unit of privacy is 'window': expected one of record, owner, site"
+        ):
             Policy().check(offer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +19,15 @@ from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.kept import update_path
+from cloister.clients.kept import Kept, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.serve import reticent
+from cloister.clients.site import Site
 from cloister.clients.spending import Spending
 from cloister.lm.model import load_model
 from cloister.lm.train import Trainer
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Ledger
-from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
@@ -36,6 +37,7 @@ from cloister.protocol.errors import (
     PinnedError,
     PlanError,
     PolicyError,
+    StaleError,
     StorageError,
     UpdateError,
 )
@@ -54,7 +56,17 @@ from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdapterSection
 from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import load_identity, new_identity
 from cloister.server.channel import Failure
-from cloister.tests.federation import CENTRAL, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.federation import (
+    CENTRAL,
+    CHALLENGE,
+    RECORD,
+    RUN,
+    SKELLAM,
+    Federation,
+    changed,
+    tiny,
+    whole,
+)
 
 Federate = Callable[[list[str]], Federation]
 UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
@@ -109,6 +121,9 @@ def test_without_that_guard_the_losses_would_leave(
     federation = federate([*RECORD, "data.held_out=0.3"])
     site = federation.joined()
     monkeypatch.setattr(Admission, "check_unpaid", lambda *_: None)
+    with pytest.raises(StaleError, match="an evaluation at the sites that is due"):
+        site.contribute(asked(federation, purpose=EVALUATE))
+    monkeypatch.setattr(Admission, "check_round", lambda *_: None)
     assert whole(site.contribute(asked(federation, purpose=EVALUATE))).any()
     assert federation.entries() == ()  # and it would not have been charged
 
@@ -168,16 +183,17 @@ def test_a_site_that_lost_its_update_is_charged_again_for_new_noise(
 
 
 @pytest.mark.parametrize("change", ["clip", "model"])
-def test_another_clip_or_model_in_the_same_round_is_another_training_and_is_charged(
+def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     federate: Federate, change: str
 ) -> None:
     federation = federate(CENTRAL)
     site = federation.joined()
     first = whole(site.contribute(federation.request()))
     other: dict[str, Any] = {"clip": 0.5} if change == "clip" else {"model": federation.model + 1}
-    second = whole(site.contribute(federation.request(**other)))
-    assert not np.array_equal(first, second)
-    assert len(federation.entries()) == 2
+    with pytest.raises(StaleError, match=f"update of round 1 is '{change}': expected the same"):
+        site.contribute(federation.request(**other))
+    assert np.array_equal(whole(site.contribute(federation.request())), first)
+    assert len(federation.entries()) == 1
 
 
 # The charge comes first.
@@ -482,12 +498,13 @@ def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federat
 
 
 def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: Federate) -> None:
-    """Under the unit `record` the norm is the plan's; with another in the message the site is charged once more."""
+    """Under the unit `record` the norm is the plan's."""
     federation = federate(RECORD)
-    site = federation.joined(noise=lambda _round: NoiseStream.from_declared_seed(5))
-    vectors = [whole(site.contribute(federation.request(clip=clip))) for clip in (0.0, 1e9)]
-    assert np.array_equal(vectors[0], vectors[1])
-    assert len(federation.entries()) == 2
+    site = federation.joined()
+    with pytest.raises(UpdateError, match=r"clipping norm is 1000000000\.0: expected 0"):
+        site.contribute(federation.request(clip=1e9))
+    assert federation.entries() == ()
+    assert whole(site.contribute(federation.request())).any()
 
 
 def test_a_base_model_of_another_size_leaves_nothing_behind(federate: Federate) -> None:
@@ -529,7 +546,7 @@ def test_a_base_model_that_is_not_the_one_named_is_refused(federate: Federate, w
         name = vector_hash(base)
     site = federation.site()
     with pytest.raises(UpdateError, match="base model"):
-        site.join(Join(RUN, federation.plan.to_json(), name, base))
+        site.join(Join(RUN, federation.plan.to_json(), CHALLENGE, name, base))
     assert not list(site.config.folder.glob("base-*"))
     with pytest.raises(PinnedError, match="asked to join first"):
         site.contribute(federation.request())
@@ -602,14 +619,21 @@ def test_the_name_of_the_data_does_not_depend_on_where_the_configuration_is_read
     assert names == {"data.jsonl"}
 
 
+def lose_updates(site: Site) -> None:
+    """As a crash before they were synced."""
+    for path in site.config.folder.glob("update-*"):
+        path.unlink()
+
+
 def test_a_run_costs_no_more_than_its_plan_however_often_a_site_is_asked(federate: Federate) -> None:
     """Without a budget in the plan or a limit in a policy: the plan's rounds, and some for what crashes have lost."""
     federation = federate([*RECORD, "run.rounds=2", "cohort.attempts=1"])
     site = federation.joined()
-    for number in range(3):
-        site.contribute(federation.request(model=federation.model + np.float32(number)))
+    for _ in range(3):
+        site.contribute(federation.request())
+        lose_updates(site)
     with pytest.raises(BudgetError, match="that the plan allows for it"):
-        site.contribute(federation.request(model=federation.model - 1))
+        site.contribute(federation.request())
     assert len(federation.entries()) == 3
 
 
@@ -625,11 +649,13 @@ def test_two_processes_cannot_both_spend_what_is_left_of_a_run(
     def late(self: Ledger, charges: Any, budget: Any, check: Any) -> Any:
         if not looked:  # another process spends all that is left, before this one's transaction begins
             looked.append(True)
-            for number in (1, 2):
-                site.contribute(federation.request(model=federation.model + np.float32(number)))
+            for _ in range(2):
+                site.contribute(federation.request())
+                lose_updates(site)
         return charge_all(self, charges, budget, check)
 
     monkeypatch.setattr(Ledger, "charge_all", late)
+    monkeypatch.setattr(Kept, "turn", lambda _self: contextlib.nullcontext())  # which lets one process train
     with pytest.raises(BudgetError, match="that the plan allows for it"):
         site.contribute(federation.request())
     assert len(federation.entries()) == 2

@@ -131,7 +131,7 @@ def test_a_refusal_that_cannot_be_shown_is_refused_although_it_is_signed(
         b"",
         b"{}",
         pack("cloister/wire/0", "Refused", "site-1", "r", PLAN, "no", bytes(64)),
-        pack(VERSION, "Joined", "site-1", 5),
+        pack(VERSION, "Joined", "site-1", b""),
         pack(VERSION, "Refused", "site-1", "r", PLAN, "no"),
         pack(VERSION, "Refused", "site-1", 1, PLAN, "no", bytes(64)),
     ],

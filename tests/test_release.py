@@ -23,6 +23,7 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.span import Span, tile
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
+from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.release import Clipped, Code, Finished, InClear, Protected, code_for, contribution
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -120,6 +121,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         name: Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {}) for name in names
     }
     for name in names:
+        AttemptFiles.create(tmp_path / name, tmp_path)
         advertise = attempts[name].agree(coordinator.begin, 1)
         assert isinstance(advertise, Advertise)
         coordinator.advertised(advertise)

@@ -883,16 +883,13 @@ def alters_a_share(parties: Parties, name: str, sender: str) -> None:
 
 
 def test_a_site_goes_on_without_a_share_that_it_cannot_open() -> None:
-    parties = Parties(4)
+    parties = Parties(6)
     alters_a_share(parties, "site-000", "site-002")
     statement = parties.said["site-000"][2]
     assert isinstance(statement, Masked)
     assert statement.complaints == ("site-002",)
-    assert [site for site, _ in parties.reveals["site-000"].self_shares] == [
-        "site-000",
-        "site-001",
-        "site-003",
-    ]
+    revealed = [site for site, _ in parties.reveals["site-000"].self_shares]
+    assert revealed == [name for name in parties.names if name != "site-002"]
     np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())
 
 
@@ -908,10 +905,34 @@ def test_a_share_that_is_not_checked_is_revealed_wrong() -> None:
         def _hashes(self, sender: str, holder: str, shares: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
             return (bytes(32), bytes(32))
 
-    only_the_hash = Parties(4, site=OpensAnything, tolerance=Tolerance(0.0, 0.1))
+    only_the_hash = Parties(6, site=OpensAnything, tolerance=Tolerance(0.0, 0.1))
     alters_a_share(only_the_hash, "site-000", "site-002")
     np.testing.assert_array_equal(only_the_hash.coordinator.sum(), only_the_hash.plain_sum())
     assert only_the_hash.coordinator.liars == {}
-    nothing = Parties(4, site=ComparesNothing)
+    nothing = Parties(6, site=ComparesNothing)
     with pytest.raises(ShareError, match="share of site-000 from site-000"):
         alters_a_share(nothing, "site-000", "site-002")
+
+
+# What is signed.
+
+
+def test_the_statement_and_the_list_bind_the_keys_and_the_sharers() -> None:
+    """Sites that were shown other keys of one site, or other sharers, sign neither the same statement nor one list."""
+    signatures = set()
+    for other_keys, sharers in ((False, 6), (True, 6), (False, 5), (True, 5)):
+        parties = Parties(6)
+        peers, site = parties.advertise(), parties.sites["site-000"]
+        if other_keys:
+            key = keys.public_key(bytes(32))
+            second = signed(Advertise(peers.context, "site-005", key, key))
+            peers = dataclasses.replace(peers, advertised=(*peers.advertised[:-1], second))
+        site.share(peers)
+        others = parties.names[1:sharers]
+        sealed, hashes = (tuple((name, *rest) for name in others) for rest in ((b"",), (bytes(32),) * 2))
+        site.receive(Inbox(peers.context, parties.names[:sharers], sealed, hashes))
+        site.take_seeds(model=MODEL)
+        statement = site.masked(bytes(32))
+        listed = site.confirm(Survivors(peers.context, parties.names[:4]))
+        signatures |= {statement.sharers, listed.survivors}
+    assert len(signatures) == 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cloister.cli.display import describe
 from cloister.clients.app import client_app
 from cloister.clients.serve import Served, reticent, serve
+from cloister.protocol.encoding import pack, unpack
 from cloister.protocol.errors import (
     BudgetError,
     CloisterError,
     DataError,
+    EngineError,
     PlanError,
     PolicyError,
     StaleError,
@@ -47,9 +50,11 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import Card, Roster, new_identity
-from cloister.protocol.wire import decode_reply, encode, view
+from cloister.protocol.wire import VERSION, Buffer, decode_reply, encode, view
 from cloister.server.app import GridChannel
-from cloister.server.channel import Failure
+from cloister.server.channel import Failure, reply_in
+from cloister.server.members import Members
+from cloister.server.progress import SiteFailed
 from cloister.simulations.process import identify
 from cloister.tests.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
@@ -293,7 +298,7 @@ class Echo(Acts):
     def contribute(self, request: Request) -> Reply:
         self.seen.append(request)
         if isinstance(request, Join):
-            return Joined(self.name, 50)
+            return Joined(self.name)
         assert isinstance(request, Contribute)
         return contribution_of(request, self.name, VECTOR)
 
@@ -308,8 +313,12 @@ def inbox(node: int) -> Inbox:
     return Inbox(bytes(32), ("site-1", "site-2"), (("site-1", bytes([node])),), ())
 
 
+def ask_of(node: int) -> Contribute:
+    return Contribute(SUM, bytes(32), 0.5, inbox(node), MODEL)
+
+
 def ask(grid: Grid) -> dict[int, Reply | Failure]:
-    requests = {node: Contribute(SUM, bytes(32), 0.5, inbox(node), MODEL) for node in grid.get_node_ids()}
+    requests = {node: ask_of(node) for node in grid.get_node_ids()}
     return dict(GridChannel(grid).ask(requests, 60, group="1"))
 
 
@@ -401,6 +410,9 @@ def frames_of(*frames: bytes) -> RecordDict:
     return RecordDict({"frames": record})
 
 
+CUT = [bytes(view(frame)) for frame in encode(contribution_of(ask_of(3), "site-2", VECTOR))]
+CUT[1] = CUT[1][:-1]
+"""A contribution whose vector has no whole number of elements."""
 GARBAGE = [
     RecordDict(),
     RecordDict({"frames": ConfigRecord({"0000": b""})}),
@@ -408,6 +420,7 @@ GARBAGE = [
     frames_of(),
     frames_of(b""),
     frames_of(b"garbage", b""),
+    frames_of(*CUT),
     frames_of(bytes(view(encode(REQUEST)[0]))),
 ]
 
@@ -456,3 +469,78 @@ def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
     request = Contribute(SUM, bytes(32), 0.5, None, MODEL)
     answers = list(GridChannel(grid).ask({1: request, 2: request}, 60, group="1"))
     assert [node for node, _ in answers] == [1, 2]
+
+
+# Another release.
+
+OLD = f"{VERSION.rpartition('/')[0]}/{int(VERSION.rpartition('/')[2]) - 1}"
+"""The version of the messages of the release before this one."""
+FIX = "install the same release of cloister at the coordinator and at the sites"
+
+
+def released(frames: Sequence[Buffer], version: str) -> list[bytes]:
+    """A message as another release sends it: its first field is that release's version."""
+    first, *vectors = [bytes(view(frame)) for frame in frames]
+    return [pack(version, *unpack(first)[1:]), *vectors]
+
+
+def of_old_sites(*nodes: int) -> Wire:
+    """Four nodes, of which some have the release before."""
+    grid = Wire({node: Echo(f"site-{node}") for node in (1, 2, 3, 4)})
+
+    def change(_message: Message, reply: Message) -> Message:
+        if reply.metadata.src_node_id in nodes:
+            # A site that cannot read the request answers with a failure, in its own version.
+            failed = Failed("", f"version of the message is {VERSION!r}: expected {OLD}; {FIX}")
+            reply.content = frames_of(*released(encode(failed), OLD))
+        return reply
+
+    grid.change = change
+    return grid
+
+
+def join(grid: Grid, heard: list[Failure]) -> Members:
+    return Members(GridChannel(grid), tiny("aggregation.secure=false"), RUN, heard.append)
+
+
+def test_a_site_of_another_release_is_named_at_the_join_with_what_to_do() -> None:
+    heard: list[Failure] = []
+    line = f"version of the message is {OLD!r}: expected {VERSION}; {FIX}"
+    assert join(of_old_sites(2), heard).sites == ["site-1", "site-3", "site-4"]
+    assert heard == [Failure("node 2", line)]
+    assert describe(SiteFailed(0, heard[0].site, heard[0].reason)) == f"round 0: node 2 dropped out: {line}"
+    with pytest.raises(EngineError) as stopped:
+        join(of_old_sites(1, 2, 3, 4), heard)
+    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join ({line})"
+
+
+def test_a_coordinator_of_another_release_hears_which_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot read the reply either: its own error, with both versions, is the line that its people see."""
+    site = Echo("site-1")
+    request = Join(RUN, tiny().to_json(), bytes(32), b"", np.empty(0, np.float32))
+    answer = serve(lambda: site, released(encode(request), OLD))
+    line = f"version of the message is {OLD!r}: expected {VERSION}; {FIX}"
+    assert decode_reply(answer) == Failed("site-1", line)
+    assert not site.seen
+    assert line in caplog.text  # for the site's people
+    monkeypatch.setattr("cloister.protocol.wire.VERSION", OLD)
+    assert reply_in(answer, 1) == Failure(
+        "node 1", f"version of the message is {VERSION!r}: expected {OLD}; {FIX}"
+    )
+
+
+def test_a_node_whose_reply_cannot_be_read_does_not_join_and_the_others_do() -> None:
+    for content in GARBAGE:
+        grid = Wire({node: Echo(f"site-{node}") for node in (1, 2, 3, 4)})
+
+        def change(_message: Message, reply: Message, content: RecordDict = content) -> Message:
+            if reply.metadata.src_node_id == 2:
+                reply.content = content
+            return reply
+
+        grid.change = change
+        heard: list[Failure] = []
+        assert join(grid, heard).sites == ["site-1", "site-3", "site-4"]
+        assert [failure.site for failure in heard] == ["node 2"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,27 @@ import pytest
 
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.privacy.policy import Policy
+from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import (
     MemberError,
     PinnedError,
     PlanError,
+    PolicyError,
+    RosterError,
     SecureSumError,
+    SignatureError,
     StaleError,
+    StepError,
+    StorageError,
     TooFewSitesError,
     UpdateError,
 )
+from cloister.protocol.joining import verify_joined
 from cloister.protocol.messages import (
     EVALUATE,
     TRAIN,
@@ -34,16 +45,20 @@ from cloister.protocol.messages import (
     Confirm,
     Contribution,
     Inbox,
+    Joined,
     Purpose,
     Reply,
+    Request,
     Reveal,
     Shares,
     Told,
 )
 from cloister.protocol.plan import Plan
-from cloister.protocol.roster import Roster
+from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
-from cloister.tests.federation import RUN, Federation, changed, tiny, whole
+from cloister.server.channel import Failure
+from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.power import Power
 
 
 @pytest.fixture
@@ -67,15 +82,16 @@ class Attack:
     Args:
         federation: The sites; each joins the run.
         attempt: The attempt.
+        clip: The clipping norm that sites are told, if the unit of privacy is the site.
         config: Of the sites.
     """
 
-    def __init__(self, federation: Federation, attempt: int = 1, **config: Any) -> None:
+    def __init__(self, federation: Federation, attempt: int = 1, clip: float = 0.0, **config: Any) -> None:
         self.federation, plan = federation, federation.plan
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
-        model = vector_hash(federation.model)
+        model = basis(vector_hash(federation.model), clip)
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
@@ -252,7 +268,7 @@ def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None
     """A coordinator that was restarted asks all sites again."""
     attack = Attack(federation)
     inboxes, site = attack.deal(), attack.sites[0]
-    assert site.join(federation.join_request()).parameters == federation.layout.size
+    assert site.join(federation.join_request()).site == site.name
     assert attack.contribute(site, inboxes[site.name]).statement
 
 
@@ -299,13 +315,103 @@ def test_the_cohort_is_the_draw_whoever_is_there(federation: Federation) -> None
     """A coordinator that begins with fewer sites gets the n, A and t of the draw all the same."""
     contract = Attack(federation).coordinator.contract
     three = dataclasses.replace(contract, roster=Roster.of(federation.roster.cards[:3]))
-    offered = SecureCoordinator(three, 1, 1, vector_hash(federation.model))
+    offered = SecureCoordinator(three, 1, 1, basis(vector_hash(federation.model), 0.0))
     site = federation.joined()
     reply = site.agree(Agree(federation.sum_id(), offered.begin))
     assert isinstance(reply, Advertise)
     with pytest.raises(StaleError, match="the same run, round, attempt, roster, plan, model and cohort"):
         offered.advertised(reply)
     assert reply.context == Attack(federation).coordinator.attempt.context
+
+
+@pytest.mark.parametrize(
+    "settings", [SKELLAM, [*PRIVATE, "privacy.unit=record", "privacy.sampling_rate=0.5"], []]
+)
+@pytest.mark.parametrize("what", ["model", "clip"])
+def test_a_round_has_one_update(tmp_path: Path, settings: list[str], what: str) -> None:
+    """From two updates of one site, each summed with the same others, a coordinator computes their difference."""
+    federation = Federation(tmp_path, tiny(*settings))
+    plain = federation.plan.privacy.unit != "site"
+    clip = 0.0 if plain else 1.0
+    attack = Attack(federation, clip=clip)
+    inboxes, site = attack.deal(), attack.sites[0]
+    other: dict[str, Any] = {"model": federation.model + 1} if what == "model" else {"clip": 2.0}
+    # The attempt has another model or norm: nothing is trained, and nothing is charged.
+    with pytest.raises(StaleError if not (plain and what == "clip") else UpdateError):
+        attack.contribute(site, inboxes[site.name], **other)
+    assert federation.entries() == ()
+    first = attack.contribute(site, inboxes[site.name])
+    paid = len(federation.entries())
+    # A later attempt has it, too, and the site has made its update.
+    again = Attack(federation, attempt=2, clip=other.get("clip", clip))
+    again.coordinator = SecureCoordinator(
+        again.coordinator.contract,
+        1,
+        2,
+        basis(vector_hash(other.get("model", federation.model)), other.get("clip", clip)),
+    )
+    later = again.deal()
+    with pytest.raises((StaleError, UpdateError)):
+        again.contribute(site, later[site.name], **other)
+    assert len(federation.entries()) == paid
+    third = Attack(federation, attempt=3, clip=clip)
+    repeated = third.contribute(site, third.deal()[site.name])
+    assert first.manifest != repeated.manifest  # other masks
+    assert len(federation.entries()) == paid
+
+
+def test_two_processes_make_one_update(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow process of an ended attempt does not replace an update that another one has sent, and pays alone."""
+    clear = Federation(federation.folder / "clear", tiny(*CENTRAL))
+    slow, fast = clear.joined(), clear.site(resident=Resident())
+    inside, released = threading.Event(), threading.Event()
+    train = Site._trained  # the guard is around it
+
+    def trained(self: Site, *arguments: Any) -> Any:
+        if self is slow:
+            inside.set()
+            assert released.wait(60)
+        return train(self, *arguments)
+
+    monkeypatch.setattr(Site, "_trained", trained)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(slow.contribute, clear.request())
+        assert inside.wait(60)
+        with pytest.raises(StepError, match="one process of this site"):
+            fast.contribute(clear.request(tries=2))
+        released.set()
+        assert np.array_equal(whole(first.result()), whole(fast.contribute(clear.request(tries=3))))
+    assert len(clear.entries()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        (["server.evaluation=none"], 0),
+        (["server.evaluation=none"], 3),
+        (["server.evaluate_every=2"], 1),
+        (["server.evaluation=records.jsonl"], 3),
+    ],
+)
+def test_a_site_evaluates_only_what_the_plan_lets_it(
+    tmp_path: Path, settings: list[str], number: int
+) -> None:
+    federation = Federation(tmp_path, tiny(*settings))
+    site = federation.joined()
+    begin = Begin(number, 1, vector_hash(federation.model))
+    for request in (
+        Agree(federation.sum_id(purpose=EVALUATE, number=number), begin),
+        federation.request(purpose=EVALUATE, number=number),
+    ):
+        with pytest.raises(StaleError, match="an evaluation at the sites that is due"):
+            site.answer(request)
+
+
+def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation) -> None:
+    attack = Attack(federation)
+    attack.contribute(attack.sites[0], attack.deal()[attack.sites[0].name])
+    (update,) = attack.sites[0].config.folder.glob("update-*.ring")
+    assert update.stat().st_mode & 0o077 == 0
 
 
 def test_shares_for_another_site_are_refused(federation: Federation) -> None:
@@ -349,3 +455,299 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
     assert count_of_loss(1.5) == 3 * 2**19
+
+
+# A policy that is tightened after the join.
+
+LAX = {
+    "units": '["none", "record", "window", "owner", "site"]',
+    "trusted_coordinator": "true",
+    "least_cohort": "1",
+    "secure_required": "false",
+}
+"""A policy that allows every plan of these tests."""
+WINDOW = [*RECORD, "privacy.record=window"]
+OWNED = [
+    *PRIVATE,
+    "aggregation.secure=false",
+    "privacy.unit=owner",
+    "privacy.sampling_rate=0.5",
+    "data.owner=text",
+]
+
+TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
+    "units": (SKELLAM, {"units": '["record"]'}),
+    "owner_fields": (OWNED, {"owner_fields": '["person"]'}),
+    "least_window": (WINDOW, {"least_window": "17"}),
+    "least_noise": (SKELLAM, {"units": '["site"]', "least_noise": "1.5"}),
+    "greatest_epsilon": (
+        SKELLAM,
+        {"units": '["site"]', "greatest_epsilon": "0.001", "greatest_delta": "0.5"},
+    ),
+    "greatest_delta": (SKELLAM, {"units": '["site"]', "greatest_delta": "1e-6"}),
+    "trusted_coordinator": (CENTRAL, {"trusted_coordinator": "false"}),
+    "least_cohort": (SKELLAM, {"least_cohort": "5"}),
+    "secure_required": (CENTRAL, {"secure_required": "true"}),
+    "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
+    "models": (SKELLAM, {"models": '["gpt2"]'}),
+    "adapters": (SKELLAM, {"adapters": '["lora"]'}),
+    "most_rounds": (SKELLAM, {"most_rounds": "2"}),
+}
+"""For each demand a plan, and what its policy becomes after the join."""
+
+
+class Watched:
+    """A federation whose first site has a policy that its people change.
+
+    Args:
+        folder: Of the federation.
+        settings: Of its plan.
+    """
+
+    def __init__(self, folder: Path, settings: list[str]) -> None:
+        self.federation = Federation(folder, tiny(*settings))
+        self.name = self.federation.names[0]
+        self.policy = LAX
+        self.federation.channel.sites[self.name] = self.site
+        self.members = self.federation.members()
+
+    def site(self) -> Site:
+        text = "".join(f"{demand} = {value}\n" for demand, value in self.policy.items())
+        return self.federation.site(policy=text)
+
+    def begin(self) -> Agree:
+        return Agree(self.federation.sum_id(), Begin(1, 1, vector_hash(self.federation.model)))
+
+    def ask(self, request: Request) -> Reply | Failure:
+        """What the coordinator makes of the site's answer."""
+        (answer,) = self.members.ask({self.name: request}, 60, group="1")
+        return answer
+
+
+def refusal_of(answer: Reply | Failure, demand: str) -> None:
+    assert isinstance(answer, Failure)
+    assert answer.refused
+    assert answer.reason.startswith("it refuses, signed: ")
+    reason = "the privacy budget of its data" if demand == "greatest_epsilon" else f"by {demand} of the site"
+    assert reason in answer.reason
+
+
+def test_every_demand_can_be_tightened() -> None:
+    assert set(TIGHTER) == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize("demand", TIGHTER)
+def test_a_policy_that_is_tightened_after_the_join_holds_from_the_next_attempt(
+    tmp_path: Path, demand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site refuses before it uses a record; its refusal is signed, and the coordinator accepts it."""
+    settings, change = TIGHTER[demand]
+    watched = Watched(tmp_path, settings)
+    assert watched.name in watched.members.sites
+    requests: list[Request] = [watched.federation.request()]
+    if watched.federation.plan.aggregation.secure:
+        requests.append(watched.begin())
+    trained: list[object] = []
+    monkeypatch.setattr("cloister.clients.site.Site._update", lambda *_: trained.append(None))
+    watched.policy = LAX | change
+    for request in requests:
+        refusal_of(watched.ask(request), demand)
+    assert not trained
+    assert watched.federation.entries() == ()
+    # As it was at the join, it allows the same requests.
+    monkeypatch.undo()
+    watched.policy = LAX
+    answers = [watched.ask(request) for request in reversed(requests)]
+    assert not any(isinstance(answer, Failure) and answer.refused for answer in answers)
+    assert isinstance(answers[0], Advertise | Contribution)
+
+
+def test_a_policy_that_is_tightened_in_an_attempt_stops_training_and_not_what_follows(
+    federation: Federation,
+) -> None:
+    """After its vector is masked, a refusal of the site would end the attempt and protect nothing."""
+    tight = "".join(f"{demand} = {value}\n" for demand, value in (LAX | {"most_rounds": "2"}).items())
+    attack = Attack(federation)
+    inboxes, names = attack.deal(), federation.names
+    with pytest.raises(PolicyError, match="by most_rounds of the site's policy"):
+        attack.contribute(federation.site(policy=tight), inboxes[names[0]])
+    for site in attack.sites:
+        contribution = attack.contribute(site, inboxes[site.name])
+        assert contribution.statement is not None
+        attack.coordinator.fold(contribution.statement, [(0, whole(contribution))])
+    survivors = attack.coordinator.survivors()
+    after = [federation.site(index, policy=tight) for index in range(len(names))]
+    for site in after:
+        confirmed = attack.agree(site, survivors)
+        assert isinstance(confirmed, Confirm)
+        attack.coordinator.confirmed(confirmed)
+    requests = attack.coordinator.request()
+    for site in after:
+        assert isinstance(attack.agree(site, requests[site.name]), Reveal)
+
+
+def test_the_last_round_is_tried_again_under_a_policy_that_its_run_uses_up(tmp_path: Path) -> None:
+    """A retry sums the update that is kept: it costs nothing more."""
+    watched = Watched(tmp_path, [*RECORD, "run.rounds=1"])
+    terms = terms_of(watched.federation.plan, watched.federation.layout.size)
+    assert terms is not None
+    limit = {"greatest_epsilon": f"{terms.epsilon(1) * 1.0001}", "greatest_delta": f"{terms.delta}"}
+    watched.policy = {**LAX, **limit, "units": '["record"]'}
+    first, again = (watched.ask(watched.federation.request(tries=tries)) for tries in (1, 2))
+    assert isinstance(first, Contribution)
+    assert isinstance(again, Contribution)
+    assert np.array_equal(whole(again), whole(first))
+    assert len(watched.federation.entries()) == 1
+
+
+def test_a_policy_is_checked_at_each_message_at_little_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's chain is not hashed again, the rounds are not drawn again and the model is not counted again."""
+    watched = Watched(tmp_path, [*RECORD, "cohort.fraction=0.75"])
+    watched.policy = {**LAX, "units": '["record"]', "greatest_epsilon": "1e6", "greatest_delta": "0.5"}
+    assert isinstance(watched.ask(watched.federation.request()), Contribution)
+    assert isinstance(watched.ask(watched.federation.request(tries=2)), Contribution)
+    assert len(watched.federation.entries()) == 1
+
+    def again(*_: object) -> None:
+        raise AssertionError("it was computed again")
+
+    for name in ("privacy.ledger.link", "protocol.cohort.Draw.cohort", "clients.admission.count_parameters"):
+        monkeypatch.setattr(f"cloister.{name}", again)
+    assert isinstance(watched.ask(watched.federation.request(tries=3)), Contribution)
+
+
+# The size of the roster.
+
+
+@pytest.mark.parametrize("sites", [3, 5])
+def test_a_roster_of_another_size_than_the_plans_is_refused_at_the_join(
+    federation: Federation, sites: int
+) -> None:
+    """Ring, draw and threshold are computed from cohort.sites: more sites would wrap the ring of an evaluation."""
+    plan = changed(federation.plan, "cohort", sites=sites)
+    site = federation.site(pinned=False)
+    expected = (
+        rf"roster is '4 sites': expected {sites} sites, as cohort.sites of the plan; "
+        rf"set cohort.sites = 4 in the plan, or agree on a roster of {sites} sites"
+    )
+    with pytest.raises(RosterError, match=expected):
+        site.answer(federation.join_request(plan))
+    site.answer(federation.join_request())  # nothing was pinned
+
+
+def test_in_clear_a_roster_does_not_say_who_takes_part(federation: Federation) -> None:
+    plan = changed(in_clear(federation.plan), "cohort", sites=5)
+    assert federation.joined(plan=plan, secure=False, pinned=False)
+
+
+# What a site signs when it joins.
+
+
+def test_a_site_signs_its_answer_to_the_join_that_it_was_asked(federation: Federation) -> None:
+    request, plan = federation.join_request(), bytes.fromhex(federation.plan.digest())
+    joined = federation.site().answer(request)
+    assert isinstance(joined, Joined)
+    verify_joined(joined, federation.roster, request, plan=plan)
+    for other in (
+        dataclasses.replace(request, challenge=bytes(32)),
+        dataclasses.replace(request, run="an0ther"),
+        dataclasses.replace(request, base_hash=bytes(32)),
+    ):
+        with pytest.raises(SignatureError):
+            verify_joined(joined, federation.roster, other, plan=plan)
+    with pytest.raises(SignatureError):
+        verify_joined(joined, federation.roster, request, plan=bytes(32))
+    for name, error in (("site-001", SignatureError), ("stranger", MemberError)):
+        with pytest.raises(error):
+            verify_joined(dataclasses.replace(joined, site=name), federation.roster, request, plan=plan)
+    # Nor is it the answer of a site with that key and another name.
+    key = load_identity(federation.sites_folder / "site-000" / "identity.pem")
+    renamed = dataclasses.replace(joined, site="renamed")
+    with pytest.raises(SignatureError):
+        verify_joined(renamed, Roster.of([Card.of("renamed", key)]), request, plan=plan)
+
+
+def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(federation: Federation) -> None:
+    site = federation.site(secure=False, pinned=False, identity="", roster="")
+    plan = in_clear(federation.plan)
+    assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")
+
+
+# A power cut, and what is lost with a disk.
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["power cut", "killed, then power cut"])
+def test_a_join_is_on_disk_before_it_is_answered(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A power cut at any sync of the join: it can be repeated, and once it was answered there is no other run."""
+    sync, ended = 0, [0]
+    begin = Begin(1, 1, vector_hash(federation.model))
+    while ended:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            if ended:
+                if not killed:
+                    power.cut()
+                federation.joined(state=state, pinned=False)
+            power.cut()
+            site = federation.site(state=state, pinned=False)
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(run="an0ther"))
+            with pytest.raises(PinnedError, match="would sum the same updates again"):
+                site.join(federation.join_request(changed(federation.plan, "local", steps=1), "an0ther"))
+            for purpose in (TRAIN, EVALUATE):
+                assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
+        sync += 1
+    assert sync > 20
+
+
+def test_a_message_relies_on_no_pin_that_is_not_on_disk(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site was killed in the join; the coordinator does not ask it to join again, but to take part."""
+    sync, answered = 0, False
+    begin = Begin(1, 1, vector_hash(federation.model))
+    while not answered:
+        (disk := tmp_path / f"disk-{sync}").mkdir()
+        state = str(disk / "state")
+        with Power(disk, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                federation.joined(state=state, pinned=False)
+            assert ended
+            with contextlib.suppress(PinnedError):
+                federation.site(state=state, pinned=False).agree(Agree(federation.sum_id(), begin))
+                answered = True
+            power.cut()
+            if answered:
+                with pytest.raises(PinnedError, match="would sum the same updates again"):
+                    federation.joined(state=state, pinned=False, run="an0ther")
+        sync += 1
+
+
+def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:
+    """It has pinned the run, so it may have answered in it."""
+    attack = Attack(federation)
+    inboxes, site = attack.deal(), attack.sites[0]
+    for marks in site.config.folder.glob("secure/*/*/marks"):
+        whole = marks.read_bytes()
+        marks.unlink()
+        with pytest.raises(StorageError, match=r"marks.*missing.*new state folder and keep its ledger"):
+            site.join(federation.join_request())
+        assert not marks.exists()
+        if TRAIN in marks.parts:
+            acts: tuple[Callable[[], object], ...] = (
+                lambda: attack.agree(site, attack.coordinator.begin),
+                lambda: attack.contribute(site, inboxes[site.name]),
+            )
+            for act in acts:
+                with pytest.raises(StorageError, match=r"marks.*missing"):
+                    act()
+            assert not marks.exists()
+        marks.write_bytes(whole)
+    assert attack.contribute(site, inboxes[site.name]).statement

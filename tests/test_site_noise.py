@@ -33,7 +33,6 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import AccountingError, PlanError, UpdateError
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection, Plan
 from cloister.protocol.soundness import parse
-from cloister.protocol.threshold import assumed
 
 WRONG = 1e-9
 SITE = ["aggregation.weighting=uniform", "server.evaluation=none", "privacy.unit=site", "cohort.sites=8"]
@@ -124,7 +123,7 @@ COHORTS = st.sampled_from(
         (8, 0.75, 0.1, 2),  # the sum has the fewest sites that are opened
         (8, 0.75, 0.1, 1),
         (8, 0.75, 0.1, 0),
-        (20, 0.6, 0.3, 8),
+        (20, 0.6, 0.3, 6),  # t = 14 is more than the quorum
         (20, 0.6, 0.3, 0),
     ]
 )
@@ -151,7 +150,7 @@ def check_claimed_deviation(
     )
     colluders, floor, survivors = (
         math.ceil(sites * share - 1e-9),
-        federation.plan.cohort.needed(),
+        federation.plan.quorum(),
         sites - dropouts,
     )
     on_update = 1 / math.sqrt(z**-2 - (4 * z) ** -2) if adaptive else z
@@ -610,7 +609,7 @@ def test_the_scale_is_the_largest_that_the_ring_and_the_sampler_take(
 ) -> None:
     floor = sites - int(lost * sites)
     colluders = min(int(lying * floor), floor - 1)
-    found = skellam_for(z, clip, dimension, sites, floor, colluders, bits)
+    found = skellam_for(z, clip, dimension, sites, floor - colluders, bits)
     assert math.frexp(found.scale)[0] == 0.5
     fits = []
     for scale in (found.scale, 2 * found.scale):
@@ -627,13 +626,13 @@ def test_the_scale_is_the_largest_that_the_ring_and_the_sampler_take(
 
 def test_more_noise_than_counted_for_is_not_claimed() -> None:
     """Each site's part does not shrink with those who may not add theirs: fewer honest survivors, more noise each."""
-    parts = [skellam_for(2.0, 1.0, 1_000, 10, floor, 2, 32) for floor in (10, 6, 3)]
+    parts = [skellam_for(2.0, 1.0, 1_000, 10, honest, 32) for honest in (8, 4, 1)]
     ratios = [part.variance_per_site / part.scale**2 for part in parts]
     assert ratios == pytest.approx([4 / 8, 4 / 4, 4 / 1])
 
 
 def test_a_coarse_ring_costs_more() -> None:
-    fine, coarse = (skellam_for(2.0, 1.0, 10**8, 8, 6, 1, bits).event for bits in (32, 16))
+    fine, coarse = (skellam_for(2.0, 1.0, 10**8, 8, 5, bits).event for bits in (32, 16))
     gaussian = spent([Gaussian(2.0, 1)], 1e-5, "rdp").epsilon
     assert spent([fine], 1e-5).epsilon < 1.01 * gaussian
     assert spent([coarse], 1e-5).epsilon > 1.5 * gaussian
@@ -645,9 +644,8 @@ def test_a_coarse_ring_costs_more() -> None:
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
         ({"clip": -1.0}, "clip"),
         ({"dimension": 0}, "dimension"),
-        ({"contributors": 5}, "contributors"),
-        ({"floor": 2}, "colluders"),
-        ({"colluders": -1}, "colluders"),
+        ({"contributors": 3}, "contributors"),
+        ({"honest": 0}, "honest"),
         ({"contributors": 40_000, "ring_bits": 16}, "ring_bits"),
     ],
 )
@@ -657,8 +655,7 @@ def test_a_sum_that_cannot_be_noised_is_refused(change: dict[str, Any], field: s
         "clip": 1.0,
         "dimension": 10,
         "contributors": 8,
-        "floor": 6,
-        "colluders": 2,
+        "honest": 4,
         "ring_bits": 32,
     }
     skellam_for(**right)
@@ -714,14 +711,14 @@ def test_the_largest_sum_does_not_wrap_or_the_plan_is_refused(
         plan = parse("", [*CROWD, *changes])
     except PlanError:
         assume(False)
-    floor, a = plan.cohort.needed(), assumed(n, colluders)
+    honest = plan.honest()
     found, refused = None, ""
     try:
         found = terms_of(plan, dimension)
     except PlanError as error:
         refused = error.field
     if refused:
-        assert refused in ("privacy.ring_bits", "privacy.adaptive.count_noise", "privacy.colluders")
+        assert refused in ("privacy.ring_bits", "privacy.adaptive.count_noise")
         assert refused != "privacy.ring_bits" or bits == 16
         return
     assert found is not None
@@ -731,7 +728,7 @@ def test_the_largest_sum_does_not_wrap_or_the_plan_is_refused(
     assert math.log2(mechanism.scale).is_integer()
     assert mechanism.variance <= LARGEST_VARIANCE
     if not central:
-        assert mechanism.variance * (floor - a) >= (z * mechanism.scale) ** 2 * (1 - 1e-12)
+        assert mechanism.variance * honest >= (z * mechanism.scale) ** 2 * (1 - 1e-12)
     # Sites and coordinator decode with the scale that was coded with.
     assert training_layout(plan, dimension).ring.scale == pytest.approx(mechanism.scale, rel=1e-12)
 
@@ -757,7 +754,7 @@ def test_a_count_that_would_wrap_is_refused_and_taken_without_the_check(
             "cohort.sites=76",
             "cohort.quorum=0.5",
             "aggregation.colluders=0.0",
-            "aggregation.dropouts=0.0",
+            "aggregation.dropouts=0.45",
             "aggregation.ring_bits=16",
             "privacy.noise_multiplier=1.0",
             "privacy.adaptive={count_noise=0.625}",
@@ -766,14 +763,14 @@ def test_a_count_that_would_wrap_is_refused_and_taken_without_the_check(
     with pytest.raises(PlanError, match=r"^privacy\.adaptive\.count_noise is 0\.625: expected more"):
         terms_of(plan, 1000)
     monkeypatch.setattr(site_noise, "_check_count_fits", lambda *_: None)
-    mechanism = distributed(1.0, 1000, 76, plan.cohort.needed(), 0, 16, adaptive)
+    mechanism = distributed(1.0, 1000, 76, plan.honest(), 16, adaptive)
     assert largest_sum(mechanism, 76) > 2**15
 
 
 def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(AccountingError, match=r"^ring_bits is 16"):
-        distributed(1.0, 1000, 40_000, 30_000, 4000, 16)
+        distributed(1.0, 1000, 40_000, 26_000, 16)
     with pytest.raises(AccountingError, match=r"^ring_bits is 16"):
         central(1.0, 1000, 40_000, 16)
-    assert distributed(1.0, 1000, 40_000, 30_000, 4000, 32).scale > 1
+    assert distributed(1.0, 1000, 40_000, 26_000, 32).scale > 1
     assert central(1.0, 1000, 40_000, 32).scale > 1

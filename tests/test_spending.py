@@ -294,8 +294,9 @@ def test_a_run_whose_sites_refuse_ends_with_the_model_it_has(begin: Begin) -> No
     policy = f"secure_required = false\ngreatest_epsilon = {limit}\ngreatest_delta = {case.terms.delta}\n"
 
     def tighten(_site: str, request: Request) -> None:
-        """Two sites get a policy once all of them have joined."""
-        for index, name in enumerate(NAMES[:2] if isinstance(request, Contribute) else []):
+        """Two sites get a policy in the last round, whose cost it forbids."""
+        last = isinstance(request, Contribute) and request.sum.round == 3
+        for index, name in enumerate(NAMES[:2] if last else []):
             case.channel.sites[name] = partial(case.federation.site, index, policy=policy)
 
     case.channel.before = tighten

@@ -1,10 +1,16 @@
 """A sum over a cohort as the adapters carry it: both ends are real, and the channel is in this process."""
 
+import contextlib
 import dataclasses
+import fcntl
+import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -22,22 +28,35 @@ from cloister.clients.attempt import Attempts, Live, Member
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.lm.layout import Layout
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import EncodingError, StaleError, StepError
+from cloister.protocol.errors import (
+    AgreementError,
+    AnsweredError,
+    EncodingError,
+    SecureSumError,
+    StaleError,
+    StepError,
+    TooFewSitesError,
+)
 from cloister.protocol.messages import (
     TRAIN,
     Advertise,
     Agree,
     Begin,
+    Confirm,
     Contribution,
     Failed,
     Inbox,
     Join,
+    Masked,
     Reply,
     Request,
     Reveal,
     Shares,
+    Signed,
     Step,
     SumId,
+    Survivors,
+    Told,
     Unmask,
 )
 from cloister.protocol.roster import Card, Roster, new_identity
@@ -51,6 +70,7 @@ from cloister.server.members import Members
 from cloister.server.progress import AttemptFailed, Event, SiteFailed
 from cloister.server.sum import Party, Total, Wanted, sum_over
 from cloister.tests.federation import RUN, Loopback, VectorSite, step_of, whole
+from cloister.tests.power import Power
 
 NAMES = [f"site-{number:03d}" for number in range(12)]
 IDENTITIES = {name: new_identity() for name in NAMES}
@@ -78,6 +98,10 @@ class Run:
         self.names = NAMES[:sites]
         self.roster = Roster.of(Card.of(name, IDENTITIES[name]) for name in self.names)
         self.contract = contract_for(TRAIN, self.plan, self.roster, RUN, LAYOUT.size, LAYOUT.digest())
+        self.minimum = 3
+        """Fewest sites that each site sums with."""
+        for name in self.names:
+            AttemptFiles.create(folder / name, folder)
         self.live: Live | None = None
         """Attempts in memory, for sites whose process lives on; None for a new process at every message."""
         self.channel = Loopback({name: partial(self.site, name) for name in self.names})
@@ -98,11 +122,18 @@ class Run:
     def attempts(self, name: str) -> Attempts:
         """What a process of the site has of its attempts."""
         live: Live = {} if self.live is None else self.live
-        return Attempts(self.folder / name, self.contract, Member(name, IDENTITIES[name], 3), live)
+        return Attempts(self.folder / name, self.contract, Member(name, IDENTITIES[name], self.minimum), live)
 
     def site(self, name: str) -> VectorSite:
         secure = self.plan.aggregation.secure
-        return VectorSite(name, self.attempts(name), partial(self.vector, name), secure=secure)
+        return VectorSite(
+            name,
+            IDENTITIES[name],
+            self.attempts(name),
+            partial(self.vector, name),
+            roster=self.roster.hash,
+            secure=secure,
+        )
 
     def vector(self, name: str) -> RingVector:
         layout = training_layout(self.plan, LAYOUT.size)
@@ -613,7 +644,7 @@ def test_weights_that_sum_to_zero_fail_the_round_and_not_the_run(open_run: Calla
         return dataclasses.replace(reply, manifest=manifest_of([(0, vector)]), spans=(vector,))
 
     run.channel.tamper = lie
-    assert run.sum() == sums.Failed(3, bound=False)
+    assert run.sum() == sums.Failed(1, bound=True, spoiled=True)  # an attempt would sum the same again
     run.channel.tamper = lambda _step, reply: reply
     assert isinstance(run.sum(2), Total)
 
@@ -653,6 +684,65 @@ def test_a_site_that_sends_garbage_costs_one_attempt_and_is_left_out(open_run: C
     assert {site for _, site in run.channel.asked} == set(run.names[1:])
     (entry,) = [entry for entry in run.journal.entries() if entry.step == steps.LEFT_OUT]
     assert entry.detail["site"] == NAMES[0]
+
+
+@pytest.mark.parametrize("colluders", [0.34, 0.5])
+def test_garbage_for_few_holders_costs_one_attempt_and_nobody_is_called_a_liar(
+    open_run: Callable[..., Run], colluders: float
+) -> None:
+    """As many complaints as sites may lie: the sender is not proven to be bad, but the round goes on without it."""
+    run = open_run(12, f"aggregation.colluders={colluders}", "cohort.quorum=0.2", "aggregation.dropouts=0.0")
+    parameters = run.contract.tolerance.parameters(12, 12)
+    few = NAMES[1 : 12 - parameters.threshold + 2]
+    assert len(few) <= parameters.colluders
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == NAMES[0]:
+            sealed = tuple((to, b"?" if to in few else text) for to, text in reply.sealed)
+            return cast(Reply, resigned(dataclasses.replace(reply, sealed=sealed)))
+        return reply
+
+    run.channel.tamper = lie
+    for number in (1, 2):
+        total = run.sum(number)
+        assert isinstance(total, Total)
+        assert (total.attempts, total.sites) == (2, 11)
+    assert run.party.left_out == {}
+
+
+def test_a_site_that_others_complain_of_is_not_counted_on_for_its_own_share(
+    open_run: Callable[..., Run],
+) -> None:
+    """With it there are just t openers; it does not reveal, and the others would be bound to a list with it."""
+    run = open_run(12, "aggregation.colluders=0.34", "cohort.quorum=0.2", "aggregation.dropouts=0.0")
+    few = NAMES[1 : 12 - run.contract.tolerance.parameters(12, 12).threshold + 1]
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == NAMES[0]:
+            sealed = tuple((to, b"?" if to in few else text) for to, text in reply.sealed)
+            return cast(Reply, resigned(dataclasses.replace(reply, sealed=sealed)))
+        return Failed(NAMES[0], "gone") if isinstance(reply, Reveal) and reply.site == NAMES[0] else reply
+
+    run.channel.tamper = lie
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (2, 11)
+
+
+def test_one_complaint_leaves_nobody_out_where_no_site_is_assumed_to_lie(
+    open_run: Callable[..., Run],
+) -> None:
+    run = open_run(6, "aggregation.colluders=0.0")
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.statement is not None and reply.site == NAMES[0]:
+            statement = resigned(dataclasses.replace(reply.statement, complaints=tuple(NAMES[1:6])))
+            return dataclasses.replace(reply, statement=statement)
+        return reply
+
+    run.channel.tamper = lie
+    run.sum()
+    assert run.party.left_out == {}
 
 
 def test_leaving_sites_out_changes_neither_n_nor_a_nor_t(open_run: Callable[..., Run]) -> None:
@@ -749,3 +839,292 @@ def test_more_sites_than_the_ring_has_room_for_are_refused(open_run: Callable[..
         assert run.sum() == sums.Failed(3, bound=False)
     (failed, *_) = [event for event in run.events if isinstance(event, AttemptFailed)]
     assert failed.reason == "sites in the cohort is 6: expected at most 5, for which the ring has room"
+
+
+def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callable[..., Run]) -> None:
+    """The marks of two attempts at one round would be written by turns."""
+    run, inboxes = begun(open_run)
+    name, model = run.names[0], vector_hash(MODEL)
+    run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    later = SecureCoordinator(run.contract, 1, 2, model)
+    run.attempts(name).agree(later.begin, 1)
+    first = SecureCoordinator(run.contract, 1, 1, model)
+    with pytest.raises(StepError, match="upload of this site first"):
+        run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
+    with pytest.raises(StepError, match="share first"):
+        run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
+        run.attempts(name).agree(first.begin, 1)
+
+
+# A power cut, a killed process, and two processes at once.
+
+
+class View:
+    """One view of an attempt at round 1, as a coordinator that may lie shows it to its victim, the first site.
+
+    The other sites collude: each view has its own, which draw the same secrets and say what fits the view. So two views
+    are the same up to the step at which one of them loses its last site, and differ from there.
+
+    Args:
+        run: The run; the victim is its own site.
+        folder: Where the other sites keep what they must.
+        attempt: The attempt.
+        loses: The step at which the last site drops out.
+        model: Hash of the global model.
+    """
+
+    def __init__(
+        self, run: Run, folder: Path, *, attempt: int = 1, loses: Step | None = None, model: bytes = b""
+    ) -> None:
+        self._run, self._loses, others = run, loses, run.names[1:]
+        self._coordinator = SecureCoordinator(run.contract, 1, attempt, model or vector_hash(MODEL))
+        for name in others:
+            AttemptFiles.create(folder / name, folder)
+        self._others = {
+            name: Attempts(
+                folder / name,
+                run.contract,
+                Member(name, IDENTITIES[name], 3),
+                {},
+                random=partial(secret_of, name),
+            )
+            for name in others
+        }
+
+    def message(self, step: Step) -> Told | Inbox:
+        """What the victim is sent at a step, after the steps before it; the other sites answer it here."""
+        coordinator = self._coordinator
+        told: dict[Step, Callable[[], Any]] = {
+            Step.ADVERTISE: lambda: coordinator.begin,
+            Step.SHARE: coordinator.peers,
+            Step.UPDATE: coordinator.inboxes,
+            Step.CONFIRM: coordinator.survivors,
+            Step.UNMASK: coordinator.request,
+        }
+        found = told[step]()
+        messages: dict[str, Told | Inbox] = (
+            found if step in (Step.UPDATE, Step.UNMASK) else dict.fromkeys(self._run.names, found)
+        )
+        if step is self._loses:
+            self._others.popitem()
+        for name, attempts in self._others.items():
+            self.hear(*answer(self._run, attempts, name, messages[name]))
+        return messages[self._run.names[0]]
+
+    def hear(self, reply: Signed, pieces: list[Piece]) -> None:
+        """Take a site's answer."""
+        match reply:
+            case Advertise():
+                self._coordinator.advertised(reply)
+            case Shares():
+                self._coordinator.shared(reply)
+            case Masked():
+                self._coordinator.fold(reply, pieces)
+            case Confirm():
+                self._coordinator.confirmed(reply)
+            case Reveal():
+                self._coordinator.revealed(reply)
+
+
+def secret_of(name: str, size: int) -> bytes:
+    return hashlib.sha256(name.encode()).digest()[:size]
+
+
+def answer(run: Run, attempts: Attempts, name: str, message: Told | Inbox) -> tuple[Signed, list[Piece]]:
+    """A site's answer to a message of round 1, and its masked vector."""
+    if not isinstance(message, Inbox):
+        return attempts.agree(message, 1), []
+    statement, _, pieces = attempts.mask(message, 1, vector_hash(MODEL), 1, lambda: run.pieces(name))
+    return statement, pieces
+
+
+def asked(run: Run, message: Told | Inbox) -> tuple[Signed, list[Piece]]:
+    """The answer of the victim's new process."""
+    return answer(run, run.attempts(run.names[0]), run.names[0], message)
+
+
+LIES: dict[Step, dict[str, Any]] = {
+    Step.ADVERTISE: {"model": bytes(32)},
+    Step.SHARE: {"loses": Step.ADVERTISE},
+    Step.UPDATE: {"loses": Step.SHARE},
+    Step.CONFIRM: {"loses": Step.UPDATE},
+    Step.UNMASK: {"loses": Step.UPDATE},
+}
+"""For each step, the view whose message at that step is another than that of the view of all sites."""
+SYNCS = {Step.ADVERTISE: 2, Step.SHARE: 1, Step.UPDATE: 1, Step.CONFIRM: 1, Step.UNMASK: 2}
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["power cut", "killed, then power cut"])
+@pytest.mark.parametrize("step", SYNCS)
+def test_no_power_cut_leads_to_a_second_answer(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Step, kill: bool
+) -> None:
+    """At every sync of a step, and after its answer: the first message is sent again, and then another."""
+    for sync in range(SYNCS[step] + 1):
+        run = open_run(6)
+        with Power(run.folder / run.names[0], monkeypatch) as power:
+            view = View(run, tmp_path / f"view {sync}")
+            lie = View(run, tmp_path / f"lie {sync}", **LIES[step])
+            for earlier in list(Step)[: list(Step).index(step)]:
+                heard = asked(run, view.message(earlier))
+                view.hear(*heard)
+                if step is not Step.ADVERTISE:
+                    lie.message(earlier)
+                    if (step, earlier) != (Step.UNMASK, Step.CONFIRM):  # the others are enough for that list
+                        lie.hear(*heard)
+            message, other = view.message(step), lie.message(step)
+            assert other != message
+            left = []
+            with power.stopped_at(sync) as ended:
+                left.append(asked(run, message)[0])
+            assert bool(ended) == (sync < SYNCS[step])
+            if not kill:
+                power.cut()
+            # Refused are a vector that may have been masked, and attempts that are over or that were marked only.
+            with contextlib.suppress(StepError, StaleError):
+                left.append(asked(run, message)[0])
+            assert left or ended
+            power.cut()
+            with contextlib.suppress(SecureSumError):
+                left.append(asked(run, other)[0])
+            assert len(set(left)) <= 1
+
+
+@pytest.mark.parametrize("sync", range(SYNCS[Step.UNMASK] + 1))
+def test_no_power_cut_leads_to_an_answer_for_other_survivors_in_a_later_attempt(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: int
+) -> None:
+    run = open_run(6)
+    revealed = 0
+    with Power(run.folder / run.names[0], monkeypatch) as power:
+        view = View(run, tmp_path / "first")
+        for step in Step:
+            message = view.message(step)
+            if step is Step.UNMASK:
+                with power.stopped_at(sync):
+                    asked(run, message)
+                    revealed += 1
+            else:
+                view.hear(*asked(run, message))
+        power.cut()
+        other = View(run, tmp_path / "second", attempt=2, loses=Step.UPDATE)
+        with contextlib.suppress(AnsweredError):
+            for step in Step:
+                other.hear(*asked(run, other.message(step)))
+                power.cut()
+            revealed += 1
+    assert revealed == 1 or (sync == 1 and revealed == 0)  # with the mark on disk, and no answer sent
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_an_attempt_that_is_not_newer_is_not_joined_after_a_power_cut(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int
+) -> None:
+    run = open_run(6)
+    with Power(run.folder / run.names[0], monkeypatch) as power:
+        asked(run, View(run, tmp_path / "joined", attempt=2).message(Step.ADVERTISE))
+        power.cut()
+        old = View(run, tmp_path / "old", attempt=attempt, model=bytes(32)).message(Step.ADVERTISE)
+        with pytest.raises(StaleError, match="one after attempt 2 of round 1"):
+            asked(run, old)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_honest_coordinator_goes_on_after_a_power_cut(
+    open_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    run = open_run(6)
+    with Power(run.folder / run.names[0], monkeypatch) as power:
+
+        def cut(now: str, reply: Reply) -> Reply:
+            if now == step and reply.site == run.names[0]:
+                power.cut()
+            return reply
+
+        run.channel.tamper = cut
+        total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (1, 6)
+    assert total.opened.counters["tokens"] == expected(run.names)["tokens"]
+
+
+def test_of_two_messages_at_once_one_is_answered(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes of a site are shown two lists of survivors, the second while the first has not yet kept its own."""
+    run = open_run(6)
+    view, lie = View(run, tmp_path / "view"), View(run, tmp_path / "lie", loses=Step.UPDATE)
+    for step in (Step.ADVERTISE, Step.SHARE, Step.UPDATE):
+        heard = asked(run, view.message(step))
+        lie.message(step)
+        view.hear(*heard)
+        lie.hear(*heard)
+    messages = [view.message(Step.CONFIRM), lie.message(Step.CONFIRM)]
+    happened: SimpleQueue[str] = SimpleQueue()
+    second_is_there = threading.Event()
+    write, lock = os.pwrite, fcntl.flock
+
+    def watched_write(descriptor: int, data: bytes, at: int) -> int:
+        if not happened.qsize() and not second_is_there.is_set():
+            happened.put("the first is about to write")
+            assert second_is_there.wait(60)
+        else:
+            happened.put("the second is about to write")
+        return write(descriptor, data, at)
+
+    def watched_lock(descriptor: int, how: int) -> None:
+        try:
+            lock(descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            happened.put("the second waits")
+            lock(descriptor, how)
+
+    monkeypatch.setattr(os, "pwrite", watched_write)
+    monkeypatch.setattr(fcntl, "flock", watched_lock)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(asked, run, messages[0])
+        assert happened.get(timeout=60) == "the first is about to write"
+        second = pool.submit(asked, run, messages[1])
+        seen = happened.get(timeout=60)
+        second_is_there.set()
+        assert isinstance(first.result(60)[0], Confirm)
+        with pytest.raises(AgreementError):
+            second.result(60)
+    assert seen == "the second waits"
+
+
+def test_a_site_that_raises_its_minimum_holds_to_it_in_the_attempt_that_is_running(
+    open_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = open_run(6)
+    run.live = {}
+    view = View(run, tmp_path / "view", loses=Step.UPDATE)
+    for step in (Step.ADVERTISE, Step.SHARE, Step.UPDATE):
+        view.hear(*asked(run, view.message(step)))
+    message = view.message(Step.CONFIRM)
+    run.minimum = 6
+    with pytest.raises(TooFewSitesError, match="at least 6 sites"):
+        asked(run, message)
+    run.minimum = 3
+    assert asked(run, message)
+
+
+def test_a_damaged_attempt_ends_and_the_next_one_is_joined(open_run: Callable[..., Run]) -> None:
+    run = open_run(6)
+
+    def damage(step: str, reply: Reply) -> Reply:
+        if step == "share" and reply.site == run.names[0]:
+            path = run.folder / reply.site / "attempt"
+            path.write_bytes(path.read_bytes()[:-1])
+        return reply
+
+    run.channel.tamper = damage
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (1, 5)
+    assert any("joined and not yet answered" in reason for reason in run.reasons())
+    run.channel.tamper = lambda _step, reply: reply
+    total = run.sum(2)
+    assert isinstance(total, Total)
+    assert total.sites == 6

@@ -70,6 +70,27 @@ def skellam_epsilon(parts: list[tuple[float, float, float]], rounds: int, delta:
     return max(0.0, min(at(order) for order in range(2, 1000)))
 
 
+# The unit.
+
+
+def test_an_owner_pays_for_a_step_what_a_record_pays() -> None:
+    owner = terms_for([*RECORD, "privacy.unit=owner", "data.owner=who", "privacy.noise_multiplier=1.5"])
+    record = terms_for([*RECORD, "privacy.noise_multiplier=1.5"])
+    assert owner.round_events == (SampledGaussian(1.5, 0.05, 6, "owner"),)
+    assert owner.epsilon(7) == record.epsilon(7)
+    assert (owner.unit, owner.relation) == ("owner", "add or remove all records of one owner")
+
+
+def test_a_largest_batch_is_charged() -> None:
+    limits = ["privacy.largest_batch=20", "privacy.most_units=200"]
+    found = terms_for([*RECORD, *limits, "privacy.target_epsilon=3.0"])
+    assert found.round_events == (
+        SampledGaussian(found.noise_multiplier, 0.05, 6, "record", largest_batch=20, most_units=200),
+    )
+    assert 2.9 < found.epsilon(7) <= 3.0
+    assert found.noise_multiplier > terms_for([*RECORD, "privacy.target_epsilon=3.0"]).noise_multiplier
+
+
 # Without a guarantee.
 
 
@@ -157,15 +178,17 @@ def test_the_central_noise_is_for_the_rounded_vectors_and_for_float32() -> None:
     assert moving.count_step > 0
 
 
-@pytest.mark.parametrize(("quorum", "colluders"), [(0.8, 0.1), (1.0, 0.0), (0.6, 0.3)])
+@pytest.mark.parametrize(
+    ("quorum", "colluders", "honest"),
+    [(0.8, 0.1, 14), (1.0, 0.0, 20), (0.6, 0.3, 8)],  # in the last t = 14 is more than the quorum
+)
 def test_a_round_of_sites_is_the_noise_of_the_fewest_honest_survivors(
-    quorum: float, colluders: float
+    quorum: float, colluders: float, honest: int
 ) -> None:
     changes = (f"cohort.quorum={quorum}", f"aggregation.colluders={colluders}", "aggregation.dropouts=0.0")
     found = terms_for(SITE, "privacy.noise_multiplier=1.7", *changes)
     mechanism = found.mechanism
     assert mechanism is not None
-    honest = round(20 * quorum) - round(20 * colluders)
     (event,) = found.round_events
     assert isinstance(event, Skellam)
     assert event.variance == pytest.approx(honest * mechanism.variance, rel=1e-12)
@@ -250,3 +273,22 @@ def test_the_sum_has_one_counter_under_privacy_and_one_more_value_under_adaptive
         assert (layout.size, layout.extra) == (DIMENSION, more)
         assert layout.length == DIMENSION + more + layout.ring.limbs
         assert np.dtype(layout.ring.dtype).itemsize == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "honest"),
+    [
+        (["cohort.sites=120"], 96),  # n - D - A, where the quorum of the plan is 90
+        (["cohort.sites=2000"], 39),  # a lying coordinator splits the honest sites
+        (["cohort.sites=40", "cohort.fraction=0.5"], 11),  # 15 of 20, less 4 of 4 colluders
+    ],
+)
+def test_the_noise_is_that_of_the_smallest_sum_that_a_lying_coordinator_opens(
+    settings: list[str], honest: int
+) -> None:
+    found = terms_for([*COMMON, "privacy.unit=site"], "privacy.noise_multiplier=1.7", *settings)
+    mechanism = found.mechanism
+    assert mechanism is not None
+    (event,) = found.round_events
+    assert isinstance(event, Skellam)
+    assert event.variance == pytest.approx(honest * mechanism.variance, rel=1e-12)

@@ -280,8 +280,8 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 @pytest.mark.parametrize("version", ["cloister/wire/1", "cloister/wire/3", "", 1, b"cloister/wire/2", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
     with pytest.raises(EncodingError, match="install the same release of cloister at the coordinator and"):
-        decode_reply([pack(version, "Joined", "site-0", 7)])
-    assert decode_reply([pack(VERSION, "Joined", "site-0", 7)]) == Joined("site-0", 7)
+        decode_reply([pack(version, "Joined", "site-0", b"")])
+    assert decode_reply([pack(VERSION, "Joined", "site-0", b"")]) == Joined("site-0")
 
 
 def test_a_message_of_another_kind_is_refused() -> None:
@@ -334,7 +334,7 @@ def test_every_vector_has_exactly_one_frame() -> None:
         with pytest.raises(EncodingError, match=what):
             decode_request(frames)
     with pytest.raises(EncodingError, match="'1 vectors': expected 0"):
-        decode_reply([*encode(Joined("site-0", 7)), b""])
+        decode_reply([*encode(Joined("site-0")), b""])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "uint8", "uint16", "object", "", ">f4", 4])
@@ -462,9 +462,8 @@ def test_steps_have_the_numbers_of_a_round() -> None:
 
 def test_a_base_model_travels_with_the_join_alone() -> None:
     for base in (np.empty(0, np.float32), VECTOR):
-        assert same(
-            Join("run", "{}", bytes(32), base), decode_request(encode(Join("run", "{}", bytes(32), base)))
-        )
+        join = Join("run", "{}", bytes(32), bytes(32), base)
+        assert same(join, decode_request(encode(join)))
 
 
 def test_a_name_that_is_text_is_not_the_same_name_as_bytes() -> None:
@@ -485,7 +484,7 @@ def test_the_longest_messages_are_within_the_limit() -> None:
         Inbox(key, (name,) * n, ((name, bytes(82)),) * n, ((name, key, key),) * 64),
         Unmask(key, (name,) * n, (), ((name, signature),) * n, ((name, key, (), signature),) * 64),
         Reveal(key, name, shares, shares, signature),
-        Join("run", "x" * messages.LONGEST_PLAN, bytes(32), VECTOR),
+        Join("run", "x" * messages.LONGEST_PLAN, key, key, VECTOR),
     ):
         first = encode(message)[0]
         assert wire.view(first).nbytes <= wire.LONGEST, type(message).__name__

@@ -1,0 +1,28 @@
+"""A stream that adds no noise and keeps what noise would have been added to: exact sums, for tests of sensitivity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.privacy.noise import NoiseStream
+
+
+class Overheard(NoiseStream):
+    """Draws batches and dropout as a real stream does; its children write into the same lists."""
+
+    def __init__(self, key: bytes, *, declared: bool = False) -> None:
+        super().__init__(key, declared=declared)
+        self.sums: list[npt.NDArray[np.float64]] = []
+        self.sigmas: list[float] = []
+
+    def child(self, purpose: str) -> Overheard:
+        made = super().child(purpose)
+        made.sums, made.sigmas = self.sums, self.sigmas
+        return made
+
+    def add_gaussian(self, vector: Any, sigma: float, offset: int = 0, *, threads: int = 1) -> None:
+        self.sums.append(vector.astype(np.float64))
+        self.sigmas.append(sigma)
