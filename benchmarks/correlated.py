@@ -1,9 +1,9 @@
 """What correlated noise is worth: a plan trained at one epsilon with independent and with correlated noise.
 
-240 sites hold parts of Python's standard library. Cohorts of 12 take turns for 60 rounds, so that each site takes part
-three times, 20 rounds apart, and a trusted coordinator adds the noise. The plans differ in `privacy.correlated.buffers`
-alone: with 0 buffers the noise of the rounds is independent, accounted for the same pattern. Both start from the model
-that was trained on public text, and the held-out records are public.
+The plan is the shipped `correlated-sites`: 240 sites hold parts of Python's standard library. Cohorts of 12 take turns
+for 60 rounds, so that each site takes part three times, 20 rounds apart, and a trusted coordinator adds the noise. The
+plans differ in `privacy.correlated.buffers` alone: with 0 buffers the noise of the rounds is independent, accounted for
+the same pattern. Both start from the model that was trained on public text, and the held-out records are public.
 
 * loss: held-out nats per token of the final model; `before` is the public model's.
 * noise: standard deviation of the noise on the sum of all rounds, in clipping norms times the noise multiplier.
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from rich.console import Console
@@ -28,69 +29,9 @@ from cloister.lm.model import count_parameters
 from cloister.privacy.correlated import loss
 from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.plan import Plan
-from cloister.protocol.soundness import parse
+from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
 from cloister.simulations.federation import simulate
-
-PLAN = """
-[run]
-name = "correlated"
-rounds = 60
-
-[model.config]
-hidden_size = 64
-intermediate_size = 176
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 4
-max_position_embeddings = 512
-
-[model.adapter]
-scheme = "ffa-lora"
-rank = 1
-targets = ["o_proj", "down_proj"]
-
-[data]
-held_out = 0.0
-
-[public]
-source = "builtin:python-docs"
-steps = 150
-
-[privacy]
-unit = "site"
-trusted_coordinator = true
-target_epsilon = 1.0
-clip = 0.01
-delta = 1e-4
-
-[privacy.correlated]
-separation = 20
-participations = 3
-
-[local]
-steps = 6
-batch_size = 4
-learning_rate = 1e-2
-schedule = "constant"
-
-[cohort]
-sites = 240
-fraction = 0.05
-
-[aggregation]
-weighting = "uniform"
-colluders = 0.0  # with the coordinator, which is trusted here
-
-[server]
-evaluation = "simulation:public"
-evaluate_every = 60
-
-[simulation]
-source = "builtin:python-stdlib"
-partition = "iid"
-public = 0.01
-"""
 
 KINDS = {"independent": 0, "correlated": 6}
 """Most buffers of each kind of noise."""
@@ -111,8 +52,9 @@ class Result:
 
 
 def plan_of(kind: str, seed: int, changes: list[str]) -> Plan:
-    return parse(
-        PLAN, [f"privacy.correlated.buffers={KINDS[kind]}", f"simulation.noise_seed={seed}", *changes]
+    shipped = Path(str(files("cloister.simulations.plans").joinpath("correlated-sites.toml")))
+    return load(
+        shipped, [f"privacy.correlated.buffers={KINDS[kind]}", f"simulation.noise_seed={seed}", *changes]
     )
 
 

@@ -31,7 +31,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "plan",
         nargs="?",
         metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites (default: default)",
+        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites "
+        "(default: default)",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(

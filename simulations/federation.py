@@ -72,6 +72,7 @@ def simulate(
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
+        folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)

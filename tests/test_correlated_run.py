@@ -585,6 +585,10 @@ def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -
     before = kept.read_bytes() if moment == "checkpoint in place" else None
     with RunFolder.reopen(out) as folder:
         simulate(folder, lambda _: None, workers=1)
+        assert not folder.noise.exists()
+        folder.noise.write_bytes(b"a crash came between the journal and the removal")
+        simulate(folder, lambda _: None, workers=1)
+        assert not folder.noise.exists()
     assert before in (None, kept.read_bytes())
     white(models(out, plan, load_model(plan).layout), plan)
 
@@ -624,7 +628,7 @@ def test_correlated_noise_is_of_no_other_unit() -> None:
     with pytest.raises(PlanError, match=r'only valid with privacy.unit = "site"') as refused:
         tiny(*RECORD, "aggregation.secure=true", *section)
     assert refused.value.field == "privacy.correlated"
-    with pytest.raises(PlanError, match=r"only valid with privacy.unit") as refused:
+    with pytest.raises(PlanError, match=r"only valid with a privacy unit") as refused:
         tiny(*section)
     assert refused.value.field == "privacy.correlated"
     many = [*CORRELATED, "run.rounds=10001", "privacy.correlated.participations=6000"]

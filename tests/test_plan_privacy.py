@@ -299,7 +299,12 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [("default.toml", "record"), ("private-sites.toml", "site"), ("not-private.toml", "none")],
+    [
+        ("default.toml", "record"),
+        ("private-sites.toml", "site"),
+        ("correlated-sites.toml", "site"),
+        ("not-private.toml", "none"),
+    ],
 )
 def test_shipped_plans_protect_what_their_names_say(name: str, unit: str) -> None:
     plan = load(Path(str(files("cloister.simulations.plans").joinpath(name))))
