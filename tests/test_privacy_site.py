@@ -196,6 +196,20 @@ def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     assert len(federation.entries()) == 1
 
 
+@pytest.mark.parametrize("settings", [RECORD, SKELLAM], ids=["record", "skellam"])
+@pytest.mark.usefixtures("before_masks")
+def test_an_update_of_another_run_is_not_sent_again(federate: Federate, settings: list[str]) -> None:
+    """Not even where the site's own TOML has moved its pin to a new plan: the same noise in two sums would cancel."""
+    federation = federate(settings)
+    first = whole(federation.joined().contribute(asked(federation)))
+    other = changed(federation.plan, "run", name="another")
+    site = federation.site(plan=other.digest())
+    site.join(federation.join_request(other, "another"))
+    second = whole(site.contribute(asked(federation, plan=other, run="another")))
+    assert np.count_nonzero(first != second) > first.size / 2
+    assert [entry.charge.run for entry in federation.entries()] == [RUN, "another"]
+
+
 # The charge comes first.
 
 
