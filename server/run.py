@@ -126,6 +126,12 @@ def run(
                 for entry in journal.entries()
                 if entry.step == steps.LEFT_OUT
             },
+            complaints={
+                (by, of)
+                for entry in journal.entries()
+                if entry.step == steps.COMPLAINED
+                for by, of in entry.detail["pairs"]
+            },
         )
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
@@ -178,6 +184,7 @@ def _rounds(
             party.observe(BudgetSpent(number, spending.epsilon(), spending.terms.budget))
             _report_end(context, folder, last, evaluate)
             return last, "budget"
+        known_liars = len(party.left_out)
         result = run_round(context, number)
         if isinstance(result, Refusing):
             party.observe(result)
@@ -185,7 +192,10 @@ def _rounds(
             return last, "refused"
         last = number
         _report(context, folder, board, asdict(result), evaluate)
-        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) and not result.spoiled else 0
+        if not isinstance(result, RoundAbandoned) or result.spoiled:
+            abandoned = 0
+        elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
+            abandoned += 1
         if abandoned == plan.cohort.attempts:
             raise QuorumError(
                 f"rounds {number - abandoned + 1} to {number}",
