@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
@@ -59,6 +60,7 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
 from cloister.protocol.soundness import from_json
+from cloister.protocol.storage import sync_folders
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Site:
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
+        trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class Site:
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
         bases: Path | None = None,
+        trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
     ) -> None:
         self.config = config
         self.name = config.name
         self._resident = resident
         self._noise = noise
+        self._trained_to = trained
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config)
         self._admission = Admission(config, resident, self._spending)
@@ -124,9 +129,9 @@ class Site:
         self._admission.check_new(plan, request.run)
         base = checked_base(request)
         loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
-        self._kept.remember(request, bytes.fromhex(plan.digest()))
         if plan.aggregation.secure:
-            self._open_attempts(plan, request.run)
+            self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
+        self._kept.remember(request, bytes.fromhex(plan.digest()))
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
         if not len(self._prepared(loaded).train):
@@ -222,22 +227,22 @@ class Site:
         return self.config.folder / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
 
     def _open_attempts(self, plan: Plan, run: str) -> None:
-        """Create the files of the run's attempts, before the run is pinned; if it is, check that they are there.
+        """Create the files of a run's attempts at its first join; at a later one, check that they are there.
 
-        A site that has pinned a run and has lost those files may have answered in it.
+        A site that has pinned a run or keeps its plan, and has lost those files, may have answered in it.
         """
-        try:
+        joined = self._kept.knows(run)
+        with contextlib.suppress(PinnedError):
             self._admission.check(plan, run)
-        except PinnedError:
-            pinned = False
-        else:
-            pinned = True
+            joined = True
         for purpose in (TRAIN, EVALUATE):
             folder = self._attempts_folder(purpose, run)
-            if not pinned:
+            if not joined:
                 AttemptFiles.create(folder, self.config.folder.parent)
             with AttemptFiles.turn(folder, run) as files:
                 files.state(None)
+            if joined:  # an earlier join may have been killed between a folder and its sync
+                sync_folders(folder.parent, self.config.folder.parent)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
         """The site's records as sequences: tokenised once, mapped from disk after that."""
@@ -314,8 +319,7 @@ class Site:
             noise=noise,
         )
         vector = contribution(code, finished)
-        if plan.model.adapter.scheme == "lora":  # a simulation shows the aggregation error of that scheme
-            self._kept.keep_trained(round_number, finished.vector, finished.tokens)
+        self._trained_to(round_number, finished)
         self._kept.keep_update(round_number, [(0, vector)], facts, durable=terms is not None)
         return vector
 

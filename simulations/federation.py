@@ -40,6 +40,7 @@ from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
+from cloister.simulations import trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -171,7 +172,10 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         resident: The state that the process has in memory for its sites.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
-    return Site(config, resident, noise=partial(_noise, plan, config.name), bases=sites)
+    noise = partial(_noise, plan, config.name)
+    if trained.kept(plan):
+        return Site(config, resident, noise=noise, bases=sites, trained=partial(trained.keep, config.folder))
+    return Site(config, resident, noise=noise, bases=sites)
 
 
 @lru_cache(maxsize=4096)
