@@ -101,6 +101,13 @@ class ModelSection(Section):
     adapter: AdapterSection = AdapterSection()
     """Which parameters are trained and summed."""
 
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer that `tokenizer` means: `bytes`, or a folder or hub name, which is the model's for `auto`."""
+        if self.tokenizer != "auto":
+            return self.tokenizer
+        return "bytes" if self.name.startswith("builtin:") else self.name
+
 
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""

@@ -202,7 +202,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
     def used(*_: object) -> None:
         raise AssertionError("a record was used")
 
-    monkeypatch.setattr("cloister.clients.site.prepared_key", used)
+    monkeypatch.setattr("cloister.clients.site.preparation_of", used)
     with pytest.raises(UpdateError, match="finite weights"):
         site.contribute(federation.request(model=crafted, purpose=purpose))
 
