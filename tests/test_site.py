@@ -490,6 +490,7 @@ TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "secure_required": (CENTRAL, {"secure_required": "true"}),
     "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
     "models": (SKELLAM, {"models": '["gpt2"]'}),
+    "tokenizers": (SKELLAM, {"tokenizers": '["gpt2"]'}),
     "adapters": (SKELLAM, {"adapters": '["lora"]'}),
     "most_rounds": (SKELLAM, {"most_rounds": "2"}),
 }
