@@ -181,7 +181,8 @@ class CohortSection(Section):
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Positive = 600.0
     """Timeout of an attempt in seconds: a site that has not answered by then is a dropout of the attempt. Under the
-    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own."""
+    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own. Under a
+    privacy unit a site prepares its data in its first round, unless `cloister site check` has done it before."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 
