@@ -289,12 +289,18 @@ def test_a_template_has_a_date() -> None:
     assert BYTES.decode(example.tokens.tolist()) == "\n01 Jan 2025 2025-01-01x"
 
 
-def test_random_numbers_of_the_process_are_left_as_they_were() -> None:
+def test_random_numbers_of_a_template_and_of_the_process_are_apart() -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ range(9) | random }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    before = random.getstate()
-    examples([chat_of("x")], tokenizer, "messages")
-    assert random.getstate() == before
+    tokenizer.chat_template = (
+        "{{ range(10 ** 5) | random }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    found = []
+    for _ in range(2):
+        random.random()
+        before = random.getstate()
+        found += examples([chat_of("x")], tokenizer, "messages")
+        assert random.getstate() == before
+    assert found[0].tokens.tobytes() == found[1].tokens.tobytes()
 
 
 class Panic(BaseException):

@@ -409,7 +409,17 @@ def by_record(tmp_path: Path) -> Sites:
 
 
 @pytest.mark.parametrize(
-    "stray", ["{", '{"text": 7}', '{"text": ["a"]}', '{"text": {"a": 1}}', "7", "[1, 2]", "\ufeff"]
+    "stray",
+    [
+        "{",
+        '{"text": 7}',
+        '{"text": ["a"]}',
+        '{"text": {"a": 1}}',
+        "7",
+        "[1, 2]",
+        "\ufeff",
+        '{"text": "\\ud800"}',
+    ],
 )
 @pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
 def test_a_line_of_another_type_is_no_matter_of_the_others(
