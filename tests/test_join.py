@@ -226,7 +226,7 @@ def test_no_record_decides_what_a_site_answers(
     units = units_of(sites.trained(without))
 
     @settings(
-        max_examples=40, derandomize=True, deadline=None, database=None,
+        max_examples=20, derandomize=True, deadline=None, database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )  # fmt: skip
     @given(one=MALFORMED, at=st.integers(0, len(valid)))
