@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, manifest_of
@@ -35,10 +36,11 @@ from cloister.clients.kept import Kept, checked_base
 from cloister.clients.release import Finished, code_for, contribution
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
-from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
+from cloister.lm.data import Preparation, Prepared, cached
 from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
-from cloister.lm.records import read_records
+from cloister.lm.records import check_source
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
@@ -119,7 +121,10 @@ class Site:
         return self._admission.refuse(request.sum.run, request.sum.plan, error)
 
     def join(self, request: Join) -> Joined:
-        """Check the plan against the site's demands, and prepare model and data.
+        """Check the plan against the site's demands, and prepare the model and, without a privacy unit, the data.
+
+        Under a privacy unit no record is read here, so that neither answer nor time depends on one: data is prepared
+        at the first training, after the charge.
 
         Raises:
             PolicyError, BudgetError: the site does not take part, by its own policy or budget.
@@ -134,7 +139,10 @@ class Site:
         self._kept.remember(request, bytes.fromhex(plan.digest()))
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
-        if not len(self._prepared(loaded).train):
+        if loaded.terms is not None:
+            check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
+            check_tokenizer(loaded.model.tokenizer, plan.data)
+        elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
         return self._admission.joined(request, plan)
 
@@ -245,21 +253,22 @@ class Site:
                 sync_folders(folder.parent, self.config.folder.parent)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
-        """The site's records as sequences: tokenised once, mapped from disk after that."""
-        source, split, seed = self.config.data, self.config.split, loaded.plan.run.seed
-        tokenizer, data = loaded.model.tokenizer, loaded.plan.data
-        cache = self.config.folder / "data"
-        units = unit_rule(data, loaded.plan.privacy)
+        """The site's records as sequences: tokenised once, mapped from disk after that.
+
+        Under a privacy unit this may be called only after the charge: how long it takes depends on the records.
+        """
+        preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
+        key = preparation.key()
 
         def make() -> Prepared:
-            records = read_records(source, split=split, cache=cache)
-            made = prepare(records, tokenizer, data, seed=seed, units=units)
-            if made.dropped:
-                _log.warning("%s: %d records have no learnable token", self.name, made.dropped)
+            made = preparation.make()
+            level = logging.WARNING if made.left_out else logging.INFO
+            _log.log(level, "%s: %s", self.name, made.summary())
+            if not len(made.train):
+                _log.error("%s: NO RECORD IS TRAINED ON: the site adds noise alone to each sum", self.name)
             return made
 
-        key = prepared_key(source, tokenizer, data, seed=seed, split=split, units=units)
-        return loaded.prepared(self.config.folder, key, lambda: cached(cache, key, make))
+        return loaded.prepared(self.config.folder, key, lambda: cached(preparation.folder, key, make))
 
     # Contributions to a sum.
 
@@ -337,6 +346,8 @@ class Site:
                 noise_multiplier=terms.noise_multiplier,
                 state=state,
             )
+        elif terms is not None and not len(sequences):
+            return Finished(np.zeros_like(request.model), 0, 0.0)  # its code adds the noise
         else:
             seed = (self._seed(loaded.plan, "training", round_number),)
             local = trainer.train(request.model, sequences, round=round_number, site_seed=seed, state=state)
@@ -346,6 +357,17 @@ class Site:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""
         text = f"{what}/{plan.run.seed}/{self.name}/{round_number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Preparation:
+    """How the records of a site become sequences under a plan.
+
+    Args:
+        config: The site's configuration.
+        plan: The plan.
+        tokenizer: The plan's tokenizer.
+    """
+    return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
 def _check_model(model: Vector, named: bytes) -> None:

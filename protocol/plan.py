@@ -104,6 +104,13 @@ class ModelSection(Section):
     adapter: AdapterSection = AdapterSection()
     """Which parameters are trained and summed."""
 
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer that `tokenizer` means: `bytes`, or a folder or hub name, which is the model's for `auto`."""
+        if self.tokenizer != "auto":
+            return self.tokenizer
+        return "bytes" if self.name.startswith("builtin:") else self.name
+
 
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
@@ -177,7 +184,8 @@ class CohortSection(Section):
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Positive = 600.0
     """Timeout of an attempt in seconds: a site that has not answered by then is a dropout of the attempt. Under the
-    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own."""
+    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own. Under a
+    privacy unit a site prepares its data in its first round, unless `cloister site check` has done it before."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 

@@ -17,14 +17,13 @@ import json
 import shlex
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from cloister.clients.config import read_config
-from cloister.lm.data import Prepared, Sequences, cached, prepare, prepared_key, unit_rule
+from cloister.clients.site import preparation_of
+from cloister.lm.data import Sequences, cached
 from cloister.lm.model import LanguageModel, device_for, load_model
-from cloister.lm.records import read_records
 from cloister.privacy.ledger import read_history
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
@@ -134,12 +133,5 @@ def _first_site(sites: SitesFolder, plan: Plan, model: LanguageModel) -> tuple[t
             fix="audit a simulation of the same plan",
         )
     site = read_config(path)
-    cache, seed = Path(site.state) / "data", plan.run.seed
-    units = unit_rule(plan.data, plan.privacy)
-
-    def make() -> Prepared:
-        records = read_records(site.data, split=site.split, cache=cache)
-        return prepare(records, model.tokenizer, plan.data, seed=seed, units=units)
-
-    key = prepared_key(site.data, model.tokenizer, plan.data, seed=seed, split=site.split, units=units)
-    return device_for(site.device), cached(cache, key, make).train
+    preparation = preparation_of(site, plan, model.tokenizer)
+    return device_for(site.device), cached(preparation.folder, preparation.key(), preparation.make).train

@@ -23,8 +23,10 @@ from cloister.clients.kept import base_path, save_vector
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
+from cloister.lm.data import check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters, imported_by_loading
+from cloister.lm.tokenizer import load_tokenizer
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
@@ -185,9 +187,16 @@ def _config(path: Path) -> SiteConfig:
 
 
 def lay_out(plan: Plan, folder: Path) -> None:
-    """Write every site's folder: its records and its TOML."""
+    """Write every site's folder: its records and its TOML.
+
+    Raises:
+        DataError: the records cannot be read or divided, or under a privacy unit none of them can be used: the sites
+            do not fail then.
+    """
     simulation, names = plan.simulation, SitesFolder(folder)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
+    if plan.privacy.unit != "none":
+        check_usable(corpus.records, load_tokenizer(plan.model), plan)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, kept, parts)

@@ -204,7 +204,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
     def used(*_: object) -> None:
         raise AssertionError("a record was used")
 
-    monkeypatch.setattr("cloister.clients.site.prepared_key", used)
+    monkeypatch.setattr("cloister.clients.site.preparation_of", used)
     with pytest.raises(UpdateError, match="finite weights"):
         site.contribute(federation.request(model=crafted, purpose=purpose))
 
@@ -492,6 +492,7 @@ TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "secure_required": (CENTRAL, {"secure_required": "true"}),
     "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
     "models": (SKELLAM, {"models": '["gpt2"]'}),
+    "tokenizers": (SKELLAM, {"tokenizers": '["gpt2"]'}),
     "adapters": (SKELLAM, {"adapters": '["lora"]'}),
     "most_rounds": (SKELLAM, {"most_rounds": "2"}),
 }
