@@ -160,7 +160,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), PLA
 def test_assistant_turns_and_nothing_else_are_learned(
     chats: list[list[tuple[str, str]]], packing: bool
 ) -> None:
-    data = DataSection(format="messages", sequence_length=400, held_out=0, packing=packing)
+    data = DataSection(format="messages", sequence_length=4000, held_out=0, packing=packing)
     rows = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in chats]
     expected = [said + END for chat in chats for role, said in chat if role == "assistant"]
     if not expected:
@@ -168,7 +168,7 @@ def test_assistant_turns_and_nothing_else_are_learned(
             prepare(rows, BYTES, data, seed=0)
         return
     prepared = prepare(rows, BYTES, data, seed=0)
-    check(prepared.train, 400)
+    check(prepared.train, 4000)
     assert learned(prepared.train) == expected
     assert prepared.left_out.get(EMPTY, 0) == sum(
         all(role != "assistant" for role, _ in chat) for chat in chats
