@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cloister.lm.generate import generate
 from cloister.privacy.claims import unit_in_words
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.figures import at_most
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
@@ -34,10 +35,25 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "perplexity": outcome.perplexity,
         "epsilon": epsilon,
         "delta": None if epsilon is None else folder.plan.privacy.delta,
+        "dataset": None if epsilon is None else _dataset_to_json(folder.plan, epsilon),
         "stopped": outcome.stopped,
         "seconds": seconds,
         "tokens_per_second": outcome.tokens_per_second or None,
         "params_sha256": outcome.params_sha256,
+    }
+
+
+def _dataset_to_json(plan: Plan, epsilon: float) -> dict[str, object] | None:
+    """What the plan's dataset has spent over all runs; None if no ledger counts them."""
+    shared = DatasetLedger.of(plan)
+    if shared is None:
+        return None
+    spent = shared.spent()
+    return {
+        "name": shared.dataset,
+        "runs": spent.runs,
+        "epsilon": max(spent.epsilon, epsilon),
+        "limit": shared.limit,
     }
 
 
@@ -98,7 +114,11 @@ def _summary(plan: Plan, outcome: Outcome) -> Table:
         table.add_row("held-out loss", loss)
         table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
         table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
-    ends = {"budget": ", ended by the budget", "refused": ", ended by refusals"}
+    ends = {
+        "budget": ", ended by the budget",
+        "dataset": ", ended by the limit over all runs",
+        "refused": ", ended by refusals",
+    }
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
     privacy = plan.privacy
     if outcome.epsilon is not None:
@@ -106,6 +126,14 @@ def _summary(plan: Plan, outcome: Outcome) -> Table:
         limit = "" if budget is None else f", of a budget of {budget:g}"
         table.add_section()
         table.add_row("what is protected", protected(plan))
-        table.add_row("epsilon", f"{at_most(outcome.epsilon)}{limit}")
+        shared = DatasetLedger.of(plan)
+        alone = "epsilon, this run alone" if shared is None else "epsilon, this run"
+        table.add_row(alone, f"{at_most(outcome.epsilon)}{limit}")
+        if shared is not None:
+            spent = shared.spent()
+            limit = "" if shared.limit is None else f", of a limit of {shared.limit:g}"
+            over = max(spent.epsilon, outcome.epsilon)
+            which = Text(f"epsilon, all runs ({spent.runs}) on {shared.dataset}")
+            table.add_row(which, f"{at_most(over)}{limit}")
         table.add_row("delta", f"{privacy.delta:g}")
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from cloister.cli.shared_options import add_json, add_run
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             "sentence": claim.sentence,
             "epsilon": report.epsilon if claim.holds else None,
             "delta": report.delta if claim.holds else None,
+            "dataset": asdict(report.dataset) if claim.holds and report.dataset is not None else None,
             "html": str(page),
             "json": str(data),
         }
@@ -56,5 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(claim.sentence)
     if not report.ledger.verified:
         print(f"ledger  {report.ledger.problem}")
+    if report.dataset is not None and report.dataset.problem:
+        print(f"dataset {report.dataset.problem}")
     print(f"report  {page}\n        {data}")
     return 0

@@ -38,6 +38,7 @@ from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.records import read_records
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
@@ -74,6 +75,7 @@ class Site:
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
+        dataset: In a simulation, the ledger over runs that all sites charge.
     """
 
     def __init__(
@@ -83,13 +85,14 @@ class Site:
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
         bases: Path | None = None,
+        dataset: DatasetLedger | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
         self._resident = resident
         self._noise = noise
         self._kept = Kept(config.folder, bases or config.folder)
-        self._spending = Spending(config)
+        self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
 
     def answer(self, request: Request) -> Reply:

@@ -67,6 +67,17 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
     return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
 
 
+def charged_unit(plan: Plan) -> str:
+    """The unit in which a dataset is charged over its runs: with what differs between units of two plans."""
+    if plan.privacy.unit == "site":
+        return "one site"
+    if plan.privacy.unit == "owner":
+        return f"one owner, named by the field {plan.data.owner!r}"
+    if plan.privacy.record == "window":
+        return f"one window of {plan.data.sequence_length} tokens"
+    return f"one {_thing(plan)}"
+
+
 def relation(plan: Plan) -> str:
     """How neighbouring data sets differ: the words after `data sets that differ by`."""
     if plan.privacy.unit == "none":
@@ -198,10 +209,7 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         else "from AES-128 in counter mode under a key that is derived from the plan's declared seed and is not "
         "secret"
     )
-    runs = (
-        "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
-        "composes all of them and decides what may still be spent."
-    )
+    runs = _runs(plan, simulated=simulated)
     if privacy.dpsgd:
         thing = _thing(plan)
         return (
@@ -309,6 +317,26 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         amplified,
         counting,
         runs,
+    )
+
+
+def _runs(plan: Plan, *, simulated: bool) -> str:
+    """Which runs are counted together."""
+    simulation = plan.simulation
+    if simulation.ledger:
+        return (
+            f"The epsilon over all runs counts the runs that charged the name {simulation.dataset!r} in the ledger of "
+            "this simulation. Runs without that ledger, or under another name for the same data, add to it and are "
+            "not counted."
+        )
+    if simulated:
+        return (
+            "Epsilon is that of this run alone. Other runs over the same data add to it, and nothing in this "
+            "simulation counts them: it was run without a ledger over runs."
+        )
+    return (
+        "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
+        "composes all of them and decides what may still be spent."
     )
 
 

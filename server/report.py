@@ -5,6 +5,9 @@ plan and the journal: each charge must be the plan's cost of a round, each site 
 and the epsilons in the journal must be those of the charges. If they disagree, the report says that the ledger does not
 verify and why, and `privacy/report.py` claims no guarantee.
 
+If the plan names a ledger over runs (`privacy/dataset.py`), the report also states the epsilon of all runs together;
+without one it says that epsilon is that of this run alone.
+
 In a simulation the sites' own ledgers are in the run folder as well. If a site's ledger counts more than the
 coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon.
 
@@ -31,10 +34,12 @@ from safetensors import SafetensorError, safe_open
 from cloister.aggregation.keys import PROTOCOL
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
     AuditRow,
+    DatasetRow,
     Ledger,
     LedgerRow,
     RoundRow,
@@ -43,7 +48,7 @@ from cloister.privacy.report import (
     SiteRow,
 )
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.errors import AccountingError, LedgerError, RunFolderError
+from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
 from cloister.protocol.soundness import recorded
@@ -92,7 +97,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         delta=None if terms is None else terms.delta,
         epsilon=account.epsilon,
         budget=None if terms is None else terms.budget,
-        stopped_by_budget=history.stopped == "budget",
+        stopped_by_budget=history.stopped in ("budget", "dataset"),
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
@@ -106,6 +111,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         secure=_secure(plan, history),
         ledger=account.ledger,
         audit=_audit(files.audit),
+        dataset=_dataset(plan, history, account),
     )
 
 
@@ -302,6 +308,21 @@ def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
 
 
+def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow | None:
+    """What the dataset has spent over all runs; None if the plan names no ledger for it."""
+    shared = DatasetLedger.of(plan)
+    if shared is None:
+        return None
+    name, path = shared.dataset, str(shared.path)
+    try:
+        found = shared.spent(history.run, history.summed)
+    except (AccountingError, BudgetError, LedgerError, StorageError) as error:
+        return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
+    # A site that was asked and did not train is charged in the coordinator's ledger only.
+    epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
+    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
+
+
 # Tables and facts
 
 
@@ -453,6 +474,7 @@ def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
     if last < of:
         why = {
             "budget": "the next round would have exceeded the budget",
+            "dataset": "the next round would have exceeded the limit of its dataset over all runs",
             "refused": "too many sites refused to continue",
         }.get(history.stopped, "the run was ended")
         return (f"Rounds {last + 1} to {of} of the plan, which were not run: {why}.",)

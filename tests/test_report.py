@@ -127,8 +127,8 @@ def without_privacy(**changes: Any) -> RunReport:
 
 SENTENCE = (
     "This run protects one discharge letter (one line of a site's JSONL file): every model that it released over "
-    "rounds 1 to 12 is differentially private with epsilon 1.68 and delta 1 × 10⁻⁵ between data sets that differ "
-    "by adding or removing one such letter, provided that every assumption on this page holds."
+    "rounds 1 to 12 is differentially private with epsilon 1.68 for this run alone and delta 1 × 10⁻⁵ between data "
+    "sets that differ by adding or removing one such letter, provided that every assumption on this page holds."
 )
 
 
