@@ -147,6 +147,18 @@ class DatasetRow:
 
 
 @dataclass(frozen=True)
+class GroupRow:
+    """What holds for several units together, such as several records of one person."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+
+    units: Annotated[int, Field(ge=1)]
+    """How many."""
+    epsilon: NonNegative | None
+    """Epsilon for all of them together, at the report's delta; None above `LARGEST_EPSILON`."""
+
+
+@dataclass(frozen=True)
 class AuditRow:
     """What an audit with canaries found (`cloister.privacy.audit`)."""
 
@@ -240,6 +252,18 @@ class RunReport:
     """The audit; None if there was none."""
     dataset: DatasetRow | None = None
     """All runs on the dataset; None if no ledger counts them: then epsilon is that of this run alone."""
+    units: str = ""
+    """Several units in the data's own words: `discharge letters`."""
+    groups: tuple[GroupRow, ...] = ()
+    """What holds for several units together, by their number; none without a finite epsilon."""
+    trust_model: str = ""
+    """Where the noise is added, and so who sees what before it."""
+    protected_from: str = ""
+    """Against whom the guarantee holds, in plain words."""
+    responsible: tuple[str, ...] = ()
+    """Who is responsible for what, in plain words."""
+    exposure: str = ""
+    """How exposed the data is before anything is released."""
     format: Literal[1] = 1
     """Version of this form."""
 
@@ -259,6 +283,9 @@ class RunReport:
         ]:
             if spent is not None and self.epsilon is not None and spent > self.epsilon:
                 raise CloisterError("epsilon", self.epsilon, expected=f"at least the {spent} of {what}")
+        known = [math.inf if row.epsilon is None else row.epsilon for row in self.groups]
+        if known != sorted(known) or (self.groups and self.epsilon is not None and known[0] < self.epsilon):
+            raise CloisterError("groups", known, expected="epsilons that rise from that of the report")
         over = None if self.dataset is None else self.dataset.epsilon
         if over is not None and self.epsilon is not None and over < self.epsilon:
             raise CloisterError(

@@ -36,10 +36,13 @@ from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, from_json, to_json
+from cloister.privacy.group import epsilons
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
+    LARGEST_EPSILON,
     AuditRow,
     DatasetRow,
+    GroupRow,
     Ledger,
     LedgerRow,
     RoundRow,
@@ -112,6 +115,12 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         ledger=account.ledger,
         audit=_audit(files.audit),
         dataset=_dataset(plan, history, account),
+        units=claims.things(plan),
+        groups=_groups(account, terms),
+        trust_model=claims.trust_model(plan),
+        protected_from=claims.protected_from(plan),
+        responsible=claims.responsible(plan, simulated=simulated),
+        exposure=claims.exposure(plan, simulated=simulated),
     )
 
 
@@ -144,6 +153,8 @@ class _Account:
     """The largest of the sites; None if it is not finite or there is no privacy unit."""
     most: Spent | None
     """The cost of the site that has spent most."""
+    events: tuple[Event, ...]
+    """What that site released."""
     after: Mapping[int, float | None]
     """For each round that is done the largest epsilon of a site by the coordinator's ledger."""
     sites: Mapping[str, float | None]
@@ -156,15 +167,15 @@ class _Account:
 
 def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
     if terms is None:
-        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, {}, {}, None, {})
+        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
     try:
         charges = _history(files.ledger)
     except (LedgerError, RunFolderError) as error:
-        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, {}, {}, None, {})
+        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
     entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
     if problem:
-        return _Account(_ledger(charges, entries, None, problem), None, None, {}, {}, None, {})
+        return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
     compose = _Composer(terms)
     mine: dict[str, list[Entry]] = {}
     after_row: list[float | None] = []
@@ -178,6 +189,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
         after_round[number] = _finite(max((compose(paid).epsilon for paid in until), default=0.0))
     charged = {site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()}
     problem = _unpaid(history, charged) or _contradiction(history, after_round)
+    counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: compose(paid) for site, paid in mine.items()}
     notes: dict[str, str] = {}
     for site, own in files.sites.ledgers().items():
@@ -189,21 +201,31 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
             continue
         known = costs.get(site)
         if paid and (known is None or cost.epsilon > known.epsilon):
-            costs[site] = cost
+            costs[site], counted[site] = cost, paid
             notes[site] = (
                 f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
                 f"coordinator's has {len(mine.get(site, ()))}."
             )
-    most = max(costs.values(), key=lambda cost: cost.epsilon, default=compose(()))
+    top = max(costs, key=lambda site: costs[site].epsilon, default="")
+    most = costs.get(top) or compose(())
     return _Account(
         ledger=_ledger(charges, entries, after_row, problem),
         epsilon=_finite(most.epsilon),
         most=most,
+        events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
         after=after_round,
         sites={site: _finite(cost.epsilon) for site, cost in costs.items()},
         charged=charged,
         notes=notes,
     )
+
+
+def _groups(account: _Account, terms: Terms | None) -> tuple[GroupRow, ...]:
+    """What holds for several units together, by the charges of the site that has spent most."""
+    if terms is None or account.epsilon is None:
+        return ()
+    found = epsilons(account.events, terms.delta, account.epsilon, LARGEST_EPSILON)
+    return tuple(GroupRow(units, epsilon) for units, epsilon in found.items())
 
 
 def _history(path: Path) -> History:

@@ -218,6 +218,8 @@ def test_a_lost_or_damaged_ledger_is_named_and_nothing_is_said_over_runs(
         over = ["--ledger", str(ledger), "--dataset", "2024", "--out", str(tmp_path / "new")]
         assert problem in refusal(capsys, "simulate", str(small_plan), *SET, *over)
         assert not (tmp_path / "new").exists()
+    assert "epsilon, this run alone" in done(capsys, "resume", str(out))
+    assert problem in str(found(capsys, "resume", str(out))["dataset"])
     # A run under way does not go on without its charges.
     with contextlib.closing(sqlite3.connect(out / "journal.sqlite", isolation_level=None)) as db:
         db.execute("DROP TRIGGER IF EXISTS entries_are_not_removed")
