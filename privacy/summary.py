@@ -148,8 +148,8 @@ def questions(report: RunReport) -> tuple[Part, ...]:
             "Which side channels remain?",
             (
                 (
-                    "Participation, dropouts, refusals and durations are not noised, and durations depend on the data: "
-                    "training takes longer with a larger batch."
+                    "Participation, dropouts, refusals, durations and the size of messages are not noised, and "
+                    "durations can depend on the data."
                 ),
             ),
         ),
