@@ -41,6 +41,7 @@ from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
@@ -79,6 +80,7 @@ class Site:
         noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
         trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
+        dataset: In a simulation, the ledger over runs that all sites charge.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Site:
         noise: Noise = lambda _round: NoiseStream.fresh(),
         bases: Path | None = None,
         trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
+        dataset: DatasetLedger | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -96,7 +99,7 @@ class Site:
         self._noise = noise
         self._trained_to = trained
         self._kept = Kept(config.folder, bases or config.folder)
-        self._spending = Spending(config)
+        self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
 
     def answer(self, request: Request) -> Reply:

@@ -125,6 +125,40 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class DatasetRow:
+    """What the run's dataset has spent over all runs that charged it in one ledger (`cloister.privacy.dataset`)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+
+    name: str
+    """The dataset's name in the ledger."""
+    ledger: str
+    """The ledger's file."""
+    runs: Count
+    """Runs that charged the dataset, with this one."""
+    epsilon: NonNegative | None
+    """Epsilon of all these runs together, at the report's delta; None if it is not finite or not known."""
+    limit: Positive | None
+    """Epsilon that may be spent over all runs; None without a limit."""
+    head: str
+    """Head of the ledger, in hex."""
+    problem: str = ""
+    """Why nothing is known of the other runs; empty if it is."""
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What holds for several units together, such as several records of one person."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+
+    units: Annotated[int, Field(ge=1)]
+    """How many."""
+    epsilon: NonNegative | None
+    """Epsilon for all of them together, at the report's delta; None above `LARGEST_EPSILON`."""
+
+
+@dataclass(frozen=True)
 class AuditRow:
     """What an audit with canaries found (`cloister.privacy.audit`)."""
 
@@ -196,7 +230,7 @@ class RunReport:
     budget: Positive | None
     """Epsilon that may be spent; None without a limit."""
     stopped_by_budget: bool
-    """Whether the run ended because the next round would have exceeded the budget."""
+    """Whether the run ended because the next round would have exceeded the budget, or the dataset's limit."""
     declared_noise: bool
     """Whether the noise was drawn from a declared seed, as in a repeatable simulation."""
 
@@ -216,6 +250,20 @@ class RunReport:
     """The charges."""
     audit: AuditRow | None = None
     """The audit; None if there was none."""
+    dataset: DatasetRow | None = None
+    """All runs on the dataset; None if no ledger counts them: then epsilon is that of this run alone."""
+    units: str = ""
+    """Several units in the data's own words: `discharge letters`."""
+    groups: tuple[GroupRow, ...] = ()
+    """What holds for several units together, by their number; none without a finite epsilon."""
+    trust_model: str = ""
+    """Where the noise is added, and so who sees what before it."""
+    protected_from: str = ""
+    """Against whom the guarantee holds, in plain words."""
+    responsible: tuple[str, ...] = ()
+    """Who is responsible for what, in plain words."""
+    exposure: str = ""
+    """How exposed the data is before anything is released."""
     format: Literal[1] = 1
     """Version of this form."""
 
@@ -235,6 +283,16 @@ class RunReport:
         ]:
             if spent is not None and self.epsilon is not None and spent > self.epsilon:
                 raise CloisterError("epsilon", self.epsilon, expected=f"at least the {spent} of {what}")
+        known = [math.inf if row.epsilon is None else row.epsilon for row in self.groups]
+        if known != sorted(known) or (self.groups and self.epsilon is not None and known[0] < self.epsilon):
+            raise CloisterError("groups", known, expected="epsilons that rise from that of the report")
+        over = None if self.dataset is None else self.dataset.epsilon
+        if over is not None and self.epsilon is not None and over < self.epsilon:
+            raise CloisterError(
+                "dataset.epsilon",
+                over,
+                expected=f"at least the {self.epsilon} of this run, which is one of its runs",
+            )
 
 
 @dataclass(frozen=True)
@@ -263,9 +321,23 @@ def verdict(report: RunReport) -> Verdict:
     return Verdict(
         True,
         f"This run protects {report.unit_in_words}: every model that it released over {_rounds(report.rounds)} is "
-        f"differentially private with epsilon {at_most(report.epsilon)} and delta {scientific(report.delta)} between "
-        f"data sets that differ by {report.relation}, provided that every assumption on this page holds.",
+        f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report.dataset)} and delta "
+        f"{scientific(report.delta)} between data sets that differ by {report.relation}, provided that every "
+        "assumption on this page holds.",
     )
+
+
+def _over_runs(dataset: DatasetRow | None) -> str:
+    """Which runs epsilon counts."""
+    if dataset is None:
+        return "for this run alone"
+    if dataset.problem:
+        return f"for this run alone (what all runs on {dataset.name!r} cost together is not known)"
+    runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
+    if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
+        many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
+        return f"for this run (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
+    return f"for this run (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
 
 
 def _objection(report: RunReport) -> str:

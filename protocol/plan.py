@@ -365,6 +365,13 @@ class SimulationSection(Section):
     noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
     noise, so nothing is protected, and the report says so. None: secret noise."""
+    ledger: str = ""
+    """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
+    `dataset` there. Empty: the run is charged in its own folder alone."""
+    dataset: str = ""
+    """Name under which that ledger keeps what the records of `source` have spent over all runs."""
+    greatest_epsilon: Positive | None = None
+    """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, where there are GPUs."""
     profiles: tuple[ProfileSection, ...] = ()

@@ -27,6 +27,7 @@ from cloister.lm.data import check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters, imported_by_loading
 from cloister.lm.tokenizer import load_tokenizer
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
@@ -36,8 +37,8 @@ from cloister.protocol.roster import Card, Roster, load_roster, new_identity, sa
 from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder, SitesFolder
-from cloister.server.history import reached
-from cloister.server.journal import FINISHED
+from cloister.server.history import reached, run_history
+from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
@@ -79,7 +80,13 @@ def simulate(
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)
-    terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
+    terms = terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
+    dataset = DatasetLedger.of(plan)
+    if dataset is not None:
+        assert terms is not None, "a sound plan with a ledger has a privacy unit"
+        history = run_history(folder) if reached(folder, DONE) else None
+        names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
+        dataset.check(terms, history.run if history else "", history.summed if history else (), names)
     sites = folder.sites.path
     if not sites.exists():
         observe(Preparing("data of the sites"))
@@ -102,6 +109,7 @@ def simulate(
                 public=public,
                 evaluation=records,
                 noise=partial(_noise, plan, "coordinator"),
+                dataset=dataset,
             )
         )
 
@@ -175,9 +183,14 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     noise = partial(_noise, plan, config.name)
-    if trained.kept(plan):
-        return Site(config, resident, noise=noise, bases=sites, trained=partial(trained.keep, config.folder))
-    return Site(config, resident, noise=noise, bases=sites)
+    return Site(
+        config,
+        resident,
+        noise=noise,
+        bases=sites,
+        trained=partial(trained.keep, plan, config.folder),
+        dataset=DatasetLedger.of(plan),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -22,12 +22,16 @@ def kept(plan: Plan) -> bool:
     return plan.model.adapter.scheme == "lora" and plan.privacy.unit == "none"
 
 
-def keep(state: Path, round_number: int, finished: Finished) -> None:
+def keep(plan: Plan, state: Path, round_number: int, finished: Finished) -> None:
     """Keep a site's update in its state folder, readable by its owner only, and remove those of other rounds.
+
+    Nothing is kept for a plan whose updates are not.
 
     Raises:
         StorageError: the disk is full.
     """
+    if not kept(plan):
+        return
     path = _path(state, round_number)
 
     def write(file: Path) -> None:
