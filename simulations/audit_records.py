@@ -42,7 +42,7 @@ from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGrad
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.data import Sequences
-from cloister.lm.layout import Layout, Vector
+from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
 from cloister.lm.train import LocalUpdate, Named
 from cloister.privacy.accounting import composed, epsilon_of
@@ -65,28 +65,26 @@ _REHEARSED = 20_000_000
 
 
 class WatchedSum(ClippedSum):
-    """A clipped sum that is released like every other and shown to the adversary.
+    """A trainer's own clipped sum, which the adversary sees when it is released.
 
     Args:
-        layout: As for `ClippedSum`, like what follows.
-        names: Parameters.
-        clip: L2 norm C.
-        device: Where gradients lie.
+        inner: The sum.
         watch: Receives the released sum minus the part that the adversary knows, float64 of shape (layout.size,).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        names: Sequence[str],
-        clip: float,
-        device: torch.device,
-        watch: Callable[[torch.Tensor], None],
-    ) -> None:
-        super().__init__(layout, names, clip, device)
+    def __init__(self, inner: ClippedSum, watch: Callable[[torch.Tensor], None]) -> None:
+        self._inner = inner  # which does all of it: there is no second sum
         self._watch = watch
         self.known = torch.zeros(())
         """(layout.size,) float64: the part of the sum that the adversary knows."""
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `ClippedSum.add`."""
+        return self._inner.add(gradients)
+
+    def so_far(self) -> torch.Tensor:
+        """As `ClippedSum.so_far`."""
+        return self._inner.so_far()
 
     def know(self) -> None:
         """Reveal to the adversary everything added so far."""
@@ -94,7 +92,7 @@ class WatchedSum(ClippedSum):
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """As `ClippedSum.release`; the adversary sees the result."""
-        released = super().release(noise, sigma, threads)
+        released = self._inner.release(noise, sigma, threads)
         self._watch(released - self.known)
         return released
 
@@ -184,7 +182,7 @@ class CanaryTrainer(PrivateTrainer):
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """As `PrivateTrainer.new_sum`; the adversary sees what it releases."""
-        self.watched = WatchedSum(self._layout, names, self._clip, self._device, self.see)
+        self.watched = WatchedSum(super().new_sum(names), self.see)
         return self.watched
 
     def see(self, left: torch.Tensor) -> None:
