@@ -189,10 +189,9 @@ class SiteGame:
         plan = played(self.plan, terms, run={"rounds": count}, server=server)
         size = self.model.layout.size
         seen = np.unique(np.linspace(0, size - 1, min(size, _MOST_SEEN)).astype(np.int64))
-        drawn = {
-            number: draw_of(plan, TRAIN).cohort(map(site_name, range(plan.cohort.sites)), number)[:counted]
-            for number in range(1, count + 1)
-        }
+        everyone = [site_name(index) for index in range(plan.cohort.sites)]
+        cohorts = [draw_of(plan, TRAIN).cohort(everyone, number) for number in range(1, count + 1)]
+        drawn = {number: cohort[:counted] for number, cohort in enumerate(cohorts, 1)}
         names = sorted(set(chain(*drawn.values())))
         columns = dict(zip(names, range(0, len(seen), max(2, len(seen) // len(names))), strict=False))
         coins = streams().child("coins").generator()
@@ -201,10 +200,13 @@ class SiteGame:
             mine = [number for number, sites in drawn.items() if name in sites]
             for played_rounds in [mine] if participation(plan) else [[number] for number in mine]:
                 games.append(Game(name, column, tuple(played_rounds), bool(coins.random() < 0.5)))
-        sums, charges, events = self._play(plan, drawn, games, seen, streams, progress)
+        sums, charged = self._play(plan, drawn, games, seen, streams, progress)
+        # What one game costs is the first charge of its site; correlated noise has no other one.
+        events = charged[games[0].site][: len(terms.round_events)] or terms.round_events
         z = max(map(_multiplier, events))
         scores, fit = self._scored(plan, games, sums)
-        checks = fit.checks(z, sum(map(len, drawn.values())), charges)
+        due = sum(len(terms.events(sum(name in cohort for cohort in cohorts))) for name in everyone)
+        checks = fit.checks(z, due, sum(map(len, charged.values())))
         included = np.array([game.included for game in games])
         runs, present = len(games), int(included.sum())
         threshold, at_half_noise = _threshold(z, runs, terms.delta, confidence)
@@ -245,12 +247,12 @@ class SiteGame:
         seen: npt.NDArray[np.int64],
         streams: Streams,
         progress: Progress,
-    ) -> tuple[npt.NDArray[np.float64], int, tuple[Event, ...]]:
+    ) -> tuple[npt.NDArray[np.float64], dict[str, tuple[Event, ...]]]:
         """Run the plan.
 
         Returns:
-            The sum that each round released, in clipping norms, (rounds, K) at the coordinates `seen`; the honest
-            sites' rounds that their ledgers are charged for; and what a site was charged for in its first round.
+            The sum that each round released, in clipping norms, (rounds, K) at the coordinates `seen`; and what each
+            site's own ledger was charged for.
         """
         names = [site_name(index) for index in range(plan.cohort.sites)]
         identities = {name: new_identity() for name in names}
@@ -310,14 +312,11 @@ class SiteGame:
             raise EngineError(
                 "rounds of the audit", len(factors), expected=f"all {plan.run.rounds} to be done"
             )
-        ledgers = {
-            name: Ledger(self._state(name) / "ledger.sqlite", name, composed).entries() for name in names
-        }
-        charged = {(entry.charge.round, name) for name, entries in ledgers.items() for entry in entries}
-        of_honest = sum((number, name) in charged for number, sites in honest.items() for name in sites)
-        first = ledgers[games[0].site]
-        events = from_json(first[0].charge.event) if first else self.terms.round_events
-        return np.diff(models, axis=0) * np.array(factors)[:, None], of_honest, events
+        charged = {}
+        for name in names:
+            entries = Ledger(self._state(name) / "ledger.sqlite", name, composed).entries()
+            charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
+        return np.diff(models, axis=0) * np.array(factors)[:, None], charged
 
     def _state(self, name: str) -> Path:
         return self.folder / name / "state"

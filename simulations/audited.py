@@ -76,6 +76,7 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     facts = json.loads(plan.to_json())
     facts["privacy"] |= {"noise_multiplier": terms.noise_multiplier, "target_epsilon": None, "budget": None}
     facts["server"] |= {"evaluation": NO_EVALUATION}
+    facts["simulation"] |= {"public": 0.0}  # records of the evaluation
     for name, fields in sections.items():
         facts[name] |= fields
     return from_json(json.dumps(facts))

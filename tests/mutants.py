@@ -89,7 +89,6 @@ OTHER_STEPS = [
     Mutant(TERMS, "SampledGaussian(noise,", "SampledGaussian(2 * noise,"),
     Mutant(TERMS, "privacy.sampling_rate, plan", "privacy.sampling_rate / 2, plan"),
     Mutant(TERMS, "plan.local.steps", "plan.local.steps // 2"),
-    Mutant("clients.spending:Spending.pay", "events = terms.events(1, len(paid))", "events = ()"),
 ]
 """Other noise, batches, clips or steps than are charged."""
 LESS_NOISE_OF_SITES = [
@@ -119,6 +118,8 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant("server.round:run_round", "context.noise(number)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
+UNCHARGED = Mutant("clients.spending:Spending.pay", "events = terms.events(1, len(paid))", "events = ()")
+"""Rounds are recorded, and cost nothing."""
 CHARGE = "self._ledger.charge(self._charge("
 UNPAID_ROUND = Mutant("clients.spending:Spending.pay", CHARGE, f"if round_number == 1: {CHARGE}")
 """A site's second round and later ones are charged for nothing."""

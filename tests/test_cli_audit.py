@@ -36,6 +36,7 @@ from cloister.tests.mutants import (
     LESS_NOISE_OF_SITES,
     LESS_NOISE_OF_THE_COORDINATOR,
     STEPS,
+    UNCHARGED,
     UNPAID_ROUND,
     Mutant,
 )
@@ -67,7 +68,7 @@ batch_size = 4
 weighting = "uniform"
 
 [server]
-evaluation = "none"
+evaluation = "simulation:public"
 """
 RECORD = """
 [cohort]
@@ -106,7 +107,7 @@ def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Pa
     path.mkdir(parents=True, exist_ok=True)
     records = [{"text": f"record {number}: the fox jumps over {number} lazy dogs"} for number in range(40)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    simulation = f'\n[simulation]\npartition = "iid"\nsource = "{data}"\n'
+    simulation = f'\n[simulation]\npartition = "iid"\nsource = "{data}"\npublic = 0.1\n'
     plan = parse("".join((BASE, *sections, simulation)), list(overrides))
     run = path / "run"
     with RunFolder.create(run, plan) as folder:
@@ -194,10 +195,7 @@ RATE, REPEATED, RELEASES = "rate at which canaries are drawn", "noise summed ove
         (Mutant(STEPS, "n_places, self._rate", "n_places, 2 * self._rate"), RATE),
         (Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"), RELEASES),
         (Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'), REPEATED),
-        (
-            Mutant("clients.spending:Spending.pay", "events = terms.events(1, len(paid))", "events = ()"),
-            RELEASES,
-        ),
+        (UNCHARGED, RELEASES),
     ],
     ids=str,
 )
@@ -347,14 +345,14 @@ def test_an_audit_of_honest_rounds_raises_no_alarm(
         assert not list(run.glob("audit-*")), "the audit's own sites are removed"
 
 
-@pytest.mark.parametrize("mutant", [*LESS_NOISE_OF_SITES, UNPAID_ROUND], ids=str)
+@pytest.mark.parametrize("mutant", [*LESS_NOISE_OF_SITES, UNCHARGED, UNPAID_ROUND], ids=str)
 def test_rounds_that_are_not_what_is_charged_raise_an_alarm(
     mutant: Mutant, site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant.plant(monkeypatch)
     code, result, _ = ran(capsys, site, *FEW)
     assert (code, result["alarm"]) == (3, True)
-    expected = RELEASES if mutant is UNPAID_ROUND else LENGTH if "scale" in mutant.old else NOISE
+    expected = RELEASES if mutant in (UNCHARGED, UNPAID_ROUND) else LENGTH if "scale" in mutant.old else NOISE
     assert expected in result["row"]["problem"]
 
 

@@ -40,6 +40,7 @@ from cloister.tests.mutants import (
     OTHER_STEPS,
     STEPS,
     TERMS,
+    UNCHARGED,
     UNPAID_ROUND,
     Mutant,
 )
@@ -183,6 +184,7 @@ CAPPED = [
 ]
 PAY = "clients.spending:Spending.pay"
 UNPAID = [
+    UNCHARGED,
     UNPAID_ROUND,
     Mutant("clients.spending:Spending._charge", "/{round_number}/{secrets.token_hex(8)}", ""),
 ]
