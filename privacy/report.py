@@ -120,6 +120,8 @@ class Ledger:
     """Hash of the last row, in hex. A copy of it kept elsewhere shows whether the ledger was changed later."""
     verified: bool
     """Whether the hash chain verifies from the first row to the head and agrees with the plan and the journal."""
+    refuting: NonNegative | None = None
+    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
     problem: str = ""
     """Why it does not verify; empty if it does."""
 
@@ -178,6 +180,10 @@ class AuditRow:
     """Epsilon that is claimed for what was played, which may be less than the run; None: the epsilon of the run."""
     what: str = ""
     """What was played, in words."""
+    refuting: NonNegative | None = None
+    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
+    problem: str = ""
+    """What was released and not charged, in words; empty if what was released fits the charge."""
 
 
 @dataclass(frozen=True)
@@ -378,10 +384,17 @@ def _objection(report: RunReport) -> str:
     claimed = report.epsilon
     if report.audit is not None and report.audit.claimed is not None:
         claimed = min(claimed, report.audit.claimed)
-    if report.audit is not None and report.audit.epsilon > claimed:
+    if report.audit is not None:
+        bound = report.audit.epsilon if report.audit.refuting is None else report.audit.refuting
+        if bound > claimed:
+            return (
+                f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
+                f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
+            )
+    if report.audit is not None and report.audit.problem:
         return (
-            f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
-            f"{at_least(report.audit.epsilon)}, and {at_most(claimed)} would be claimed."
+            "No privacy guarantee is claimed for this run: an audit found that what was released is not what was "
+            f"charged ({report.audit.problem})."
         )
     assert report.delta is not None
     sites = len(report.sites)
