@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import tempfile
 from collections import Counter
 from dataclasses import asdict
@@ -49,6 +50,8 @@ from cloister.simulations.audit_records import RecordGame
 from cloister.simulations.audit_sites import SiteGame
 from cloister.simulations.audited import Audited, Progress, Streams
 from cloister.simulations.partition import site_name
+
+_TEMPORARY = "audit-played-"
 
 
 def audit(
@@ -97,7 +100,9 @@ def audit(
     model = load_model(plan, base)
     terms = terms_of(plan, model.layout.size)
     assert terms is not None, "a plan with a unit has terms"
-    with tempfile.TemporaryDirectory(prefix="audit-", dir=folder.path) as temporary:
+    for left in folder.path.glob(f"{_TEMPORARY}*"):  # of an audit that was killed: the run folder is locked
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder.path) as temporary:
         own = Path(temporary).absolute()
         if terms.unit == "site":
             sites = SiteGame(plan, terms, public, model, site, own)

@@ -287,9 +287,9 @@ class Released:
         assert {who: len(events) for who, events in charges.items()} == dict.fromkeys(
             itertools.product(("site", "coordinator"), (1, 2)), SITES
         )
-        charged = {events for each in charges.values() for events in each}
-        assert [len(events) for events in charged] == [1], f"charges differ: {charged}"
-        ((event,),) = charged
+        costs = {events for each in charges.values() for events in each}
+        assert [len(events) for events in costs] == [1], "every round costs the same one event"
+        ((event,),) = costs
         z = self.plan.privacy.noise_multiplier
         assert z is not None
         if isinstance(event, Skellam):
