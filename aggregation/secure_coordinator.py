@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import hmac
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
@@ -77,8 +76,7 @@ class SecureCoordinator:
         """The first message to each site of the cohort."""
         self.attempt = Attempt(contract, self.begin)
         self.liars: dict[str, str] = {}
-        """Sites that lied, each with what it did. Its own signed messages prove it, or more than A sites, and at least
-        two, complain."""
+        """Sites that lied, each with what it did; its own signed messages prove it."""
         self.unopened: tuple[str, ...] = ()
         """Sites whose shares too few others could open, so that the attempt ended; those others may have lied."""
         self._least = max(needed, self.attempt.parameters.quorum)
@@ -89,7 +87,6 @@ class SecureCoordinator:
         self._folded: set[str] = set()
         self._accumulator: masks.Ring | None = None
         self._confirmed: dict[str, Confirm] = {}
-        self._complaints: dict[str, tuple[str, ...]] = {}  # by site: whose shares it cannot open
         self._statements: dict[str, Masked] = {}
         self._revealed: dict[str, Reveal] = {}
 
@@ -198,16 +195,13 @@ class SecureCoordinator:
         """
         self._close(Step.UPDATE, self._folded)
         self._survivors = tuple(sorted(self._folded))
-        complaints = Counter(site for message in self._statements.values() for site in message.complaints)
-        for site, count in complaints.items():
-            if count > max(1, self.attempt.parameters.colluders):
-                self.liars[site] = f"{count} sites could not open the shares that it sent them"
+        accused = {site for _, site in self.complaints}
         threshold = self.attempt.parameters.threshold
         # A site that others complain of may not reveal the share that it holds of itself.
         self.unopened = tuple(
             site
             for site in self._needed()
-            if len(self._openers(site)) - (complaints[site] > 0 and site in self._openers(site)) < threshold
+            if len(self._openers(site)) - (site in accused and site in self._openers(site)) < threshold
         )
         if self.unopened:
             raise ReconstructionError(
@@ -216,6 +210,12 @@ class SecureCoordinator:
                 fix="try the round again",
             )
         return Survivors(self.attempt.context, self._survivors)
+
+    @property
+    def complaints(self) -> frozenset[tuple[str, str]]:
+        """What the uploads say of shares that could not be opened: the site that complains, and the one it complains
+        of. At least one of the two lies."""
+        return frozenset((site, of) for site, said in self._statements.items() for of in said.complaints)
 
     def _openers(self, site: str) -> list[str]:
         """The survivors that hold shares of `site`, sorted."""

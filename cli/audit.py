@@ -22,18 +22,30 @@ ALARM = 3
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, size and confidence of the attack."""
     parser.description = (
-        "Attack the mechanism of a simulated run with canaries, and compare the lower bound on epsilon that this "
-        "proves with the claimed epsilon. The result is kept in audit.json. Exit code 3 if the claim is refuted."
+        "Play a simulated run again, with new noise, through the functions that a run calls, and attack it with "
+        "canaries. With unit record or owner, a new site with the records of the first one joins the plan and "
+        "trains; canaries with planted gradients are among its units, and the noised sum of each step is seen. "
+        "With unit site, new sites join and a coordinator runs the rounds, under masks if the plan has them; a "
+        "site's update is a canary or zero, and the model after each round is seen. The lower bound on epsilon "
+        "that the guesses prove is compared with the epsilon that was charged, and noise, clipping, sampling and "
+        "number of releases with their charge. Not played: processes and networks, dropouts, a coordinator that "
+        "lies, tokenisation, the count of adaptive clipping. The result is kept in audit.json. Exit code 3, the "
+        "alarm, if the bound is above the charge or what was released is not what was charged; for honest code "
+        "that has a probability of at most 1e-4."
     )
     add_run(parser)
     parser.add_argument(
         "--canaries",
         type=int,
         metavar="M",
-        help="canaries among the records, or repetitions of a round's sum (default: the strongest audit)",
+        help="canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
     )
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: 0.95)"
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="confidence of the printed bound, not of an alarm (default: 0.95)",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="local steps to attack, at most (default: all of the run)"
@@ -67,9 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(found)
     if found.alarm:
+        reasons = [found.row.problem] if found.row.problem else []
+        if found.refuted:
+            assert found.row.refuting is not None
+            bound, claimed = at_least(found.row.refuting), at_most(found.claimed)
+            reasons.insert(0, f"epsilon is at least {bound}, but {claimed} is claimed")
+        why = "; ".join(reasons)
         print(
-            f"cloister: alarm: epsilon is at least {at_least(found.row.epsilon)}, but {at_most(found.claimed)} is "
-            "claimed: the code does not keep its guarantee; release nothing from this run",
+            f"cloister: alarm: {why}: the code does not keep its guarantee; release nothing from this run",
             file=sys.stderr,
         )
         return ALARM
@@ -86,6 +103,8 @@ def _to_json(found: Audited) -> dict[str, object]:
         "claimed_run": found.claimed_run,
         "delta": found.delta,
         "at_half_noise": found.at_half_noise,
+        "checks": [asdict(check) for check in found.checks],
+        "visible": found.visible,
         "alarm": found.alarm,
     }
 
@@ -102,9 +121,14 @@ def _print(found: Audited) -> None:
         f"audited   epsilon is at least {at_least(row.epsilon)}, with confidence {100 * row.confidence:g} %",
         f"claimed   epsilon is at most {claims}; delta {scientific(found.delta)}",
         f"power     half of the noise would show as about {at_least(found.at_half_noise)}",
+        f"measured  {found.samples:,} samples of the noise; {100 * found.visible:.2g} % less would be found",
+        *(
+            f"          {check.what}: {check.found:.5g}, charged {check.charged:.5g}"
+            for check in found.checks
+        ),
     ]
     if not found.alarm:
         lines.append("no alarm: the claim is not refuted, which does not prove it")
-        if found.at_half_noise <= found.claimed:
+        if found.visible > 0.5:
             lines.append("this audit is too weak to notice that half of the noise is missing")
     PipedConsole().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)

@@ -99,10 +99,11 @@ def describe(event: Event) -> str:
             return f"round {number}: not evaluated, after {attempts} attempts"
         case Refusing(number, sites):
             return f"round {number}: not started: {', '.join(sites)} refused, and too few sites are left; the run ends"
-        case BudgetSpent(number, epsilon, budget):
+        case BudgetSpent(number, epsilon, budget, dataset):
+            of, most = (f" of {dataset!r} over all runs", "limit") if dataset else ("", "budget")
             return (
-                f"round {number}: not started: epsilon is {at_most(epsilon)}, and the round would exceed the "
-                f"budget of {budget:g}; the run ends"
+                f"round {number}: not started: epsilon{of} is {at_most(epsilon)}, and the round would exceed the "
+                f"{most} of {budget:g}; the run ends"
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]

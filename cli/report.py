@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from cloister.cli.shared_options import add_json, add_run
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError("--output", str(output), expected="a folder, not a file")
     from cloister.privacy.page import to_html
     from cloister.privacy.report import to_json, verdict
+    from cloister.privacy.summary import plain
     from cloister.protocol.storage import write_bytes
     from cloister.server.folder import RunFiles
     from cloister.server.report import gather
@@ -48,13 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
             "sentence": claim.sentence,
             "epsilon": report.epsilon if claim.holds else None,
             "delta": report.delta if claim.holds else None,
+            "groups": {row.units: row.epsilon for row in report.groups} if claim.holds else None,
+            "dataset": asdict(report.dataset) if claim.holds and report.dataset is not None else None,
             "html": str(page),
             "json": str(data),
         }
         print(json.dumps(facts))
         return 0
     print(claim.sentence)
+    for part in plain(report):
+        if part.lines:
+            print(f"\n{part.title}", *(f"  {line}" for line in part.lines), sep="\n")
+    print()
     if not report.ledger.verified:
         print(f"ledger  {report.ledger.problem}")
+    if report.dataset is not None and report.dataset.problem:
+        print(f"dataset {report.dataset.problem}")
     print(f"report  {page}\n        {data}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,21 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
     parser.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
+    over = parser.add_argument_group("privacy over several runs")
+    over.add_argument(
+        "--ledger",
+        metavar="FILE",
+        help="charge this ledger, which outlives the run; created if missing (simulation.ledger)",
+    )
+    over.add_argument(
+        "--dataset", metavar="NAME", help="name of the records in that ledger (simulation.dataset)"
+    )
+    over.add_argument(
+        "--greatest-epsilon",
+        type=float,
+        metavar="EPS",
+        help="stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
+    )
     parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
     add_engine(parser)
     add_json(parser)
@@ -35,10 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.cli.execution import execute
     from cloister.server.folder import RunFolder
 
-    plan = chosen_plan(arguments, {"run.rounds": arguments.rounds, "run.seed": arguments.seed})
+    fields = {
+        "run.rounds": arguments.rounds,
+        "run.seed": arguments.seed,
+        "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
+        "simulation.dataset": arguments.dataset and _text(arguments.dataset),
+        "simulation.greatest_epsilon": arguments.greatest_epsilon,
+    }
+    plan = chosen_plan(arguments, fields)
     out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
     with RunFolder.create(out, plan) as folder:
         return execute(folder, arguments, new=True)
+
+
+def _text(value: str) -> str:
+    """A string as TOML: a name such as `2024` stays text."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _names(plan: Plan) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""`cloister site init`: a site's identity, its card, and a `site.toml` and `policy.toml` to fill in."""
+"""`cloister site`: set a site up (`init`: identity, card, `site.toml`, `policy.toml`), and check its data (`check`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import os
 from pathlib import Path
 
-from cloister.cli.shared_options import add_json
-from cloister.protocol.errors import CloisterError, RosterError, StorageError
+from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+from cloister.protocol.errors import CloisterError, DataError, RosterError, StorageError
 
-HELP = "set up a site"
+HELP = "set up a site, and check its data"
 
 _SETTINGS = """\
 # The settings of this site alone; none of them is sent anywhere. Relative paths start at this file's folder.
@@ -88,15 +88,20 @@ secure_required = true
 # Accepted models and adapters, by name or by a pattern such as "meta-llama/*". Empty: any.
 models = []
 adapters = []
+
+# Accepted tokenizers, in the same way; "bytes" is the built-in one, and a model's own has the model's name. A tokenizer
+# brings the chat template, a program that sees every record. Empty: any.
+tokenizers = []
 """
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The action `init`."""
+    """The actions `init` and `check`."""
     parser.description = (
-        "Set up a site: its identity, its settings, and the card that it sends to the other sites."
+        "Set up a site: its identity, its settings and its card for the other sites; and check its data."
     )
-    init = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    init = actions.add_parser(
         "init",
         help="make a site's identity and settings, and print its card",
         description="Make a site's identity key, and a site.toml and a policy.toml to fill in, and print the card to "
@@ -108,10 +113,54 @@ def options(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
     )
+    init.set_defaults(act=_init)
     add_json(init)
+    check = actions.add_parser(
+        "check",
+        help="prepare a site's data for a plan, and say how many records are used",
+        description="Prepare a site's data for a plan, as its first training would, and print how many records are "
+        "used and how many are not, with the reasons. Under a privacy unit a record that cannot be used is left out "
+        "without an error, so check the data before the run. What is prepared is kept in the site's state folder, and "
+        "the run does not prepare it again. Nothing is sent.",
+    )
+    check.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_plan(check)
+    check.set_defaults(act=_check)
+    add_json(check)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    return int(arguments.act(arguments))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Prepare the site's data and print what became of the records; refuse data of which nothing is trained on."""
+    plan = chosen_plan(arguments)
+    from cloister.clients.config import read_config
+    from cloister.clients.site import preparation_of
+    from cloister.lm.data import cached
+    from cloister.lm.tokenizer import load_tokenizer
+
+    config = read_config(Path(arguments.site))
+    preparation = preparation_of(config, plan, load_tokenizer(plan.model))
+    made = cached(preparation.folder, preparation.key(), preparation.make)
+    if not len(made.train):
+        raise DataError(
+            "data",
+            config.data,
+            expected=f"records to train on ({made.summary()})",
+            fix="compare the records with [data] of the plan",
+        )
+    if arguments.json:
+        found = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
+        print(json.dumps(found | {"summary": made.summary()}))
+    else:
+        print(made.summary())
+    return 0
+
+
+def _init(arguments: argparse.Namespace) -> int:
     """Make the identity, the settings and the card, and print the card; refuse to replace an identity."""
     from cloister.protocol.roster import Card, new_identity, save_identity
 

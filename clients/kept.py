@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
 
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, check_received, manifest_of
@@ -63,6 +62,10 @@ class Kept:
         if request.base_hash and not path.exists():
             write_file(path, lambda temporary: save_vector(temporary, request.base))
         write_bytes(self._joined(request.run), json.dumps(joined).encode())
+
+    def knows(self, run: str) -> bool:
+        """Whether the site has joined a run: its file is there, whatever it has."""
+        return self._joined(run).exists()
 
     def recall(
         self, run: str, digest: bytes, find: Callable[[bytes, Callable[[], Plan]], Plan]
@@ -177,8 +180,8 @@ class Kept:
         entries = [[offset, size, digest.hex()] for offset, size, digest in manifest_of(pieces)]
         sealed = json.dumps({"facts": dict(facts), "manifest": entries}).encode()
         write_bytes(path.with_suffix(".json"), sealed, durable=durable)
-        kept = (path, path.with_suffix(".json"), trained_path(self._state, round_number))
-        for old in (*self._state.glob("update-*"), *self._state.glob("trained-*")):
+        kept = (path, path.with_suffix(".json"))
+        for old in self._state.glob("update-*"):
             if old not in kept:
                 old.unlink(missing_ok=True)
 
@@ -212,16 +215,6 @@ class Kept:
             return None  # missing, torn by a crash, or of another model: the site trains
         return vector if vector.shape == (length,) else None
 
-    def keep_trained(self, round_number: int, vector: Vector, tokens: int) -> None:
-        """Keep the update as it was trained, for `simulations/inspection.py` alone.
-
-        Raises:
-            StorageError: the disk is full.
-        """
-        facts = {"tokens": str(tokens)}
-        path = trained_path(self._state, round_number)
-        write_file(path, lambda file: save_file({"update": vector}, file, metadata=facts), durable=False)
-
 
 def checked_base(request: Join) -> Vector | None:
     """The base model of a join; None where it has none.
@@ -244,11 +237,6 @@ def checked_base(request: Join) -> Vector | None:
 def update_path(state: Path, round_number: int) -> Path:
     """Where a site with a state folder keeps its finished update of a round; the facts are beside it, in JSON."""
     return state / f"update-{round_number:05d}.ring"
-
-
-def trained_path(state: Path, round_number: int) -> Path:
-    """Where a site keeps the update of a round as it was trained, for inspection."""
-    return state / f"trained-{round_number:05d}.safetensors"
 
 
 def _write_pieces(path: Path, pieces: Sequence[Piece]) -> None:

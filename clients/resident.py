@@ -110,11 +110,18 @@ class Resident:
             device = device_for(device_name)
             model = load_model(plan, read_base())
             model.module.to(device)
-            kind = PrivateTrainer if plan.privacy.dpsgd else Trainer
             terms = terms_of(plan, model.layout.size)
-            loaded = Loaded(plan, base_hash, model, kind(plan, model, device), device, terms)
+            loaded = Loaded(plan, base_hash, model, self.trainer(plan, model, device), device, terms)
             self._loaded = key, loaded
         return self._loaded[1]
+
+    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:
+        """A new trainer of a plan's rounds; an audit makes one that plants canaries.
+
+        Raises:
+            PlanError: the model does not fit the plan's privacy.
+        """
+        return (PrivateTrainer if plan.privacy.dpsgd else Trainer)(plan, model, device)
 
 
 def _pinned_roster(path: str, pinned: str) -> Roster:

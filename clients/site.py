@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, manifest_of
@@ -34,10 +36,12 @@ from cloister.clients.kept import Kept, checked_base
 from cloister.clients.release import Finished, code_for, contribution
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
-from cloister.lm.data import Prepared, cached, prepare, prepared_key, unit_rule
+from cloister.lm.data import Preparation, Prepared, cached
 from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
-from cloister.lm.records import read_records
+from cloister.lm.records import check_source
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
@@ -59,6 +63,7 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
 from cloister.protocol.soundness import from_json
+from cloister.protocol.storage import sync_folders
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +79,8 @@ class Site:
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
+        trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
+        dataset: In a simulation, the ledger over runs that all sites charge.
     """
 
     def __init__(
@@ -83,13 +90,16 @@ class Site:
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
         bases: Path | None = None,
+        trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
+        dataset: DatasetLedger | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
         self._resident = resident
         self._noise = noise
+        self._trained_to = trained
         self._kept = Kept(config.folder, bases or config.folder)
-        self._spending = Spending(config)
+        self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
 
     def answer(self, request: Request) -> Reply:
@@ -114,7 +124,10 @@ class Site:
         return self._admission.refuse(request.sum.run, request.sum.plan, error)
 
     def join(self, request: Join) -> Joined:
-        """Check the plan against the site's demands, and prepare model and data.
+        """Check the plan against the site's demands, and prepare the model and, without a privacy unit, the data.
+
+        Under a privacy unit no record is read here, so that neither answer nor time depends on one: data is prepared
+        at the first training, after the charge.
 
         Raises:
             PolicyError, BudgetError: the site does not take part, by its own policy or budget.
@@ -124,12 +137,15 @@ class Site:
         self._admission.check_new(plan, request.run)
         base = checked_base(request)
         loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
-        self._kept.remember(request, bytes.fromhex(plan.digest()))
         if plan.aggregation.secure:
-            self._open_attempts(plan, request.run)
+            self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
+        self._kept.remember(request, bytes.fromhex(plan.digest()))
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         self._admission.pin(plan, request.run)
-        if not len(self._prepared(loaded).train):
+        if loaded.terms is not None:
+            check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
+            check_tokenizer(loaded.model.tokenizer, plan.data)
+        elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
         return self._admission.joined(request, plan)
 
@@ -222,39 +238,40 @@ class Site:
         return self.config.folder / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
 
     def _open_attempts(self, plan: Plan, run: str) -> None:
-        """Create the files of the run's attempts, before the run is pinned; if it is, check that they are there.
+        """Create the files of a run's attempts at its first join; at a later one, check that they are there.
 
-        A site that has pinned a run and has lost those files may have answered in it.
+        A site that has pinned a run or keeps its plan, and has lost those files, may have answered in it.
         """
-        try:
+        joined = self._kept.knows(run)
+        with contextlib.suppress(PinnedError):
             self._admission.check(plan, run)
-        except PinnedError:
-            pinned = False
-        else:
-            pinned = True
+            joined = True
         for purpose in (TRAIN, EVALUATE):
             folder = self._attempts_folder(purpose, run)
-            if not pinned:
+            if not joined:
                 AttemptFiles.create(folder, self.config.folder.parent)
             with AttemptFiles.turn(folder, run) as files:
                 files.state(None)
+            if joined:  # an earlier join may have been killed between a folder and its sync
+                sync_folders(folder.parent, self.config.folder.parent)
 
     def _prepared(self, loaded: Loaded) -> Prepared:
-        """The site's records as sequences: tokenised once, mapped from disk after that."""
-        source, split, seed = self.config.data, self.config.split, loaded.plan.run.seed
-        tokenizer, data = loaded.model.tokenizer, loaded.plan.data
-        cache = self.config.folder / "data"
-        units = unit_rule(data, loaded.plan.privacy)
+        """The site's records as sequences: tokenised once, mapped from disk after that.
+
+        Under a privacy unit this may be called only after the charge: how long it takes depends on the records.
+        """
+        preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
+        key = preparation.key()
 
         def make() -> Prepared:
-            records = read_records(source, split=split, cache=cache)
-            made = prepare(records, tokenizer, data, seed=seed, units=units)
-            if made.dropped:
-                _log.warning("%s: %d records have no learnable token", self.name, made.dropped)
+            made = preparation.make()
+            level = logging.WARNING if made.left_out else logging.INFO
+            _log.log(level, "%s: %s", self.name, made.summary())
+            if not len(made.train):
+                _log.error("%s: NO RECORD IS TRAINED ON: the site adds noise alone to each sum", self.name)
             return made
 
-        key = prepared_key(source, tokenizer, data, seed=seed, split=split, units=units)
-        return loaded.prepared(self.config.folder, key, lambda: cached(cache, key, make))
+        return loaded.prepared(self.config.folder, key, lambda: cached(preparation.folder, key, make))
 
     # Contributions to a sum.
 
@@ -314,8 +331,7 @@ class Site:
             noise=noise,
         )
         vector = contribution(code, finished)
-        if plan.model.adapter.scheme == "lora":  # a simulation shows the aggregation error of that scheme
-            self._kept.keep_trained(round_number, finished.vector, finished.tokens)
+        self._trained_to(round_number, finished)
         self._kept.keep_update(round_number, [(0, vector)], facts, durable=terms is not None)
         return vector
 
@@ -333,6 +349,8 @@ class Site:
                 noise_multiplier=terms.noise_multiplier,
                 state=state,
             )
+        elif terms is not None and not len(sequences):
+            return Finished(np.zeros_like(request.model), 0, 0.0)  # its code adds the noise
         else:
             seed = (self._seed(loaded.plan, "training", round_number),)
             local = trainer.train(request.model, sequences, round=round_number, site_seed=seed, state=state)
@@ -342,6 +360,17 @@ class Site:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""
         text = f"{what}/{plan.run.seed}/{self.name}/{round_number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Preparation:
+    """How the records of a site become sequences under a plan.
+
+    Args:
+        config: The site's configuration.
+        plan: The plan.
+        tokenizer: The plan's tokenizer.
+    """
+    return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
 def _check_model(model: Vector, named: bytes) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from cloister.clients.config import SiteConfig
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.claims import unit_in_words
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.policy import Policy
@@ -22,10 +23,12 @@ class Spending:
 
     Args:
         config: The site's configuration.
+        dataset: In a simulation, the ledger over runs that all sites charge as well.
     """
 
-    def __init__(self, config: SiteConfig) -> None:
+    def __init__(self, config: SiteConfig, dataset: DatasetLedger | None = None) -> None:
         self._config = config
+        self._shared = dataset
 
     def pay(
         self, plan: Plan, terms: Terms, run: str, round_number: int, rounds: int, policy: Policy | None
@@ -55,8 +58,8 @@ class Spending:
         if most is None:  # the whole plan, with room for updates that were lost in crashes
             most = terms.epsilon(rounds + plan.cohort.attempts)
 
-        paid = {entry.charge.round for entry in self._ledger.entries(run)}
-        events = terms.events(1, len(paid))
+        rounds_paid = [entry.charge.round for entry in self._ledger.entries(run)]
+        events = terms.events(1, len(set(rounds_paid)))
 
         def check_run(entries: tuple[Entry, ...]) -> None:
             """Check the plan's bounds on one run, which hold for every request of the coordinator."""
@@ -71,6 +74,9 @@ class Spending:
                     expected=f"at most the {most:g} that the plan allows for it",
                 )
 
+        if self._shared is not None:  # first: after a crash in between, the same charge is found there again
+            times = rounds_paid.count(round_number)
+            self._shared.pay(run, round_number, self._config.name, times, events)
         self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
 
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:

@@ -9,8 +9,8 @@ Under the privacy units `record` and `owner` each row also belongs to a unit. A 
 one record, one window of a text, or one owner with some of its records (`UnitRule`). It has its own rows, and
 everything done to it here (cutting, choosing, holding out, dropping) depends on its own content and the public seed,
 not on other units. So adding or removing one unit does not change the rows of any other, and the guarantee that
-training gives for units holds for the records, windows or owners behind them. For the same reason a record without an
-owner is left out, with a line in the site's own log: an error would say that there is one.
+training gives for units holds for the records, windows or owners behind them. For the same reason a record that cannot
+be used, such as one without an owner, is left out: an error would say that there is one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import hashlib
 import heapq
 import itertools
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,12 +32,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, identity, to_examples
-from cloister.lm.records import Records, fingerprint, owner_of
+from cloister.lm.records import Record, Unusable, fingerprint, owner_of, read_each, read_records
 from cloister.protocol.errors import DataError, PlanError
-from cloister.protocol.plan import DataSection, PrivacySection
+from cloister.protocol.plan import DataSection, Plan, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
 
-_log = logging.getLogger(__name__)
+_NOTHING_LEARNABLE = "without a learnable token"
 
 NOT_LEARNED = -100
 """The label that transformers' loss ignores."""
@@ -82,8 +82,21 @@ class Prepared:
     """Sequences to train on."""
     held_out: Sequences
     """Sequences used only for evaluation; empty if `data.held_out` is 0."""
-    dropped: int
-    """Number of records without a learnable token: empty, or the whole answer is past the sequence length."""
+    records: int
+    """Number of records that are used."""
+    left_out: Mapping[str, int]
+    """Number of the other records, by the reason: not readable, without the plan's fields, refused by template or
+    tokenizer, without an owner, or without a learnable token (empty, or the whole answer is past the sequence length).
+    No reason quotes a record."""
+
+    def summary(self) -> str:
+        """What was made of the records, in one line for the person whose records they are."""
+        what, counts = "sequences", (len(self.train), len(self.held_out))
+        if self.train.starts is not None and self.held_out.starts is not None:
+            what, counts = "units", (len(self.train.starts) - 1, len(self.held_out.starts) - 1)
+        made = f"{self.records} records are used: {counts[0]} {what} to train on, {counts[1]} held out"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        return f"{made}; left out: {reasons}" if reasons else made
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,13 @@ def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
 
 
 def prepare(
-    records: Records,
+    records: Iterable[Record],
     tokenizer: PreTrainedTokenizerBase,
     data: DataSection,
     *,
     seed: int,
     units: UnitRule | None = None,
+    unusable: Unusable | None = None,
 ) -> Prepared:
     """Tokenise records, split off the held-out ones, lay out both parts in sequences of the plan's length.
 
@@ -143,27 +157,111 @@ def prepare(
     `data.held_out`, and that either part may be empty. A window that is a unit may be held out while its neighbours in
     the text are trained on. Of an owner's pieces those with the smallest hashes of `seed` and their tokens are used.
 
+    Args:
+        records: The records; where unusable ones are left out, there may be none.
+        tokenizer: The tokenizer.
+        data: What a record is.
+        seed: The plan's seed.
+        units: How records become units; None where nothing smaller than the whole site is protected.
+        unusable: What becomes of a record that cannot be used; by default it is left out with `units`, and an error
+            without.
+
     Raises:
-        DataError: as `to_examples`; no record has a learnable token; or, without `units`, part of one single prompt or
-            chat would have to be held out.
+        DataError: a record cannot be used, no record has a learnable token, or part of one single prompt or chat would
+            have to be held out, where that is an error; or as `check_tokenizer`.
     """
-    if units is not None:
-        return _prepare_units(records, tokenizer, data, seed, units)
-    longest = None if data.format == "text" else data.sequence_length
-    cut = (example.piece(0, longest) for example in to_examples(records, tokenizer, data))
-    examples = [example for example in cut if example.role[1:].any()]
-    dropped = len(records) - len(examples)
-    if not examples:
-        raise DataError(
-            f"data.{data.format}",
-            expected=f"at least one record with a learnable token in its first {data.sequence_length} tokens, "
-            f"but none of the {len(records)} has one",
-            fix="raise data.sequence_length or check the records",
-        )
-    train, held_out = _split(examples, data, seed)
+    unusable = unusable or Unusable(refused=units is None)
+    examples = to_examples(records, tokenizer, data, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    return Prepared(_lay_out(train, data, pad), _lay_out(held_out, data, pad), dropped)
+    if units is not None:
+        *sides, used = _split_units(_learnable_pieces(examples, data, units, unusable), data, seed, units)
+        parts = [_lay_out_units(side, data, pad, shared=bool(units.owner)) for side in sides]
+        return Prepared(parts[0], parts[1], used, unusable.left_out)
+    whole = list(_learnable(examples, data, unusable))
+    if unusable.refused and not whole:
+        raise _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
+    train, held_out = _split(whole, data, seed, refuse=unusable.refused)
+    return Prepared(_lay_out(train, data, pad), _lay_out(held_out, data, pad), len(whole), unusable.left_out)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The way from a site's records to the sequences of a plan.
+
+    Under a privacy unit, `site` included, records are read one by one and those that cannot be used are left out, so
+    that no record makes this fail, or changes what is made of another record.
+    """
+
+    plan: Plan
+    """The plan."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer."""
+    source: str
+    """The records, as for `read_records`."""
+    split: str
+    """Split of a hub data set."""
+    folder: Path
+    """Cache folder of the site."""
+
+    def make(self) -> Prepared:
+        """The sequences.
+
+        Raises:
+            DataError: the source as a whole cannot be read; without a privacy unit also as `read_records` and
+                `prepare`.
+            StorageError: the disk is full.
+        """
+        unusable = Unusable(refused=not self._each)
+        where: dict[str, Any] = {"split": self.split, "cache": self.folder}
+        records = (
+            read_each(self.source, unusable, **where) if self._each else read_records(self.source, **where)
+        )
+        data, seed = self.plan.data, self.plan.run.seed
+        return prepare(records, self.tokenizer, data, seed=seed, units=self._units, unusable=unusable)
+
+    def key(self) -> str:
+        """The cache key: SHA-256, in hex, of everything that `make` depends on.
+
+        Raises:
+            DataError: as `fingerprint`.
+        """
+        digest = hashlib.sha256(fingerprint(self.source, split=self.split, each=self._each))
+        rule = [] if self._units is None else [json.dumps(asdict(self._units))]
+        data, seed = self.plan.data.model_dump_json(), str(self.plan.run.seed)
+        for part in (data, seed, identity(self.tokenizer), str(self._each), *rule):
+            digest.update(hashlib.sha256(part.encode()).digest())
+        return digest.hexdigest()
+
+    @property
+    def _each(self) -> bool:
+        return self.plan.privacy.unit != "none"
+
+    @property
+    def _units(self) -> UnitRule | None:
+        return unit_rule(self.plan.data, self.plan.privacy)
+
+
+def check_usable(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+    """Check that at least one record gives something to train on, for the person who owns all of them.
+
+    Under a privacy unit no site fails where none does, so a plan that names a wrong field would train on nothing.
+
+    Raises:
+        DataError: none does; the message is about the first record that cannot be used.
+    """
+    data, rule = plan.data, unit_rule(plan.data, plan.privacy)
+    for unusable in (Unusable(refused=False), Unusable(refused=True)):
+        examples = to_examples(records, tokenizer, data, unusable)
+        found: Iterable[object] = (
+            _learnable(examples, data, unusable)
+            if rule is None
+            else _learnable_pieces(examples, data, rule, unusable)
+        )
+        if any(True for _ in found):
+            return
+    longest = data.sequence_length * (1 if rule is None else rule.windows)
+    raise _nothing_learnable(data, longest, unusable.left_out.total())
 
 
 def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:
@@ -188,7 +286,11 @@ def save_prepared(folder: Path, prepared: Prepared) -> None:
     """
 
     def fill(temporary: Path) -> None:
-        about: dict[str, Any] = {"dropped": prepared.dropped, "parts": {}}
+        about: dict[str, Any] = {
+            "records": prepared.records,
+            "left_out": dict(prepared.left_out),
+            "parts": {},
+        }
         for name, part in (("train", prepared.train), ("held_out", prepared.held_out)):
             arrays: dict[str, NDArray[Any] | None] = {
                 "tokens": part.tokens,
@@ -227,7 +329,7 @@ def load_prepared(folder: Path) -> Prepared:
                 arrays.get("starts"),
                 arrays.get("shares"),
             )
-        return Prepared(parts["train"], parts["held_out"], int(about["dropped"]))
+        return Prepared(parts["train"], parts["held_out"], int(about["records"]), Counter(about["left_out"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise DataError(
             "prepared data",
@@ -244,7 +346,7 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
 
     Args:
         folder: The cache folder of one site's tokenised data.
-        key: The cache key, from `prepared_key`.
+        key: The cache key, from `Preparation.key`.
         make: Makes the sequences; called only on a cache miss.
 
     Raises:
@@ -265,74 +367,71 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
     return load_prepared(filed)
 
 
-def prepared_key(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataSection,
-    *,
-    seed: int,
-    split: str = "train",
-    units: UnitRule | None = None,
-) -> str:
-    """The cache key: SHA-256, in hex, of everything that `prepare(read_records(source))` depends on.
-
-    Raises:
-        DataError: as `fingerprint`.
-    """
-    digest = hashlib.sha256(fingerprint(source, split=split))
-    rule = [] if units is None else [json.dumps(asdict(units))]
-    for part in (data.model_dump_json(), str(seed), identity(tokenizer), *rule):
-        digest.update(hashlib.sha256(part.encode()).digest())
-    return digest.hexdigest()
+def _learnable(
+    examples: Iterable[tuple[Record, Example]], data: DataSection, unusable: Unusable
+) -> Iterator[Example]:
+    """Examples with a learnable token, of which prompts and chats are cut to a sequence."""
+    longest = None if data.format == "text" else data.sequence_length
+    for _, example in examples:
+        cut = example.piece(0, longest)
+        if cut.role[1:].any():
+            yield cut
+        else:
+            unusable.left_out[_NOTHING_LEARNABLE] += 1
 
 
-def _prepare_units(
-    records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection, seed: int, rule: UnitRule
-) -> Prepared:
-    """`prepare` with units: the result for one unit does not depend on the others."""
+def _learnable_pieces(
+    examples: Iterable[tuple[Record, Example]], data: DataSection, rule: UnitRule, unusable: Unusable
+) -> Iterator[tuple[bytes, list[Example]]]:
+    """For each record that is used its owner, empty without owners, and its pieces with a learnable token."""
     length = data.sequence_length
-    units: list[_Unit] = []
-    owned: dict[str, _Unit] = {}
-    number = itertools.count()
-    dropped = without_owner = 0
-    for record, example in zip(records, to_examples(records, tokenizer, data), strict=True):
-        owner = owner_of(record, rule.owner) if rule.owner else ""
+    without_owner = f"without an owner in {rule.owner!r}, text or a whole number"
+    for record, example in examples:
+        owner = unusable.tried(without_owner, owner_of, record, rule.owner) if rule.owner else b""
         if owner is None:
-            without_owner += 1
             continue
         if rule.record == "record":
             pieces = [example.piece(0, rule.windows * length)]
         else:
             pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
         learnable = [piece for piece in pieces if _learnable_rows(piece, length).any()]
-        dropped += not learnable
+        if learnable:
+            yield owner, learnable
+        else:
+            unusable.left_out[_NOTHING_LEARNABLE] += 1
+
+
+def _split_units(
+    made: Iterable[tuple[bytes, list[Example]]], data: DataSection, seed: int, rule: UnitRule
+) -> tuple[list[_Unit], list[_Unit], int]:
+    """Units to train on, units held out, and the number of records. No unit changes another."""
+    units: list[_Unit] = []
+    owned: dict[bytes, _Unit] = {}
+    number = itertools.count()
+    used = 0
+    for used, (owner, pieces) in enumerate(made, start=1):  # noqa: B007 -- the last number is the count
         if not rule.owner:
-            units += [_Unit(_tokens(piece), [(0, 0, piece)]) for piece in learnable]
-        for piece in learnable if rule.owner else ():
+            units += [_Unit(_tokens(piece), [(0, 0, piece)]) for piece in pieces]
+        for piece in pieces if rule.owner else ():
             # The rank depends on the piece alone: a choice by place or by a common draw would depend on other owners.
             rank = int.from_bytes(_hash("piece", seed, _tokens(piece) + piece.role.tobytes()), "big")
-            ranked = owned.setdefault(owner, _Unit(owner.encode(), [])).ranked
+            ranked = owned.setdefault(owner, _Unit(owner, [])).ranked
             heapq.heappush(ranked, (-rank, next(number), piece))
             if len(ranked) > rule.records:
                 heapq.heappop(ranked)
-    if without_owner:
-        _log.warning("%d records have no %s, text or a whole number: not used", without_owner, rule.owner)
-    units += owned.values()
-    if not units:
-        whose = f" and with {rule.owner!r}, text or a whole number" if rule.owner else ""
-        raise DataError(
-            f"data.{data.format}",
-            expected=f"at least one record with a learnable token in its first {rule.windows * length} tokens{whose}, "
-            f"but none of the {len(records)} has one",
-            fix="raise data.sequence_length or check the records",
-        )
-    pad = tokenizer.pad_token_id
-    assert isinstance(pad, int)
     sides: tuple[list[_Unit], list[_Unit]] = [], []
-    for unit in units:
+    for unit in (*units, *owned.values()):
         sides[_chosen(unit.identity, "owner" if rule.owner else "", data.held_out, seed)].append(unit)
-    train, held_out = (_lay_out_units(side, data, pad, shared=bool(rule.owner)) for side in sides)
-    return Prepared(train, held_out, dropped)
+    return (*sides, used)
+
+
+def _nothing_learnable(data: DataSection, longest: int, count: int) -> DataError:
+    return DataError(
+        f"data.{data.format}",
+        expected=f"at least one record with a learnable token in its first {longest} tokens, "
+        f"but none of the {count} has one",
+        fix="raise data.sequence_length or check the records",
+    )
 
 
 @dataclass
@@ -381,11 +480,17 @@ def _tokens(example: Example) -> bytes:
     return example.tokens.astype("<i4").tobytes()
 
 
-def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[Example], list[Example]]:
-    """Choose the held-out examples; both lists keep the order of the records."""
-    if data.held_out == 0:
-        return examples, []
+def _split(
+    examples: list[Example], data: DataSection, seed: int, *, refuse: bool
+) -> tuple[list[Example], list[Example]]:
+    """Choose the held-out examples; both lists keep the order of the records.
+
+    Raises:
+        DataError: `refuse`, and nothing can be held out of a single example.
+    """
     n = len(examples)
+    if data.held_out == 0 or n == 0:
+        return examples, []
     if n > 1:
         n_held_out = min(max(1, round(n * data.held_out)), n - 1)
         is_held_out = np.zeros(n, bool)
@@ -396,6 +501,8 @@ def _split(examples: list[Example], data: DataSection, seed: int) -> tuple[list[
         )
     only = examples[0]
     if data.format != "text" or len(only) < 4:
+        if not refuse:
+            return examples, []
         raise DataError(
             f"data.{data.format}",
             expected="at least two records, so that one can be held out",

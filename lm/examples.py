@@ -2,13 +2,17 @@
 
 Texts, prompts and chats all become examples here, so later steps (splitting, cutting, packing) handle one type. A
 record is first rendered as one text with the spans that are learned, then tokenised.
+
+An example depends on its own record alone. A chat template is a program that comes with the plan, and could carry
+something from one record to the next: transformers' sandbox keeps no variable between renderings, but gives a template
+the clock and Python's random numbers. Here both are the same at every rendering.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from cloister.lm.records import Record, Records
+from cloister.lm.records import Record, Unusable
 from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import DataSection
@@ -24,8 +28,13 @@ from cloister.protocol.plan import DataSection
 BATCH_CHARACTERS = 1 << 20
 """Characters from which texts are given to the tokenizer in several calls."""
 
+MOST_RENDERED = 1 << 30
+"""Characters of a chat times its messages, which bounds the time in which its turns are found: some seconds."""
+
 Spans = Sequence[tuple[int, int]]
 """The parts of a text that are learned, as (start, stop) in characters, in order."""
+_Text = tuple[str, Spans]
+"""A rendered record: the text, and what of it is learned."""
 _Coded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """The tokens of a text, and which of them are learned."""
 
@@ -52,34 +61,73 @@ class Example:
         return Example(self.tokens[start:stop], self.role[start:stop], self.bytes_each)
 
 
-def to_examples(records: Records, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> Iterator[Example]:
+def to_examples(
+    records: Iterable[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
+    unusable: Unusable | None = None,
+) -> Iterator[tuple[Record, Example]]:
     """Turn each record into one example of any length; an empty record gives an empty example.
 
     The learned tokens are every token of a text, the completion after a prompt, or the assistant's turns of a chat, and
     in each case the end-of-text token that follows.
 
+    Args:
+        records: The records.
+        tokenizer: The tokenizer.
+        data: What a record is.
+        unusable: What becomes of a record that lacks the plan's field, has another type in it, is a chat that the
+            template refuses, or cannot be tokenised; by default it is an error.
+
+    Yields:
+        A record, and its example; in the order of the records, without those that are left out.
+
     Raises:
-        DataError: a record lacks the plan's field, has another type in it, or is a chat that the template refuses;
-            or the tokenizer has no chat template, or cannot give the offsets of its tokens in a text.
+        DataError: a record cannot be used, where that is an error; or as `check_tokenizer`.
     """
-    render: Callable[[int, Record], tuple[str, Spans]]
-    if data.format == "text":
-        render = functools.partial(_render_text, data)
-    elif data.format == "prompt":
-        render = functools.partial(_render_prompt, data)
-    else:
-        if not tokenizer.chat_template:
-            raise DataError(
-                "data.format",
-                "messages",
-                expected="'prompt' or 'text', because the tokenizer has no chat template",
-                fix="set model.tokenizer to one with a chat template",
-            )
-        render = functools.partial(_render_chat, data, tokenizer)
+    check_tokenizer(tokenizer, data)
+    unusable = unusable or Unusable(refused=True)
     # A chat template adds the begin and end tokens of a chat itself.
     encode = _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
-    for batch in _by_size(render(number, record) for number, record in enumerate(records, start=1)):
-        yield from encode(batch)
+
+    def rendered() -> Iterator[tuple[Record, _Text]]:
+        for number, record in enumerate(records, start=1):
+            fields = unusable.tried(
+                f"without the fields of data.format {data.format!r}", _fields, data, number, record
+            )
+            if fields is None:
+                continue
+            text = unusable.tried("refused by the chat template", _render, tokenizer, number, fields)
+            if text is not None:
+                yield record, text
+
+    for batch in _by_size(rendered()):
+        examples = unusable.tried_together("refused by the tokenizer", encode, [text for _, text in batch])
+        for (record, _), example in zip(batch, examples, strict=True):
+            if example is not None:
+                yield record, example
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
+    """Check that a tokenizer can make examples of a plan's format, without any record.
+
+    Raises:
+        DataError: it has no chat template, or cannot give the offsets of its tokens in a text, where the format needs
+            them.
+    """
+    if data.format == "messages" and not tokenizer.chat_template:
+        raise DataError(
+            "data.format",
+            "messages",
+            expected="'prompt' or 'text', because the tokenizer has no chat template",
+            fix="set model.tokenizer to one with a chat template",
+        )
+    if data.format != "text" and not tokenizer.is_fast:
+        raise DataError(
+            "data.format",
+            expected="'text', because the tokenizer cannot give the offsets of its tokens in a text",
+            fix="set model.tokenizer to a fast tokenizer (of the tokenizers library)",
+        )
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -91,13 +139,13 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def _by_size(rendered: Iterable[tuple[str, Spans]]) -> Iterator[list[tuple[str, Spans]]]:
+def _by_size(rendered: Iterable[tuple[Record, _Text]]) -> Iterator[list[tuple[Record, _Text]]]:
     """Collect texts into batches of limited size: the intermediate results of a tokenizer call are large."""
-    batch: list[tuple[str, Spans]] = []
+    batch: list[tuple[Record, _Text]] = []
     size = 0
     for item in rendered:
         batch.append(item)
-        size += len(item[0])
+        size += len(item[1][0])
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -105,41 +153,57 @@ def _by_size(rendered: Iterable[tuple[str, Spans]]) -> Iterator[list[tuple[str, 
         yield batch
 
 
-def _render_text(data: DataSection, number: int, record: Record) -> tuple[str, Spans]:
+def _fields(data: DataSection, number: int, record: Record) -> _Text | list[dict[str, Any]]:
+    """A text or prompt as it is learned, or the messages of a chat."""
+    if data.format == "messages":
+        return _messages(record, number, data.messages_field)
+    if data.format == "prompt":
+        prompt = _field(record, number, data.prompt_field)
+        text = prompt + _field(record, number, data.completion_field)
+        return text, [(len(prompt), len(text))]
     text = _field(record, number, data.text_field)
     return text, [(0, len(text))]
 
 
-def _render_prompt(data: DataSection, number: int, record: Record) -> tuple[str, Spans]:
-    prompt = _field(record, number, data.prompt_field)
-    text = prompt + _field(record, number, data.completion_field)
-    return text, [(len(prompt), len(text))]
+def _render(tokenizer: PreTrainedTokenizerBase, number: int, fields: _Text | list[dict[str, Any]]) -> _Text:
+    return _render_chat(tokenizer, number, fields) if isinstance(fields, list) else fields
 
 
 _STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters: no template and hardly any text contains them
 
 
-def _render_chat(
-    data: DataSection, tokenizer: PreTrainedTokenizerBase, number: int, record: Record
-) -> tuple[str, Spans]:
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format|replace('%Y', '2025')|replace('%m', '01')|replace('%d', '01')"
+    "|replace('%b', 'Jan')|replace('%B', 'January') }}{%- endmacro %}\n"
+)
+"""Precedes every template and hides the clock that transformers gives it: 1 January 2025, and no time of day."""
+
+
+def _render_chat(tokenizer: PreTrainedTokenizerBase, number: int, messages: list[dict[str, Any]]) -> _Text:
     """Render a chat and find the assistant's turns in it.
 
     To locate a turn, the chat is rendered again with a placeholder as the turn's content: the two renderings differ
     exactly in the turn. This also works for templates that strip, reorder or shorten the content. The text that the
     template adds after a turn (its end token) is learned with the turn.
     """
-    messages = _messages(record, number, data.messages_field)
+    template = _FIXED_CLOCK + tokenizer.get_chat_template()
 
     def rendered(turns: list[dict[str, Any]]) -> str:
+        state = random.getstate()
+        random.seed(0)  # of `random` and `lipsum` in a template
         try:
-            return str(tokenizer.apply_chat_template(turns, tokenize=False))
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
         except Exception as error:  # a template is a program and can raise any exception
             reason = str(error).strip().partition("\n")[0]
             raise DataError(
                 f"record {number}", expected=f"a chat that the template accepts ({reason})"
             ) from error
+        finally:
+            random.setstate(state)
 
     full = rendered(messages)
+    if len(full) * len(messages) > MOST_RENDERED:
+        raise DataError(f"record {number}", len(messages), expected="fewer messages, or shorter ones")
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -161,8 +225,7 @@ def _messages(record: Record, number: int, name: str) -> list[dict[str, Any]]:
         raise DataError(f"record {number}, field {name}", messages, expected="a list of {role, content}")
     kept = []
     for message in messages:
-        # Arrow gives every message the keys of all messages; a template must not see None for an absent key.
-        kept.append({key: value for key, value in message.items() if value is not None})
+        kept.append(_present(message))
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(
                 f"record {number}, field {name}",
@@ -170,6 +233,16 @@ def _messages(record: Record, number: int, name: str) -> list[dict[str, Any]]:
                 expected="messages with a text role and a text content",
             )
     return kept
+
+
+def _present(value: Any) -> Any:
+    """A message without the keys that Arrow added: it gives every object the keys of all objects at its place.
+
+    A template must not see None for an absent key, and one record must not add keys to others.
+    """
+    if isinstance(value, Mapping):
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _field(record: Record, number: int, name: str) -> str:
@@ -215,29 +288,26 @@ class _Encoder:
         self.special = [str(token) for token in tokenizer.all_special_tokens]
         # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
         self.bytes = identity(tokenizer) == identity(byte_tokenizer())
-        if not whole and not tokenizer.is_fast:
-            raise DataError(
-                "data.format",
-                expected="'text', because the tokenizer cannot give the offsets of its tokens in a text",
-                fix="set model.tokenizer to a fast tokenizer (of the tokenizers library)",
-            )
 
-    def __call__(self, batch: Sequence[tuple[str, Spans]]) -> Iterator[Example]:
+    def __call__(self, batch: Sequence[_Text]) -> list[Example]:
         if self.bytes and not any(token in text for text, _ in batch for token in self.special):
             coded = _as_bytes(batch)
         elif self.whole:
             coded = self._as_wholes([text for text, _ in batch])
         else:
             coded = self._in_spans(batch)
+        examples = []
         for (text, spans), (tokens, learned) in zip(batch, coded, strict=True):
             n_bytes = sum(len(text[start:stop].encode()) for start, stop in spans)
             before = self.start if text else []
             after = self.end if text and tokens[-1:].tolist() != self.end else []
-            yield Example(
+            example = Example(
                 np.concatenate([np.array(before, np.int32), tokens, np.array(after, np.int32)]),
                 np.pad(learned.astype(np.uint8), (len(before), len(after)), constant_values=(CONTEXT, END)),
                 n_bytes / max(1, int(np.count_nonzero(learned))),
             )
+            examples.append(example)
+        return examples
 
     def _as_wholes(self, texts: Sequence[str]) -> Iterator[_Coded]:
         # A tokenizer's intermediate results take about 100 bytes per token: a long text is encoded in pieces.
@@ -246,7 +316,7 @@ class _Encoder:
             tokens = np.concatenate(parts)
             yield tokens, np.ones(len(tokens), bool)
 
-    def _in_spans(self, batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
+    def _in_spans(self, batch: Sequence[_Text]) -> Iterator[_Coded]:
         called = self._call([text for text, _ in batch], return_offsets_mapping=True)
         for (_, spans), ids, offsets in zip(
             batch, called["input_ids"], called["offset_mapping"], strict=True
@@ -262,7 +332,7 @@ class _Encoder:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
 
 
-def _as_bytes(batch: Sequence[tuple[str, Spans]]) -> Iterator[_Coded]:
+def _as_bytes(batch: Sequence[_Text]) -> Iterator[_Coded]:
     for text, spans in batch:
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         learned = np.zeros(len(tokens), bool)

@@ -2,6 +2,10 @@
 
 `datasets` does the reading and maps JSONL and Parquet from disk as Arrow. This module adds that errors name a file and
 a line, that no private file leaves a copy in the global cache of `datasets`, and that an absent network fails fast.
+
+Under a privacy unit records are read one by one (`read_each`), because one record must not decide how others are read,
+or whether they are: Arrow infers the type of a field from all lines of a file, so one number among texts fails the file
+or becomes text, and one line that is no JSON fails it too. `Unusable` then leaves out what cannot be read.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ import glob
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
+import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 
 from cloister.lm.tokenizer import looks_like_path, on_hub
 from cloister.protocol.errors import DataError
@@ -24,6 +31,12 @@ from cloister.protocol.storage import disk_refusal
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HASHED_BYTES = 64 << 20
+LARGEST_RECORD = 64 << 20
+"""Bytes of a line or text file that `read_each` reads: a larger one would exhaust the memory, which others see."""
+_ROWS = 1024
+_NOT_READABLE = "not readable"
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 Record = Mapping[str, Any]
 
@@ -41,12 +54,65 @@ class Records(Protocol):
         """Iterate over the records in order."""
 
 
-def owner_of(record: Record, field: str) -> str | None:
-    """Who a record belongs to: the field's text, or its whole number as text; None where it has neither."""
+class Unusable:
+    """What becomes of records that cannot be used: the first is an error, or all are left out and counted.
+
+    Under a privacy unit they are left out: an error would tell, without a charge, that the record is there. This is the
+    one place that decides it.
+
+    Args:
+        refused: Whether such a record is an error.
+    """
+
+    def __init__(self, *, refused: bool) -> None:
+        self.refused = refused
+        self.left_out: Counter[str] = Counter()
+        """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
+
+    def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
+        """The result of `act(*arguments)` for one record; None if it raises and such records are left out."""
+        if self.refused:
+            return act(*arguments)
+        try:
+            return act(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a template raises anything, and a panic in a tokenizer is not an `Exception`
+            self.left_out[reason] += 1
+            return None
+
+    def tried_together(
+        self, reason: str, act: Callable[[Sequence[_R]], list[_T]], items: Sequence[_R]
+    ) -> list[_T | None]:
+        """The results of `act` for several records at once; if that raises and records are left out, for each alone.
+
+        Args:
+            reason: Why a record is left out for which `act` raises.
+            act: Gives one result for each item, which does not depend on the other items.
+            items: What `act` takes, one for each record.
+        """
+        if self.refused:
+            return [*act(items)]
+        together = Unusable(refused=False).tried(reason, act, items)
+        if together is not None:
+            return [*together]
+        alone = [self.tried(reason, act, [item]) for item in items]
+        return [None if each is None else each[0] for each in alone]
+
+
+def owner_of(record: Record, field: str) -> bytes:
+    """Who a record belongs to, in UTF-8: the field's text, or its whole number as text.
+
+    Raises:
+        DataError: the record has neither.
+        ValueError: the text cannot be encoded.
+    """
     value = record.get(field)
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) and value else None
+        return str(value).encode()
+    if not (isinstance(value, str) and value):
+        raise DataError(f"field {field}", value, expected="text or a whole number")
+    return value.encode()
 
 
 def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
@@ -66,25 +132,88 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
     """
     path = Path(source).expanduser()
     if not path.exists():
-        if looks_like_path(source) or path.suffix in _KINDS:
-            raise DataError("data", source, expected="an existing file or folder")
-        return _read_hub(source, split, cache)
-    with _readable(path):
-        files, kind = _files(path)
-        for file in files:
-            if file.stat().st_size == 0:
-                raise DataError("data", str(file), expected="a file with records, but it is empty")
-        records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
+        _check_name(source)
+        records = _read_hub(source, split, cache)
+    else:
+        with _readable(path):
+            files, kind = _files(path)
+            for file in files:
+                if file.stat().st_size == 0:
+                    raise DataError("data", str(file), expected="a file with records, but it is empty")
+            records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
     if len(records) == 0:
         raise DataError("data", source, expected="at least one record")
     return records
 
 
-def fingerprint(source: str, *, split: str = "train") -> bytes:
+def read_each(
+    source: str, unusable: Unusable, *, split: str = "train", cache: Path | None = None
+) -> Iterator[Record]:
+    """Read the records of a source one by one, so that none decides whether or how another is read.
+
+    A `.txt` file is one record; each line of a `.jsonl` or `.json` file that is not blank is one, and is parsed alone;
+    so is each row of a Parquet file or of a hub data set, whose schema is not inferred from single rows. A folder may
+    mix kinds, and a source may have no record at all.
+
+    Args:
+        source: As for `read_records`.
+        unusable: What becomes of a line, text or row that cannot be read or has more than `LARGEST_RECORD` bytes.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+
+    Raises:
+        DataError: the source is missing, or a file as a whole, other than a text, cannot be read.
+        StorageError: the disk is full.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        _check_name(source)
+        yield from _rows(_read_hub(source, split, cache), unusable)
+        return
+    for file in _listed(path):
+        kind = _KINDS[file.suffix]
+        if kind == "text":
+            record = unusable.tried(_NOT_READABLE, _one_text, file)
+            if record is not None:
+                yield record
+        elif kind == "json":
+            yield from _lines(file, unusable)
+        else:
+            yield from _table_rows(file, unusable)
+
+
+def check_source(source: str, *, split: str = "train", cache: Path | None = None) -> None:
+    """Check that a source is there and of a known kind, without a look at any record.
+
+    Args:
+        source: As for `read_records`.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+
+    Raises:
+        DataError: it is not a folder, a file of a known kind, or a data set that the hub or its local cache has.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        if not path.is_dir():
+            _check_kind(path)
+    else:
+        _check_name(source)
+        name, _, configuration = source.partition(":")
+        with _hub(source, split):
+            datasets.load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
+
+
+def fingerprint(source: str, *, split: str = "train", each: bool = False) -> bytes:
     """SHA-256 that identifies the content of a source, for a cache key.
 
     It covers a file's name, size and modification time, and up to 64 MiB also its content; of a hub data set only its
     name and split.
+
+    Args:
+        source: As for `read_records`.
+        split: As for `read_records`.
+        each: Whether the source is read by `read_each`, so that a file that cannot be read is no error here.
 
     Raises:
         DataError: a file or folder has no data or cannot be read.
@@ -92,12 +221,20 @@ def fingerprint(source: str, *, split: str = "train") -> bytes:
     digest = hashlib.sha256(f"{source}\0{split}\0".encode())
     path = Path(source).expanduser()
     with _readable(path):
-        for file in _files(path)[0] if path.exists() else []:
-            status = file.stat()
-            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-            if status.st_size <= _HASHED_BYTES:
-                digest.update(_content_hash(file, status.st_size, status.st_mtime_ns))
+        files = [] if not path.exists() else _listed(path) if each else _files(path)[0]
+        for file in files:
+            digest.update(f"{file.name}\0".encode(errors="surrogateescape"))
+            digest.update(Unusable(refused=not each).tried(_NOT_READABLE, _state_of, file) or b"not readable")
     return digest.digest()
+
+
+def _state_of(file: Path) -> bytes:
+    """Size, modification time and, of a small file, the hash of the content."""
+    status = file.stat()
+    state = f"{status.st_size}\0{status.st_mtime_ns}\0".encode()
+    if file.is_file() and status.st_size <= _HASHED_BYTES:
+        state += _content_hash(file, status.st_size, status.st_mtime_ns)
+    return state
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,11 +255,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _files(path: Path) -> tuple[list[Path], str]:
     """The data files at `path`, in order, and their one kind."""
-    if path.is_file():
-        if path.suffix not in _KINDS:
-            raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
-        return [path], _KINDS[path.suffix]
-    files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+    files = _listed(path)
     kinds = sorted({_KINDS[file.suffix] for file in files})
     if not kinds:
         raise DataError("data", str(path), expected=f"a folder with files that end in {', '.join(_KINDS)}")
@@ -131,6 +264,74 @@ def _files(path: Path) -> tuple[list[Path], str]:
             "data", str(path), expected=f"files of one kind, but this folder mixes {', '.join(kinds)}"
         )
     return files, kinds[0]
+
+
+def _listed(path: Path) -> list[Path]:
+    """The data files at `path`, in order."""
+    if not path.is_dir():
+        _check_kind(path)
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+
+
+def _check_name(source: str) -> None:
+    """Refuse what is missing and cannot be the name of a data set."""
+    if looks_like_path(source) or Path(source).suffix in _KINDS:
+        raise DataError("data", source, expected="an existing file or folder")
+
+
+def _check_kind(path: Path) -> None:
+    if path.suffix not in _KINDS:
+        raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
+
+
+def _one_text(file: Path) -> Record:
+    if not file.is_file() or file.stat().st_size > LARGEST_RECORD:
+        raise DataError("data", str(file), expected=f"a text of at most {LARGEST_RECORD} bytes")
+    return {"text": file.read_text(encoding="utf-8-sig")}
+
+
+def _lines(file: Path, unusable: Unusable) -> Iterator[Record]:
+    """The objects of a JSONL file."""
+    with _readable(file), open(file, "rb") as lines:
+        while line := lines.readline(LARGEST_RECORD + 1):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = lines.readline(LARGEST_RECORD)
+            if line.strip():
+                record = unusable.tried(_NOT_READABLE, _one_line, line)
+                if record is not None:
+                    yield record
+
+
+def _one_line(line: bytes) -> Record:
+    if len(line) > LARGEST_RECORD:
+        raise DataError("data", len(line), expected=f"a line of at most {LARGEST_RECORD} bytes")
+    record = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(record, dict):
+        raise DataError("data", record, expected="one JSON object")
+    return record
+
+
+def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
+    """The rows of a Parquet file, which may have none; `datasets` refuses a file without rows."""
+    try:
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for index in range(batch.num_rows):
+                    rows = unusable.tried(_NOT_READABLE, batch.slice(index, 1).to_pylist)
+                    yield from rows or ()
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
+
+
+def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:
+    """The rows of a data set; the conversion of one can fail."""
+    for index in range(len(records)):
+        record = unusable.tried(_NOT_READABLE, records.__getitem__, index)
+        if record is not None:
+            yield record
 
 
 def _read_texts(files: Iterable[Path]) -> Records:
@@ -214,12 +415,21 @@ def _check_document(file: Path) -> None:
 
 def _read_hub(source: str, split: str, cache: Path | None) -> Records:
     name, _, configuration = source.partition(":")
+    with _hub(source, split):
+        records: Records = datasets.load_dataset(
+            name, configuration or None, split=split, cache_dir=cache and str(cache)
+        )
+    return records
+
+
+@contextlib.contextmanager
+def _hub(source: str, split: str) -> Iterator[None]:
+    """Ask the hub once whether it has a data set, and explain what `datasets` raises after that."""
+    name = source.partition(":")[0]
     online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
     with _quiet(), _offline(not online):
         try:
-            records: Records = datasets.load_dataset(
-                name, configuration or None, split=split, cache_dir=None if cache is None else str(cache)
-            )
+            yield
         except Exception as error:  # datasets raises many types for a file that it cannot read
             if not online:
                 expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
@@ -230,9 +440,6 @@ def _read_hub(source: str, split: str, cache: Path | None) -> Records:
             raise DataError(
                 "data", source, expected=f"a data set with a split {split!r} ({reason})"
             ) from error
-    if len(records) == 0:
-        raise DataError("data", source, expected="at least one record")
-    return records
 
 
 @contextlib.contextmanager

@@ -62,11 +62,10 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         ModelError: the folder has no tokenizer, the hub does not have the name, the hub cannot be reached and its
             cache has no copy, or the tokenizer has no end-of-text token.
     """
-    builtin = model.name.startswith("builtin:")
-    if model.tokenizer == "bytes" or (model.tokenizer == "auto" and builtin):
+    name, own = model.tokenizer_name, model.tokenizer == "auto"
+    if name == "bytes":
         return byte_tokenizer()
-    own = model.tokenizer == "auto"
-    field, name = ("model.name", model.name) if own else ("model.tokenizer", model.tokenizer)
+    field = "model.name" if own else "model.tokenizer"
     folder = Path(name).expanduser()
     if folder.is_dir():
         tokenizer = _load(field, str(folder), "main", local=True)

@@ -58,7 +58,14 @@ class Spent:
     """Why that is not the requested accountant, or what was assumed; otherwise empty."""
 
 
-def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, group: int = 1) -> Spent:
+def spent(
+    events: Iterable[Event],
+    delta: float,
+    accountant: Accountant = "pld",
+    *,
+    group: int = 1,
+    points: int = 2**16,
+) -> Spent:
     """The epsilon of all `events` together at `delta`.
 
     Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
@@ -78,6 +85,8 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld",
             for steps on owners in a list with records, and for steps with a largest batch `rdp` knows only a loose
             bound, without amplification.
         group: k, 1 or more units that differ together.
+        points: Grid points of the loss of one step. Fewer take less time, for a group in proportion, and give a larger
+            bound.
 
     Raises:
         AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
@@ -96,7 +105,7 @@ def spent(events: Iterable[Event], delta: float, accountant: Accountant = "pld",
         )
     if group > 1 and any(isinstance(event, SampledGaussian) and event.largest_batch for event in listed):
         raise AccountingError("group", group, expected="1 where the largest batch is limited")
-    found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant)
+    found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant, points)
     if len(units) > 1:
         larger = " and ".join(f"{unit}s" for unit in units[1:])
         note = f"for one {units[0]}: releases for {larger} are counted with twice their sensitivity"
@@ -247,7 +256,7 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compose(losses: _Losses, delta: float, accountant: Accountant) -> Spent:
+def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int) -> Spent:
     if not (losses.steps or losses.rho or losses.skellam):
         return Spent(0.0, delta, accountant)
     renyi = _rdp(losses, delta)
@@ -256,7 +265,7 @@ def _compose(losses: _Losses, delta: float, accountant: Accountant) -> Spent:
     if losses.skellam:
         return Spent(renyi, delta, "rdp", "Skellam noise is composed by Renyi divergences")
     try:
-        epsilon = _pld(losses, delta, renyi)
+        epsilon = _pld(losses, delta, renyi, points)
     except _OutOfReachError as error:
         return Spent(renyi, delta, "rdp", str(error))
     if renyi < epsilon:  # both are upper bounds
@@ -316,7 +325,6 @@ def _whole_orders(*, sampled: bool) -> tuple[int, ...]:
 
 
 _MOST_STEPS = 10**6  # after which a composition takes minutes
-_GRID = 2**16  # points of the loss of one step, for all mechanisms of the list together
 _DEEPEST = 200_000  # intervals from 0 to epsilon
 _COMPOSED = 2**20  # points of the sum of all losses
 _COARSEST = 1e-3
@@ -330,7 +338,7 @@ class _OutOfReachError(Exception):
     """Why the discretised distributions give no reliable bound."""
 
 
-def _pld(losses: _Losses, delta: float, renyi: float) -> float:
+def _pld(losses: _Losses, delta: float, renyi: float, points: int) -> float:
     """Epsilon by privacy loss distributions.
 
     A step's loss is put on a grid of width h. Connecting the dots adds at most h^2/4 to its variance, so h = 1/20 of
@@ -363,7 +371,7 @@ def _pld(losses: _Losses, delta: float, renyi: float) -> float:
         raise _OutOfReachError("the losses span more than a grid can hold")
     variance = math.fsum(count * step.variance for step, count in parts)
     width = min(math.sqrt(variance / (steps + 1)) / 20, _COARSEST)
-    width = max(width, span / _GRID, size / _DEEPEST, math.sqrt(2.0**-53 * span * steps))
+    width = max(width, span / points, size / _DEEPEST, math.sqrt(2.0**-53 * span * steps))
     # The library's tail bound makes the sum of k losses about k variance / (h span) points long.
     width = max(width, *(k * step.variance / (step.span * _COMPOSED) for step, k in losses.steps))
     composed = None

@@ -67,6 +67,111 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
     return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
 
 
+def charged_unit(plan: Plan) -> str:
+    """The unit in which a dataset is charged over its runs: with what differs between units of two plans."""
+    if plan.privacy.unit == "site":
+        return "one site"
+    if plan.privacy.unit == "owner":
+        return f"one owner, named by the field {plan.data.owner!r}"
+    if plan.privacy.record == "window":
+        return f"one window of {plan.data.sequence_length} tokens"
+    return f"one {_thing(plan)}"
+
+
+def things(plan: Plan) -> str:
+    """The name of several units; empty without a privacy unit."""
+    if plan.privacy.unit == "none":
+        return ""
+    if plan.privacy.unit == "site":
+        return "sites"
+    thing = _thing(plan)
+    return "prompts with their completions" if thing.startswith("prompt") else f"{thing}s"
+
+
+def trust_model(plan: Plan) -> str:
+    """Where the noise is added, and so who sees what before it: the trust model, in the words of NIST SP 800-226."""
+    privacy, secure = plan.privacy, plan.aggregation.secure
+    if privacy.unit == "none":
+        return ""
+    if privacy.dpsgd:
+        return (
+            "Each site is the curator of its own records and adds the noise before anything leaves it. The "
+            "coordinator, the other sites and everybody who receives the models see noised values only."
+        )
+    if privacy.trusted_coordinator:
+        sees = "the sum of the updates" if secure else "every update"
+        return (
+            f"Central: the coordinator sees {sees} without noise and adds the noise. It is trusted; everybody who "
+            "receives the models sees noised values only."
+        )
+    found = plan.threshold()
+    return (
+        "Distributed: each site adds a part of the noise, and a secure sum shows the coordinator only the total. It "
+        f"holds as long as at most {found.colluders} of the {found.n} sites of a sum work with the coordinator."
+    )
+
+
+def protected_from(plan: Plan) -> str:
+    """Against whom the guarantee holds, for a reader who is not an engineer."""
+    privacy = plan.privacy
+    if privacy.unit == "none":
+        return ""
+    everybody = "Everybody who gets the trained models, whatever else they know"
+    if privacy.dpsgd:
+        return (
+            f"{everybody}; also the coordinator of the training and the other sites. Not the site itself, which holds "
+            "the data in the clear."
+        )
+    if privacy.trusted_coordinator:
+        return (
+            f"{everybody}; also the other sites. Not the coordinator of the training: it saw more than it gave out, "
+            "and has to be trusted. And not the site itself, which holds its data in the clear."
+        )
+    colluders = plan.threshold().colluders
+    joined = f", unless more than {colluders} of the sites work together with it" if colluders else ""
+    return (
+        f"{everybody}; also the coordinator of the training{joined}. A site that knows its own share of the noise is "
+        "protected from a little less. Not the site itself, which holds its data in the clear."
+    )
+
+
+def responsible(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
+    """Who is responsible for what, for a reader who is not an engineer."""
+    if plan.privacy.unit == "none":
+        return ()
+    noise = "" if plan.privacy.trusted_coordinator else ", adds the noise"
+    coordinator = (
+        "adds the noise, keeps everything before it secret, and stops at the budget"
+        if plan.privacy.trusted_coordinator
+        else "runs the training and stops at the budget"
+    )
+    where = "In this simulation all of them were on one machine with one owner. " if simulated else ""
+    return (
+        (
+            f"{where}Each site looks after its own data and machine, runs the software unchanged{noise}, and counts "
+            "what its data has spent."
+        ),
+        f"The coordinator {coordinator}.",
+        (
+            "The person who signs decides whether the protected unit is the right one, whether the protection is "
+            "strong enough, and which other uses of the same data count with it."
+        ),
+    )
+
+
+def exposure(plan: Plan, *, simulated: bool) -> str:
+    """How exposed the data is before the mechanism: what no differential privacy changes."""
+    where = (
+        "All records were on one machine"
+        if simulated
+        else "Records were not collected: each site kept its own, and only updates left it"
+    )
+    return (
+        f"{where}. At a site, records, ledger and finished updates are stored without encryption by this software. "
+        " Access control there, and how the data was collected, are outside this report."
+    )
+
+
 def relation(plan: Plan) -> str:
     """How neighbouring data sets differ: the words after `data sets that differ by`."""
     if plan.privacy.unit == "none":
@@ -198,10 +303,7 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         else "from AES-128 in counter mode under a key that is derived from the plan's declared seed and is not "
         "secret"
     )
-    runs = (
-        "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
-        "composes all of them and decides what may still be spent."
-    )
+    runs = _runs(plan, simulated=simulated)
     if privacy.dpsgd:
         thing = _thing(plan)
         return (
@@ -309,6 +411,26 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         amplified,
         counting,
         runs,
+    )
+
+
+def _runs(plan: Plan, *, simulated: bool) -> str:
+    """Which runs are counted together."""
+    simulation = plan.simulation
+    if simulation.ledger:
+        return (
+            f"The epsilon over all runs counts the runs that charged the name {simulation.dataset!r} in the ledger of "
+            "this simulation. Runs without that ledger, or under another name for the same data, add to it and are "
+            "not counted."
+        )
+    if simulated:
+        return (
+            "Epsilon is that of this run alone. Other runs over the same data add to it, and nothing in this "
+            "simulation counts them: it was run without a ledger over runs."
+        )
+    return (
+        "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
+        "composes all of them and decides what may still be spent."
     )
 
 

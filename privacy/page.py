@@ -2,7 +2,8 @@
 
 The page is a pure function of a `RunReport` and says nothing that is not in it. It opens from disk without a network:
 it has no script, no font or image from another address, and its plots are inline SVG. It starts with the guarantee in
-one sentence, or with the reason why there is none. The template is `report.html.jinja`, beside this file.
+one sentence, or with the reason why there is none, and says on its first page what that means for a reader who is not
+an engineer (`summary.py`). The template is `report.html.jinja`, beside this file.
 
 Refused: a page that computes in the browser (a reader cannot print and sign what a script shows), and a plotting
 library (several megabytes for two lines).
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cloister.privacy.figures import at_least, at_most, rounded, scientific
 from cloister.privacy.report import RunReport, meaning, verdict
+from cloister.privacy.summary import plain, questions, several
 
 if TYPE_CHECKING:
     import jinja2
@@ -164,8 +166,25 @@ def to_html(report: RunReport) -> str:
         report=report,
         verdict=claim,
         meaning=meaning(report.epsilon or 0.0, report.delta or 0.0) if claim.holds and claimed else None,
+        plain=plain(report),
+        questions=questions(report),
+        several=several(report),
+        groups=_groups(report) if claim.holds else (),
         plots=[each for each in plots if each],
     )
+
+
+def _groups(report: RunReport) -> list[dict[str, Any]]:
+    """The rows of the table of groups, with the guesses that each epsilon allows."""
+    assert report.delta is not None
+    return [
+        {
+            "units": row.units,
+            "epsilon": row.epsilon,
+            "guess": None if row.epsilon is None else meaning(row.epsilon, report.delta).guess,
+        }
+        for row in report.groups
+    ]
 
 
 @cache

@@ -54,6 +54,9 @@ class Offer:
     """Hash of the roster, in hex."""
     model: str
     """Name of the model."""
+    tokenizer: str
+    """Name of the tokenizer: `bytes`, or a folder or hub name, which is the model's own where the plan names no
+    other."""
     adapter: str
     """Adapter scheme."""
     rounds: int
@@ -88,6 +91,7 @@ def offer_of(
         secure=plan.aggregation.secure,
         roster_hash=roster_hash,
         model=plan.model.name,
+        tokenizer=plan.model.tokenizer_name,
         adapter=plan.model.adapter.scheme,
         rounds=plan.run.rounds,
     )
@@ -123,6 +127,10 @@ class Policy(Section):
     """Hash of the one roster that is accepted, in hex; empty: any."""
     models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any."""
+    tokenizers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the tokenizers that are accepted, or patterns as in `models`; empty: any. `model.tokenizer = "auto"`
+    offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A tokenizer brings its chat
+    template, a program that sees every record."""
     adapters: tuple[Scheme, ...] = ()
     """Adapter schemes that are accepted; empty: any."""
     most_rounds: Annotated[int, Field(ge=1)] | None = None
@@ -184,6 +192,8 @@ class Policy(Section):
             _refuse("roster_hash", "roster hash", offer.roster_hash, self.roster_hash)
         if self.models and not any(fnmatchcase(offer.model, pattern) for pattern in self.models):
             _refuse("models", "model.name", offer.model, _one_of(self.models))
+        if self.tokenizers and not any(fnmatchcase(offer.tokenizer, pattern) for pattern in self.tokenizers):
+            _refuse("tokenizers", "model.tokenizer", offer.tokenizer, _one_of(self.tokenizers))
         if self.adapters and offer.adapter not in self.adapters:
             _refuse("adapters", "model.adapter.scheme", offer.adapter, _one_of(self.adapters))
         if self.most_rounds is not None and not offer.rounds <= self.most_rounds:

@@ -120,8 +120,44 @@ class Ledger:
     """Hash of the last row, in hex. A copy of it kept elsewhere shows whether the ledger was changed later."""
     verified: bool
     """Whether the hash chain verifies from the first row to the head and agrees with the plan and the journal."""
+    refuting: NonNegative | None = None
+    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
     problem: str = ""
     """Why it does not verify; empty if it does."""
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """What the run's dataset has spent over all runs that charged it in one ledger (`cloister.privacy.dataset`)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+
+    name: str
+    """The dataset's name in the ledger."""
+    ledger: str
+    """The ledger's file."""
+    runs: Count
+    """Runs that charged the dataset, with this one."""
+    epsilon: NonNegative | None
+    """Epsilon of all these runs together, at the report's delta; None if it is not finite or not known."""
+    limit: Positive | None
+    """Epsilon that may be spent over all runs; None without a limit."""
+    head: str
+    """Head of the ledger, in hex."""
+    problem: str = ""
+    """Why nothing is known of the other runs; empty if it is."""
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What holds for several units together, such as several records of one person."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+
+    units: Annotated[int, Field(ge=1)]
+    """How many."""
+    epsilon: NonNegative | None
+    """Epsilon for all of them together, at the report's delta; None above `LARGEST_EPSILON`."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +180,10 @@ class AuditRow:
     """Epsilon that is claimed for what was played, which may be less than the run; None: the epsilon of the run."""
     what: str = ""
     """What was played, in words."""
+    refuting: NonNegative | None = None
+    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
+    problem: str = ""
+    """What was released and not charged, in words; empty if what was released fits the charge."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +236,7 @@ class RunReport:
     budget: Positive | None
     """Epsilon that may be spent; None without a limit."""
     stopped_by_budget: bool
-    """Whether the run ended because the next round would have exceeded the budget."""
+    """Whether the run ended because the next round would have exceeded the budget, or the dataset's limit."""
     declared_noise: bool
     """Whether the noise was drawn from a declared seed, as in a repeatable simulation."""
 
@@ -216,6 +256,20 @@ class RunReport:
     """The charges."""
     audit: AuditRow | None = None
     """The audit; None if there was none."""
+    dataset: DatasetRow | None = None
+    """All runs on the dataset; None if no ledger counts them: then epsilon is that of this run alone."""
+    units: str = ""
+    """Several units in the data's own words: `discharge letters`."""
+    groups: tuple[GroupRow, ...] = ()
+    """What holds for several units together, by their number; none without a finite epsilon."""
+    trust_model: str = ""
+    """Where the noise is added, and so who sees what before it."""
+    protected_from: str = ""
+    """Against whom the guarantee holds, in plain words."""
+    responsible: tuple[str, ...] = ()
+    """Who is responsible for what, in plain words."""
+    exposure: str = ""
+    """How exposed the data is before anything is released."""
     format: Literal[1] = 1
     """Version of this form."""
 
@@ -235,6 +289,16 @@ class RunReport:
         ]:
             if spent is not None and self.epsilon is not None and spent > self.epsilon:
                 raise CloisterError("epsilon", self.epsilon, expected=f"at least the {spent} of {what}")
+        known = [math.inf if row.epsilon is None else row.epsilon for row in self.groups]
+        if known != sorted(known) or (self.groups and self.epsilon is not None and known[0] < self.epsilon):
+            raise CloisterError("groups", known, expected="epsilons that rise from that of the report")
+        over = None if self.dataset is None else self.dataset.epsilon
+        if over is not None and self.epsilon is not None and over < self.epsilon:
+            raise CloisterError(
+                "dataset.epsilon",
+                over,
+                expected=f"at least the {self.epsilon} of this run, which is one of its runs",
+            )
 
 
 @dataclass(frozen=True)
@@ -263,9 +327,23 @@ def verdict(report: RunReport) -> Verdict:
     return Verdict(
         True,
         f"This run protects {report.unit_in_words}: every model that it released over {_rounds(report.rounds)} is "
-        f"differentially private with epsilon {at_most(report.epsilon)} and delta {scientific(report.delta)} between "
-        f"data sets that differ by {report.relation}, provided that every assumption on this page holds.",
+        f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report.dataset)} and delta "
+        f"{scientific(report.delta)} between data sets that differ by {report.relation}, provided that every "
+        "assumption on this page holds.",
     )
+
+
+def _over_runs(dataset: DatasetRow | None) -> str:
+    """Which runs epsilon counts."""
+    if dataset is None:
+        return "for this run alone"
+    if dataset.problem:
+        return f"for this run alone (what all runs on {dataset.name!r} cost together is not known)"
+    runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
+    if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
+        many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
+        return f"for this run (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
+    return f"for this run (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
 
 
 def _objection(report: RunReport) -> str:
@@ -306,10 +384,17 @@ def _objection(report: RunReport) -> str:
     claimed = report.epsilon
     if report.audit is not None and report.audit.claimed is not None:
         claimed = min(claimed, report.audit.claimed)
-    if report.audit is not None and report.audit.epsilon > claimed:
+    if report.audit is not None:
+        bound = report.audit.epsilon if report.audit.refuting is None else report.audit.refuting
+        if bound > claimed:
+            return (
+                f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
+                f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
+            )
+    if report.audit is not None and report.audit.problem:
         return (
-            f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
-            f"{at_least(report.audit.epsilon)}, and {at_most(claimed)} would be claimed."
+            "No privacy guarantee is claimed for this run: an audit found that what was released is not what was "
+            f"charged ({report.audit.problem})."
         )
     assert report.delta is not None
     sites = len(report.sites)

@@ -104,6 +104,13 @@ class ModelSection(Section):
     adapter: AdapterSection = AdapterSection()
     """Which parameters are trained and summed."""
 
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer that `tokenizer` means: `bytes`, or a folder or hub name, which is the model's for `auto`."""
+        if self.tokenizer != "auto":
+            return self.tokenizer
+        return "bytes" if self.name.startswith("builtin:") else self.name
+
 
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
@@ -177,7 +184,8 @@ class CohortSection(Section):
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Positive = 600.0
     """Timeout of an attempt in seconds: a site that has not answered by then is a dropout of the attempt. Under the
-    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own."""
+    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own. Under a
+    privacy unit a site prepares its data in its first round, unless `cloister site check` has done it before."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 
@@ -357,6 +365,13 @@ class SimulationSection(Section):
     noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
     noise, so nothing is protected, and the report says so. None: secret noise."""
+    ledger: str = ""
+    """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
+    `dataset` there. Empty: the run is charged in its own folder alone."""
+    dataset: str = ""
+    """Name under which that ledger keeps what the records of `source` have spent over all runs."""
+    greatest_epsilon: Positive | None = None
+    """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, where there are GPUs."""
     profiles: tuple[ProfileSection, ...] = ()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -148,6 +149,7 @@ class Card:
                 "card name", self.name, expected="1 to 64 letters, digits, dots, dashes, underscores"
             )
         try:
+            _check_order(self.public)
             key = Ed25519PublicKey.from_public_bytes(self.public)
             key.verify(self.signature, pack(_CARD, self.name, self.public))
         except (ValueError, InvalidSignature):
@@ -157,6 +159,23 @@ class Card:
                 expected="a signature made with the key on it",
                 fix=f"ask {self.name} for the card again",
             ) from None
+
+
+def _check_order(public: bytes) -> None:
+    """Refuse an Ed25519 key of low order, for which anybody can make signatures.
+
+    Its point has the same order on the birationally equivalent Curve25519, u = (1 + y) / (1 - y) (RFC 7748, section
+    4.1), where an agreement with a point of low order is refused.
+
+    Raises:
+        ValueError: the key has low order, or is not 32 bytes.
+    """
+    field = 2**255 - 19
+    y = int.from_bytes(public, "little") & (2**255 - 1)
+    u = (1 + y) * pow(1 - y, -1, field) % field  # y = 1, the neutral point, has no inverse: ValueError
+    X25519PrivateKey.from_private_bytes(bytes(32)).exchange(
+        X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+    )
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,57 @@ def _check_sound(plan: Plan) -> None:
             expected="more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
             fix='set data.held_out = 0.1, or set server.evaluation to public records or "none"',
         )
+    _check_dataset(plan)
     if sum(profile.share for profile in plan.simulation.profiles) > 1 + 1e-9:
         raise PlanError(
             "simulation.profiles",
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
             fix="lower the shares",
+        )
+
+
+def _check_dataset(plan: Plan) -> None:
+    """Refuse a ledger over runs that would not charge what is released."""
+    simulation = plan.simulation
+    if bool(simulation.ledger) != bool(simulation.dataset):
+        name, other = ("ledger", "dataset") if simulation.dataset else ("dataset", "ledger")
+        raise PlanError(
+            f"simulation.{name}",
+            "",
+            expected=f"a value with simulation.{other}: a ledger over runs keeps the spending of a dataset by its name",
+            fix=f"set both, or remove simulation.{other}",
+        )
+    if simulation.greatest_epsilon is not None and not simulation.ledger:
+        raise PlanError(
+            "simulation.greatest_epsilon",
+            simulation.greatest_epsilon,
+            expected="no value; only valid with simulation.ledger, over whose runs it is a limit",
+            fix="set simulation.ledger and simulation.dataset, or privacy.budget for this run alone",
+        )
+    if not simulation.ledger:
+        return
+    if not Path(simulation.ledger).is_absolute():
+        raise PlanError(
+            "simulation.ledger",
+            simulation.ledger,
+            expected="an absolute path: a run that is resumed in another folder would find another file",
+            fix="write the whole path, or use --ledger, which completes it",
+        )
+    if plan.privacy.unit == "none":
+        raise PlanError(
+            "simulation.ledger",
+            simulation.ledger,
+            expected="no value; only valid with a privacy unit, because nothing else is charged",
+            fix='set privacy.unit = "record", "owner" or "site", or remove simulation.ledger and simulation.dataset',
+        )
+    if simulation.noise_seed is not None:
+        raise PlanError(
+            "simulation.noise_seed",
+            simulation.noise_seed,
+            expected="no value with simulation.ledger: noise from a declared seed protects nothing, and no charge "
+            "would cover it",
+            fix="remove simulation.noise_seed, or simulation.ledger and simulation.dataset",
         )
 
 

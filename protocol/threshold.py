@@ -111,7 +111,7 @@ def tolerated(n: int, fraction: float) -> int:
 
 
 def assumed(n: int, fraction: float) -> int:
-    """The least whole number of `n` sites that is not below `fraction` of them: at least 1 unless the fraction is 0.
+    """The least whole number of `n` sites that is not below `fraction` of them, to within 1e-9 of a site.
 
     Colluders are rounded up and dropouts down: if one site in ten may collude, one of eight may too.
 

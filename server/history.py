@@ -40,7 +40,8 @@ class RunHistory:
     finished: bool
     """Whether the run is finished."""
     stopped: str
-    """Why it ended before its last round: `budget` or `refused`; empty if it did not."""
+    """Why it ended before its last round: `budget`, `dataset` (the limit over all runs) or
+    `refused`; empty if it did not."""
 
     @property
     def summed(self) -> list[int]:

@@ -33,7 +33,8 @@ class Outcome:
     epsilon: float | None = None
     """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
     stopped: str = ""
-    """Why the run ended before its last round: `budget` or `refused`; empty if it did not."""
+    """Why the run ended before its last round: `budget`, `dataset` (the limit over all runs) or
+    `refused`; empty if it did not."""
 
     @property
     def tokens_per_second(self) -> float:

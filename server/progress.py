@@ -110,13 +110,16 @@ class Refusing:
 
 @dataclass(frozen=True)
 class BudgetSpent:
-    """The next round would exceed the plan's budget: the run ends with its last model."""
+    """The next round would exceed a budget: the run ends with its last model."""
 
     round: int
     """The round that was not started."""
     epsilon: float
     """Epsilon spent so far."""
     budget: float
+    """The plan's budget, or the dataset's limit over all runs."""
+    dataset: str = ""
+    """Name of the dataset whose limit over all runs is meant; empty: the plan's budget is."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ plan and the journal: each charge must be the plan's cost of a round, each site 
 and the epsilons in the journal must be those of the charges. If they disagree, the report says that the ledger does not
 verify and why, and `privacy/report.py` claims no guarantee.
 
+If the plan names a ledger over runs (`privacy/dataset.py`), the report also states the epsilon of all runs together;
+without one it says that epsilon is that of this run alone.
+
 In a simulation the sites' own ledgers are in the run folder as well. If a site's ledger counts more than the
 coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon.
 
@@ -31,10 +34,15 @@ from safetensors import SafetensorError, safe_open
 from cloister.aggregation.keys import PROTOCOL
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, from_json, to_json
+from cloister.privacy.group import epsilons
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
+    LARGEST_EPSILON,
     AuditRow,
+    DatasetRow,
+    GroupRow,
     Ledger,
     LedgerRow,
     RoundRow,
@@ -43,7 +51,7 @@ from cloister.privacy.report import (
     SiteRow,
 )
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.errors import AccountingError, LedgerError, RunFolderError
+from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
 from cloister.protocol.soundness import recorded
@@ -92,7 +100,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         delta=None if terms is None else terms.delta,
         epsilon=account.epsilon,
         budget=None if terms is None else terms.budget,
-        stopped_by_budget=history.stopped == "budget",
+        stopped_by_budget=history.stopped in ("budget", "dataset"),
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
@@ -106,6 +114,13 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         secure=_secure(plan, history),
         ledger=account.ledger,
         audit=_audit(files.audit),
+        dataset=_dataset(plan, history, account),
+        units=claims.things(plan),
+        groups=_groups(account, terms),
+        trust_model=claims.trust_model(plan),
+        protected_from=claims.protected_from(plan),
+        responsible=claims.responsible(plan, simulated=simulated),
+        exposure=claims.exposure(plan, simulated=simulated),
     )
 
 
@@ -138,6 +153,8 @@ class _Account:
     """The largest of the sites; None if it is not finite or there is no privacy unit."""
     most: Spent | None
     """The cost of the site that has spent most."""
+    events: tuple[Event, ...]
+    """What that site released."""
     after: Mapping[int, float | None]
     """For each round that is done the largest epsilon of a site by the coordinator's ledger."""
     sites: Mapping[str, float | None]
@@ -150,15 +167,15 @@ class _Account:
 
 def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
     if terms is None:
-        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, {}, {}, None, {})
+        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
     try:
         charges = _history(files.ledger)
     except (LedgerError, RunFolderError) as error:
-        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, {}, {}, None, {})
+        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
     entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
     if problem:
-        return _Account(_ledger(charges, entries, None, problem), None, None, {}, {}, None, {})
+        return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
     compose = _Composer(terms)
     mine: dict[str, list[Entry]] = {}
     after_row: list[float | None] = []
@@ -172,6 +189,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
         after_round[number] = _finite(max((compose(paid).epsilon for paid in until), default=0.0))
     charged = {site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()}
     problem = _unpaid(history, charged) or _contradiction(history, after_round)
+    counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: compose(paid) for site, paid in mine.items()}
     notes: dict[str, str] = {}
     for site, own in files.sites.ledgers().items():
@@ -183,21 +201,31 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
             continue
         known = costs.get(site)
         if paid and (known is None or cost.epsilon > known.epsilon):
-            costs[site] = cost
+            costs[site], counted[site] = cost, paid
             notes[site] = (
                 f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
                 f"coordinator's has {len(mine.get(site, ()))}."
             )
-    most = max(costs.values(), key=lambda cost: cost.epsilon, default=compose(()))
+    top = max(costs, key=lambda site: costs[site].epsilon, default="")
+    most = costs.get(top) or compose(())
     return _Account(
         ledger=_ledger(charges, entries, after_row, problem),
         epsilon=_finite(most.epsilon),
         most=most,
+        events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
         after=after_round,
         sites={site: _finite(cost.epsilon) for site, cost in costs.items()},
         charged=charged,
         notes=notes,
     )
+
+
+def _groups(account: _Account, terms: Terms | None) -> tuple[GroupRow, ...]:
+    """What holds for several units together, by the charges of the site that has spent most."""
+    if terms is None or account.epsilon is None:
+        return ()
+    found = epsilons(account.events, terms.delta, account.epsilon, LARGEST_EPSILON)
+    return tuple(GroupRow(units, epsilon) for units, epsilon in found.items())
 
 
 def _history(path: Path) -> History:
@@ -300,6 +328,21 @@ def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> st
 
 def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
+
+
+def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow | None:
+    """What the dataset has spent over all runs; None if the plan names no ledger for it."""
+    shared = DatasetLedger.of(plan)
+    if shared is None:
+        return None
+    name, path = shared.dataset, str(shared.path)
+    try:
+        found = shared.spent(history.run, history.summed)
+    except (AccountingError, BudgetError, LedgerError, StorageError) as error:
+        return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
+    # A site that was asked and did not train is charged in the coordinator's ledger only.
+    epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
+    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
 
 
 # Tables and facts
@@ -453,6 +496,7 @@ def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
     if last < of:
         why = {
             "budget": "the next round would have exceeded the budget",
+            "dataset": "the next round would have exceeded the limit of its dataset over all runs",
             "refused": "too many sites refused to continue",
         }.get(history.stopped, "the run was ended")
         return (f"Rounds {last + 1} to {of} of the plan, which were not run: {why}.",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
 from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.digest import vector_hash
@@ -58,6 +59,7 @@ def run(
     public: Vector | None = None,
     evaluation: str = "",
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh(),
+    dataset: DatasetLedger | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Ask the sites to join, then run the folder's plan to its end, from the last round that is done.
@@ -70,6 +72,7 @@ def run(
         public: What `public_model` returned.
         evaluation: Public records to evaluate on, instead of those that the plan names.
         noise: Returns, for a round, the stream of the noise that the coordinator adds; for 0, that of correlated noise.
+        dataset: In a simulation, the ledger over runs, which its sites charge.
         clock: Seconds, for durations.
 
     Raises:
@@ -120,11 +123,17 @@ def run(
             observe,
             clock,
             b"" if base is None else vector_hash(base),
-            Spending(terms, run_identity, folder.ledger) if terms else None,
+            Spending(terms, run_identity, folder.ledger, dataset=dataset) if terms else None,
             left_out={
                 entry.detail["site"]: entry.detail["reason"]
                 for entry in journal.entries()
                 if entry.step == steps.LEFT_OUT
+            },
+            complaints={
+                (by, of)
+                for entry in journal.entries()
+                if entry.step == steps.COMPLAINED
+                for by, of in entry.detail["pairs"]
             },
         )
         for failure in members.refusals:
@@ -172,20 +181,23 @@ def _rounds(
     party, plan = context.party, context.party.plan
     abandoned = 0
     for number in range(last + 1, plan.run.rounds + 1):
-        spending = party.spending
-        if spending is not None and not spending.affords(number, party.present(party.cohort(TRAIN, number))):
-            assert spending.terms.budget is not None
-            party.observe(BudgetSpent(number, spending.epsilon(), spending.terms.budget))
-            _report_end(context, folder, last, evaluate)
-            return last, "budget"
-        result = run_round(context, number)
-        if isinstance(result, Refusing):
+        known_liars = len(party.left_out)
+        sites = party.present(party.cohort(TRAIN, number))
+        result = _exceeded(party, number, sites) or run_round(context, number)
+        if isinstance(result, Refusing):  # another run on the same dataset may have spent meanwhile
+            result = _exceeded(party, number, sites) or result
+        if isinstance(result, BudgetSpent | Refusing):
             party.observe(result)
             _report_end(context, folder, last, evaluate)
-            return last, "refused"
+            if isinstance(result, Refusing):
+                return last, "refused"
+            return last, "dataset" if result.dataset else "budget"
         last = number
         _report(context, folder, board, asdict(result), evaluate)
-        abandoned = abandoned + 1 if isinstance(result, RoundAbandoned) and not result.spoiled else 0
+        if not isinstance(result, RoundAbandoned) or result.spoiled:
+            abandoned = 0
+        elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
+            abandoned += 1
         if abandoned == plan.cohort.attempts:
             raise QuorumError(
                 f"rounds {number - abandoned + 1} to {number}",
@@ -194,6 +206,11 @@ def _rounds(
                 fix="see above which sites did not, and repair them; `cloister resume` continues with the next round",
             )
     return last, ""
+
+
+def _exceeded(party: Party, number: int, sites: Sequence[str]) -> BudgetSpent | None:
+    """The budget that a round of these sites would exceed."""
+    return None if party.spending is None else party.spending.exceeded(number, sites)
 
 
 def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:

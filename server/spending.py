@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Charge, Ledger
 from cloister.privacy.terms import Terms
+from cloister.server.progress import BudgetSpent
 
 OWNER = "coordinator"
 
@@ -30,10 +32,20 @@ class Spending:
         run: Identity of the run.
         path: The ledger's file.
         clock: Seconds since the epoch.
+        dataset: In a simulation, the ledger over runs, which its sites charge.
     """
 
-    def __init__(self, terms: Terms, run: str, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        run: str,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        dataset: DatasetLedger | None = None,
+    ) -> None:
         self.terms = terms
+        self._dataset = dataset
         self._run = run
         self._ledger = Ledger(path, OWNER, composed, clock=clock)
 
@@ -47,15 +59,23 @@ class Spending:
         if self.terms.unit == "site":
             self._charge(round_number, sites)
 
-    def affords(self, round_number: int, sites: Iterable[str]) -> bool:
-        """Whether a round of these sites stays within the plan's budget."""
-        if self.terms.budget is None:
-            return True
+    def exceeded(self, round_number: int, sites: Sequence[str]) -> BudgetSpent | None:
+        """What a round of these sites would exceed: the plan's budget, or its dataset's limit over all runs."""
+        if self.terms.budget is not None and not self._affords(round_number, sites):
+            return BudgetSpent(round_number, self.epsilon(), self.terms.budget)
+        dataset = self._dataset
+        if dataset is None or dataset.affords(self.terms, self._run, round_number, sites):
+            return None
+        assert dataset.limit is not None, "only a limit can be exceeded"
+        return BudgetSpent(round_number, dataset.spent().epsilon, dataset.limit, dataset.dataset)
+
+    def _affords(self, round_number: int, sites: Iterable[str]) -> bool:
         events, paid = self._read()
         futures, before = set(), _before(round_number, paid)
         for site in sites:
             more = () if (round_number, site) in paid else self.terms.events(1, before[site])
             futures.add((*events.get(site, ()), *more))
+        assert self.terms.budget is not None
         return all(self._epsilon(future) <= self.terms.budget for future in futures)
 
     def epsilon(self) -> float:

@@ -61,6 +61,7 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
 from cloister.server.channel import Failure
+from cloister.server.complaints import Complaint, liars, suspects
 from cloister.server.journal import Journal
 from cloister.server.members import Members
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
@@ -96,6 +97,8 @@ class Party:
     """Sites whose policy or budget forbids them to continue."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Sites that lied in a secure sum, each with what it did: they are asked for no other sum."""
+    complaints: set[Complaint] = field(default_factory=set)
+    """Which site could not open the shares of which, in any secure sum of the run."""
 
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
         """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
@@ -160,11 +163,12 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
     unopened: set[str] = set()
+    doubted: set[str] = set()
     while True:
         unmasking = journal.newest(f"{purpose} {steps.UNMASKING}", number)
         if failures >= last:
             return Failed(failures, bound=unmasking is not None)
-        able = [site for site in party.present(cohort) if site not in unopened]
+        able = [site for site in party.present(cohort) if site not in unopened | doubted]
         sites = unmasking.detail["survivors"] if unmasking else able
         needed = len(sites) if unmasking else plan.quorum()
         # 1. Journal the attempt.
@@ -179,7 +183,11 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             opened = under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
             failures += 1
-            unopened |= under_way.unopened
+            if under_way.unopened and under_way.complained:
+                last += 1  # it tells of a pair with a liar that was not known: this ends before liars are out of pairs
+            else:
+                unopened |= under_way.unopened
+            doubted = suspects(party.complaints, party.present(cohort))
             journal.record(number, attempt, f"{purpose} {steps.FAILED}", {"reason": str(error)})
             party.observe(AttemptFailed(number, attempt, str(error)))
             if isinstance(error, UpdateError):
@@ -210,7 +218,9 @@ class _Plain:
         self.started = started
         self.folded: set[str] = set()
         self.unopened: frozenset[str] = frozenset()
-        """Sites whose shares too few others could open: later attempts at this sum go on without them."""
+        """Sites whose shares too few others could open, so that the attempt ended."""
+        self.complained = False
+        """Whether the attempt has complaints that no earlier one had."""
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
     def run(self, needed: int) -> Opened:
@@ -334,6 +344,9 @@ class _Masked(_Plain):
             return self._steps(coordinator)
         finally:
             self.unopened = frozenset(coordinator.unopened)
+            self.complain(coordinator.complaints)
+            most = coordinator.attempt.parameters.colluders
+            self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))
             self.leave_out(coordinator.liars)
 
     def _steps(self, coordinator: SecureCoordinator) -> Opened:
@@ -355,6 +368,15 @@ class _Masked(_Plain):
         # 7. Charge, then open.
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
+
+    def complain(self, complaints: frozenset[Complaint]) -> None:
+        """Note new complaints, durably."""
+        new = complaints - self.party.complaints
+        self.complained = bool(new)
+        if new:
+            self.party.complaints.update(new)
+            detail = {"pairs": sorted(new)}
+            self.party.journal.record(self.wanted.round, self.attempt, steps.COMPLAINED, detail)
 
     def leave_out(self, liars: Mapping[str, str]) -> None:
         """Ask sites that lied for no other sum; durable, so that a resumed run does not ask them either."""

@@ -1,9 +1,24 @@
-"""An audit of a run: canaries attack the real code, and prove a lower bound to compare with the claimed epsilon.
+"""An audit of a run: canaries attack the real code, prove a lower bound on epsilon, and measure the noise.
 
-The audit runs the code of a site or of the coordinator with new noise and without the run's own secrets. The
-adversary is the strongest one that the claim covers. The games are `simulations/audit_records.py` (units record and
-owner, one run) and `simulations/audit_sites.py` (unit site, many runs); `privacy/audit.py` turns their guesses into
-bounds.
+An audit plays a run again, with new noise, coins and ledgers, and without the run's own secrets, through the
+functions that a run calls: `Site.join` and `Site.contribute` with unit record and owner
+(`simulations/audit_records.py`), and `server.run.run` over real sites, under masks if the plan has them, with unit site
+(`simulations/audit_sites.py`). The canaries are planted in the trainer that a site calls. The adversary sees the noised
+sum of each step, or the model after each round; it is the strongest one that the claim covers and that needs no lie.
+
+It raises an alarm for two reasons:
+
+- the canaries' coins are guessed more often than the charged epsilon allows (`privacy/audit.py`); or
+- what was released is not what was charged (`privacy.audit.Fit`): less noise where no canary is, noise that repeats in
+  another release or cancels, canaries longer than the clipping norm or drawn more often than the sampling rate, steps
+  or rounds that no ledger was charged for.
+
+The charge is read from the ledgers that the audit's sites have kept. An audit of honest code raises an alarm with a
+probability of 1e-4 at most (`FALSE_ALARM`), half of it for each reason, whatever the confidence of the reported bound.
+
+Not played: other processes and carriers, a lying coordinator, dropouts, tokenisation, the count of adaptive clipping,
+and under units record and owner the sum over sites, which get noised updates. Not found: an accountant that is wrong,
+or randomness that can be predicted.
 
 The number of guesses and the threshold are fixed before any score is seen: they would give the largest bound if the
 noise had half of its standard deviation. That bound is reported with the result, because a weak audit
@@ -15,32 +30,25 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from cloister.clients.config import read_config
-from cloister.lm.data import Prepared, Sequences, cached, prepare, prepared_key, unit_rule
-from cloister.lm.model import LanguageModel, device_for, load_model
-from cloister.lm.records import read_records
+from cloister.clients.config import SiteConfig, read_config
+from cloister.lm.model import load_model
 from cloister.privacy.ledger import read_history
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import CloisterError, RunFolderError
-from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.public import base_of, public_model
 from cloister.simulations.audit_records import RecordGame
-from cloister.simulations.audit_sites import audit_sites
+from cloister.simulations.audit_sites import SiteGame
 from cloister.simulations.audited import Audited, Progress, Streams
 from cloister.simulations.partition import site_name
-
-_RUNS = 20_000
-"""Runs of one round with unit `site`, unless the caller says otherwise."""
 
 
 def audit(
@@ -57,10 +65,11 @@ def audit(
     Args:
         folder: The run.
         canaries: Units record and owner: canaries; by default one for each coordinate, but at most 10,000 and at
-            most 0.1 / delta (far above it Theorem 3.1 of the paper proves nothing). Unit site: runs of one round.
+            most 0.1 / delta (far above it Theorem 3.1 of the paper proves nothing). Unit site: honest sites' updates,
+            at least; by default so many that 500 updates are made. With correlated noise one for each site.
         steps: Units record and owner: the most local steps to take; by default all that a site of the run took. More
             steps than one round has are rounded down to whole rounds.
-        confidence: Probability with which the bound is true.
+        confidence: Probability with which the reported bound is true; an alarm has its own.
         streams: Noise, coins and batches: an unused stream at each call.
         progress: Receives the progress of the audit.
 
@@ -82,26 +91,30 @@ def audit(
         expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
         raise CloisterError("--steps", steps, expected=expected)
     rounds = _rounds_paid_for(folder)
+    site = _first_site(folder.sites)
     public = public_model(folder, lambda _event: None)
-    model = load_model(plan, base_of(plan, public))
+    base = base_of(plan, public)
+    model = load_model(plan, base)
     terms = terms_of(plan, model.layout.size)
     assert terms is not None, "a plan with a unit has terms"
-    if terms.unit == "site":
-        found = audit_sites(
-            plan, terms, model.layout.size, rounds, canaries or _RUNS, confidence, streams, progress
-        )
-    else:
-        kept = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
-        start = kept.load(0).weights
-        device, sequences = _first_site(folder.sites, plan, model)
-        game = RecordGame(plan, terms, model, sequences, start, device)
-        found = game.audit(rounds, canaries, steps, confidence, streams, progress)
+    with tempfile.TemporaryDirectory(prefix="audit-", dir=folder.path) as temporary:
+        own = Path(temporary).absolute()
+        if terms.unit == "site":
+            sites = SiteGame(plan, terms, public, model, site, own)
+            found = sites.audit(rounds, canaries, confidence, streams, progress)
+        else:
+            kept = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
+            start = kept.load(0).weights
+            records = RecordGame(plan, terms, model, base, start, site, own)
+            found = records.audit(rounds, canaries, steps, confidence, streams, progress)
     shown = {
         "row": asdict(found.row),
         "claimed": found.claimed,
         "what": found.what,
         "delta": found.delta,
         "at_half_noise": found.at_half_noise,
+        "checks": [asdict(check) for check in found.checks],
+        "visible": found.visible,
     }
     write_bytes(folder.audit, (json.dumps(shown, indent=1) + "\n").encode())
     return found
@@ -124,8 +137,12 @@ def _rounds_paid_for(folder: RunFolder) -> int:
     return max(Counter(entry.charge.dataset for entry in entries).values())
 
 
-def _first_site(sites: SitesFolder, plan: Plan, model: LanguageModel) -> tuple[torch.device, Sequences]:
-    """The device of the first simulated site, and its training sequences in its own layout."""
+def _first_site(sites: SitesFolder) -> SiteConfig:
+    """The configuration of the first simulated site.
+
+    Raises:
+        RunFolderError: it is missing.
+    """
     path = sites.config(site_name(0))
     if not path.is_file():
         raise RunFolderError(
@@ -133,13 +150,4 @@ def _first_site(sites: SitesFolder, plan: Plan, model: LanguageModel) -> tuple[t
             expected="the folder of a simulated site, whose records the audit uses",
             fix="audit a simulation of the same plan",
         )
-    site = read_config(path)
-    cache, seed = Path(site.state) / "data", plan.run.seed
-    units = unit_rule(plan.data, plan.privacy)
-
-    def make() -> Prepared:
-        records = read_records(site.data, split=site.split, cache=cache)
-        return prepare(records, model.tokenizer, plan.data, seed=seed, units=units)
-
-    key = prepared_key(site.data, model.tokenizer, plan.data, seed=seed, split=site.split, units=units)
-    return device_for(site.device), cached(cache, key, make).train
+    return read_config(path)

@@ -1,8 +1,13 @@
 """The audit with unit record or owner: one run of DP-SGD with gradient canaries, and guesses of the coins that
 included them.
 
-Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the first
-site's own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
+A new `Site` with the first site's records joins the plan and is asked to contribute in round after round, as by a
+coordinator: its ledger is charged, `Site` calls the trainer with its noise, and its coded update is the next model. The
+sum is in clear; no other site takes part. Only the trainer is replaced (`Resident.trainer`): `CanaryTrainer` takes the
+steps of `PrivateTrainer` and plants canaries in them.
+
+Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the site's
+own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
 records, and is drawn into batches as every unit is; where the places for units are limited, the last real units make
 room for canaries. Its gradient is
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
@@ -12,6 +17,9 @@ log-likelihood ratio of the rest at that coordinate over the steps, for the nois
 q that are claimed:
 
     sum over steps of ln(1 - q + q exp((x - 1/2) / z^2)),    x in units of the clipping norm.
+
+What is left at the coordinates of canaries that were not in a step is its noise alone, and `privacy.audit.Fit` compares
+it with the charge.
 """
 
 from __future__ import annotations
@@ -20,26 +28,35 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cloister.aggregation.average import PlainSum
+from cloister.aggregation.sums import training_layout
+from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
 from cloister.lm.data import Sequences
-from cloister.lm.layout import Layout, Vector
+from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
-from cloister.lm.train import Named
-from cloister.privacy.accounting import epsilon_of
-from cloister.privacy.audit import count, guess, lower_bound
-from cloister.privacy.events import SampledGaussian
+from cloister.lm.train import LocalUpdate, Named
+from cloister.privacy.accounting import composed, epsilon_of
+from cloister.privacy.audit import ALARM, Fit, count, guess, lower_bound, problem
+from cloister.privacy.events import SampledGaussian, from_json
+from cloister.privacy.ledger import Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError
+from cloister.protocol.messages import TRAIN, Contribute, Join, SumId
 from cloister.protocol.plan import Plan
-from cloister.simulations.audited import FAR, Audited, Progress, Streams
-from cloister.simulations.partition import site_name
+from cloister.simulations.audited import FAR, Audited, Progress, Streams, house, played
 
 _MOST_CANARIES = 10_000
 _REHEARSALS = 5
@@ -48,28 +65,26 @@ _REHEARSED = 20_000_000
 
 
 class WatchedSum(ClippedSum):
-    """A clipped sum that is released like every other and shown to the adversary.
+    """A trainer's own clipped sum, which the adversary sees when it is released.
 
     Args:
-        layout: As for `ClippedSum`, like what follows.
-        names: Parameters.
-        clip: L2 norm C.
-        device: Where gradients lie.
+        inner: The sum.
         watch: Receives the released sum minus the part that the adversary knows, float64 of shape (layout.size,).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        names: Sequence[str],
-        clip: float,
-        device: torch.device,
-        watch: Callable[[torch.Tensor], None],
-    ) -> None:
-        super().__init__(layout, names, clip, device)
+    def __init__(self, inner: ClippedSum, watch: Callable[[torch.Tensor], None]) -> None:
+        self._inner = inner  # which does all of it: there is no second sum
         self._watch = watch
         self.known = torch.zeros(())
         """(layout.size,) float64: the part of the sum that the adversary knows."""
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `ClippedSum.add`."""
+        return self._inner.add(gradients)
+
+    def so_far(self) -> torch.Tensor:
+        """As `ClippedSum.so_far`."""
+        return self._inner.so_far()
 
     def know(self) -> None:
         """Reveal to the adversary everything added so far."""
@@ -77,7 +92,7 @@ class WatchedSum(ClippedSum):
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
         """As `ClippedSum.release`; the adversary sees the result."""
-        released = super().release(noise, sigma, threads)
+        released = self._inner.release(noise, sigma, threads)
         self._watch(released - self.known)
         return released
 
@@ -90,9 +105,9 @@ class CanaryTrainer(PrivateTrainer):
         model: As for `PrivateTrainer`.
         device: As for `PrivateTrainer`.
         included: (M,) bool: the coins.
-        places: Draws the canaries' coordinates in each round; public.
         score: The rest of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> the
             increase of their scores (M,).
+        progress: Receives the steps taken.
     """
 
     def __init__(
@@ -101,21 +116,29 @@ class CanaryTrainer(PrivateTrainer):
         model: LanguageModel,
         device: torch.device,
         included: npt.NDArray[np.bool_],
-        places: np.random.Generator,
         score: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
+        progress: Callable[[int], None],
     ) -> None:
         super().__init__(plan, model, device)
         self.scores: npt.NDArray[np.float64] = np.zeros(len(included))
         """(M,): the scores over the steps that were taken."""
+        self.fit = Fit(len(included))
+        """What was released, against the charge."""
         self._included = np.flatnonzero(included)
+        self._drawn = np.zeros(len(included), np.bool_)
         self._places = plan.privacy.most_units
         self._layout = model.layout
-        self._random = places
+        self._seed = plan.run.seed
         self._score = score
+        self._progress = progress
         self._clip = plan.privacy.clip
         self._rows = plan.local.batch_size
         self._coordinates: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._real = 0
+
+    def train(self, start: Vector, sequences: Sequences, **options: Any) -> LocalUpdate:
+        """As `PrivateTrainer.train`, with the included canaries among the units."""
+        return super().train(start, self.among(sequences), **options)
 
     def among(self, sequences: Sequences) -> Sequences:
         """The sequences, with the included canaries appended as units without tokens."""
@@ -131,7 +154,9 @@ class CanaryTrainer(PrivateTrainer):
         """As `PrivateTrainer.per_unit_gradients`; units after the real ones are canaries, one-hot and `FAR` long."""
         begins = dict(zip(self._layout.names, self._layout.offsets, strict=False))
         theirs = np.concatenate([np.arange(p.numel()) + begins[name] for name, p in trained])
-        chosen = self._random.choice(len(theirs), len(self.scores), replace=False)
+        # A canary has the same coordinate in all rounds that train the same parameters, which is public.
+        places = np.random.Generator(np.random.Philox(self._seed))
+        chosen = places.choice(len(theirs), len(self.scores), replace=False)
         self._coordinates = theirs[chosen]
         sizes, shapes = [p.numel() for _, p in trained], [p.shape for _, p in trained]
         device = trained[0][1].device
@@ -149,6 +174,7 @@ class CanaryTrainer(PrivateTrainer):
                 yield from real(sequences, units[units < self._real])
                 self.watched.know()
                 canaries = self._included[units[units >= self._real] - self._real]
+                self._drawn[canaries] = True
                 for first in range(0, len(canaries), self._rows):
                     yield planted(canaries[first : first + self._rows])
 
@@ -156,12 +182,34 @@ class CanaryTrainer(PrivateTrainer):
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """As `PrivateTrainer.new_sum`; the adversary sees what it releases."""
-        self.watched = WatchedSum(self._layout, names, self._clip, self._device, self.see)
+        self.watched = WatchedSum(super().new_sum(names), self.see)
         return self.watched
 
     def see(self, left: torch.Tensor) -> None:
         """Score the canaries by the rest of a step's released sum, float64 of shape (layout.size,)."""
-        self.scores += self._score(left.cpu().numpy()[self._coordinates] / self._clip)
+        seen = left.cpu().numpy()[self._coordinates] / self._clip
+        self.scores += self._score(seen)
+        self.fit.see(seen, ~self._drawn)
+        self.fit.see_canaries(seen[self._drawn])
+        self._drawn[:] = False
+        self._progress(self.fit.releases)
+
+
+class CanaryResident(Resident):
+    """A process whose sites train with canaries.
+
+    Args:
+        make: Makes the trainer of a plan, model and device.
+    """
+
+    def __init__(self, make: Callable[[Plan, LanguageModel, torch.device], CanaryTrainer]) -> None:
+        super().__init__()
+        self._make = make
+
+    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> CanaryTrainer:
+        """The trainer; it remains as `used`."""
+        self.used = self._make(plan, model, device)
+        return self.used
 
 
 @dataclass(frozen=True)
@@ -171,11 +219,14 @@ class RecordGame:
     plan: Plan
     terms: Terms
     model: LanguageModel
-    sequences: Sequences
-    """The site's real units."""
+    base: Vector | None
+    """Frozen parameters that the run's sites use instead of those of the plan."""
     start: Vector
     """The run's initial model."""
-    device: torch.device
+    site: SiteConfig
+    """The site whose records are used."""
+    folder: Path
+    """An empty folder for the audit's own site."""
 
     def audit(
         self,
@@ -190,50 +241,66 @@ class RecordGame:
 
         After a round the model continues from the site's own update: the server step is post-processing.
         """
-        plan, terms = self.plan, self.terms
+        terms = self.terms
         m = self._canaries(canaries)
-        each = min(plan.local.steps, steps or plan.local.steps)
+        each = min(self.plan.local.steps, steps or self.plan.local.steps)
         rounds_played = min(rounds, (steps or rounds * each) // each)
         taken = rounds_played * each
         k, at_half_noise = self._rehearsed(m, taken, confidence)
         included = streams().child("coins").generator().random(m) < 0.5
-        shorter = plan.model_copy(update={"local": plan.local.model_copy(update={"steps": each})})
-        places = np.random.Generator(np.random.Philox(plan.run.seed))
-        trainer = CanaryTrainer(shorter, self.model, self.device, included, places, self._score)
-        sequences, weights = trainer.among(self.sequences), self.start
-        for number in range(1, rounds_played + 1):
-            before = (number - 1) * each
+        plan = played(self.plan, terms, aggregation={"secure": False}, local={"steps": each})
 
-            def tell(step: int, before: int = before) -> None:
-                progress(before + step, taken)
-
-            update = trainer.train(
-                weights,
-                sequences,
-                round=number,
-                noise=streams(),
-                noise_multiplier=terms.noise_multiplier,
-                progress=tell,
+        def make(plan: Plan, model: LanguageModel, device: torch.device) -> CanaryTrainer:
+            return CanaryTrainer(
+                plan, model, device, included, self._score, lambda step: progress(step, taken)
             )
-            weights = weights + update.vector
-        correct, guesses = count(guess(trainer.scores, k, 0), included)
-        bound = lower_bound(correct, guesses, m, terms.delta, confidence)
-        claimed = self._claimed(taken)
-        what = f"{m} gradient canaries among the {terms.unit}s of {site_name(0)}"
+
+        resident = CanaryResident(make)
+        config = house(self.folder / "state", self.site, name=self.site.name, secure=False)
+        site = Site(config, resident, noise=lambda _round: streams(), bases=self.folder)
+        self._play(site, plan, rounds_played)
+        ledger = Ledger(config.folder / "ledger.sqlite", site.name, composed)
+        events = [event for entry in ledger.entries() for event in from_json(entry.charge.event)]
+        charged = [event for event in events if isinstance(event, SampledGaussian)]
+        claimed = epsilon_of(charged, terms.delta, terms.accountant)
+        fit = resident.used.fit
+        checks = fit.checks(
+            max((event.noise_multiplier for event in charged), default=terms.noise_multiplier),
+            fit.releases,
+            sum(event.steps for event in charged),
+            fit.releases * int(included.sum()),
+            min((event.sampling_rate for event in charged), default=self._rate),
+        )
+        correct, guesses = count(guess(resident.used.scores, k, 0), included)
+        bound, refuting = (
+            lower_bound(correct, guesses, m, terms.delta, level) for level in (confidence, ALARM)
+        )
+        what = f"{m} gradient canaries among the {terms.unit}s of {site.name}"
         what += f", over {taken} steps of DP-SGD, each seen"
         return Audited(
             what,
-            AuditRow(m, guesses, correct, confidence, bound, claimed, what),
+            AuditRow(m, guesses, correct, confidence, bound, claimed, what, refuting, problem(checks)),
             claimed,
             terms.epsilon(rounds),
             terms.delta,
             at_half_noise,
+            checks,
+            fit.samples,
         )
 
-    def _claimed(self, steps: int) -> float:
-        (event,) = self.terms.round_events
-        assert isinstance(event, SampledGaussian)
-        return epsilon_of((replace(event, steps=steps),), self.terms.delta, self.terms.accountant)
+    def _play(self, site: Site, plan: Plan, rounds: int) -> None:
+        """Ask the site for its updates, as a coordinator does."""
+        run = "audit"
+        base_hash = b"" if self.base is None else vector_hash(self.base)
+        base = np.empty(0, np.float32) if self.base is None else self.base
+        site.join(Join(run, plan.to_json(), bytes(32), base_hash, base))
+        layout, weights = training_layout(plan, self.start.size), self.start
+        for number in range(1, rounds + 1):
+            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number, 1)
+            sent = site.contribute(Contribute(about, vector_hash(weights), 0.0, None, weights))
+            total = PlainSum(layout)
+            total.add([(0, np.concatenate(sent.spans))])
+            weights = weights + total.open().mean
 
     @property
     def _rate(self) -> float:

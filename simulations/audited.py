@@ -1,12 +1,20 @@
-"""The result of an audit, and the arguments that all its games share."""
+"""The result of an audit, and what all its games share."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from cloister.clients.config import SiteConfig
+from cloister.privacy.audit import Check, misfits, visible
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
+from cloister.privacy.terms import Terms
+from cloister.protocol.plan import NO_EVALUATION, Plan
+from cloister.protocol.soundness import from_json
 
 Progress = Callable[[int, int], None]
 """Receives the work done so far, and the total."""
@@ -26,15 +34,64 @@ class Audited:
     row: AuditRow
     """The guesses, and the lower bound on epsilon that they prove."""
     claimed: float
-    """Epsilon that the accountant claims for what was played."""
+    """Epsilon of what was charged for what was played."""
     claimed_run: float
     """Epsilon that the accountant claims for the run."""
     delta: float
     """Delta of all these epsilons."""
     at_half_noise: float
-    """The bound to expect if the noise had half of its standard deviation: the power of this audit."""
+    """The bound to expect if the noise had half of its standard deviation: the power of the guesses."""
+    checks: tuple[Check, ...]
+    """The factors of the mechanism as they were applied."""
+    samples: int
+    """Samples of the noise."""
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the guesses refute the claim."""
+        return self.row.refuting is not None and self.row.refuting > self.claimed
 
     @property
     def alarm(self) -> bool:
-        """Whether the claim is refuted."""
-        return self.row.epsilon > self.claimed
+        """Whether the claim is refuted, or a factor is not what was charged: wrong with probability `FALSE_ALARM`."""
+        return self.refuted or bool(misfits(self.checks))
+
+    @property
+    def visible(self) -> float:
+        """The part of the noise's standard deviation whose lack is found with probability 0.99."""
+        return visible(self.samples, len(self.checks))
+
+
+def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
+    """A plan like the run's, for an audit to play: with the noise multiplier that the run claims, and no budget.
+
+    Args:
+        plan: The run's plan.
+        terms: Its terms.
+        sections: Fields to change, by section.
+
+    Raises:
+        PlanError: the changes do not fit the plan.
+    """
+    facts = json.loads(plan.to_json())
+    facts["privacy"] |= {"noise_multiplier": terms.noise_multiplier, "target_epsilon": None, "budget": None}
+    facts["server"] |= {"evaluation": NO_EVALUATION}
+    facts["simulation"] |= {"public": 0.0}  # records of the evaluation
+    for name, fields in sections.items():
+        facts[name] |= fields
+    return from_json(json.dumps(facts))
+
+
+def house(folder: Path, like: SiteConfig, **fields: Any) -> SiteConfig:
+    """The configuration of a site of an audit: a new state folder and a new ledger, with another site's records.
+
+    Args:
+        folder: The state folder, which is made; it shares the other site's cache of sequences.
+        like: The other site.
+        fields: Further fields.
+    """
+    folder.mkdir(parents=True)
+    cache = like.folder.absolute() / "data"
+    cache.mkdir(parents=True, exist_ok=True)
+    (folder / "data").symlink_to(cache, target_is_directory=True)
+    return SiteConfig(data=like.data, split=like.split, device=like.device, state=str(folder), **fields)

@@ -23,8 +23,11 @@ from cloister.clients.kept import base_path, save_vector
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
+from cloister.lm.data import check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters, imported_by_loading
+from cloister.lm.tokenizer import load_tokenizer
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
@@ -34,12 +37,13 @@ from cloister.protocol.roster import Card, Roster, load_roster, new_identity, sa
 from cloister.protocol.storage import write_file, write_folder
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder, SitesFolder
-from cloister.server.history import reached
-from cloister.server.journal import FINISHED
+from cloister.server.history import reached, run_history
+from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
+from cloister.simulations import trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -76,7 +80,13 @@ def simulate(
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)
-    terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
+    terms = terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
+    dataset = DatasetLedger.of(plan)
+    if dataset is not None:
+        assert terms is not None, "a sound plan with a ledger has a privacy unit"
+        history = run_history(folder) if reached(folder, DONE) else None
+        names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
+        dataset.check(terms, history.run if history else "", history.summed if history else (), names)
     sites = folder.sites.path
     if not sites.exists():
         observe(Preparing("data of the sites"))
@@ -99,6 +109,7 @@ def simulate(
                 public=public,
                 evaluation=records,
                 noise=partial(_noise, plan, "coordinator"),
+                dataset=dataset,
             )
         )
 
@@ -171,7 +182,15 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         resident: The state that the process has in memory for its sites.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
-    return Site(config, resident, noise=partial(_noise, plan, config.name), bases=sites)
+    noise = partial(_noise, plan, config.name)
+    return Site(
+        config,
+        resident,
+        noise=noise,
+        bases=sites,
+        trained=partial(trained.keep, plan, config.folder),
+        dataset=DatasetLedger.of(plan),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -181,9 +200,16 @@ def _config(path: Path) -> SiteConfig:
 
 
 def lay_out(plan: Plan, folder: Path) -> None:
-    """Write every site's folder: its records and its TOML."""
+    """Write every site's folder: its records and its TOML.
+
+    Raises:
+        DataError: the records cannot be read or divided, or under a privacy unit none of them can be used: the sites
+            do not fail then.
+    """
     simulation, names = plan.simulation, SitesFolder(folder)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
+    if plan.privacy.unit != "none":
+        check_usable(corpus.records, load_tokenizer(plan.model), plan)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, kept, parts)

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
-from cloister.clients.kept import trained_path
 from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
@@ -21,6 +19,7 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.outcome import outcome
 from cloister.server.public import base_of, public_model
+from cloister.simulations import trained
 from cloister.simulations.federation import open_site
 from cloister.simulations.partition import site_name
 
@@ -69,10 +68,10 @@ def aggregation_error(folder: RunFolder) -> float | None:
     layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
 
     Returns:
-        The relative error; None for another scheme, or if the sites' updates were removed.
+        The relative error; None for another scheme, with a privacy unit, or if the sites' updates were removed.
     """
     plan = folder.plan
-    if plan.model.adapter.scheme != "lora":
+    if not trained.kept(plan):
         return None
     layout = load_model(plan).layout
     start = Checkpoints(folder.checkpoints, layout, plan.server.keep_checkpoints).load(plan.run.rounds - 1)
@@ -107,12 +106,8 @@ def _updates(folder: RunFolder, plan: Plan) -> list[tuple[float, Vector]]:
     """Weight and update of each site that still has its update of the last round."""
     found = []
     for index in range(plan.cohort.sites):
-        state = folder.sites.state(site_name(index))
-        try:
-            with safe_open(trained_path(state, plan.run.rounds), framework="np") as file:
-                tokens = float((file.metadata() or {})["tokens"])
-                weight = tokens if plan.aggregation.weighting == "tokens" else 1.0
-                found.append((weight, file.get_tensor("update")))
-        except (OSError, SafetensorError):
-            continue
+        update = trained.load(folder.sites.state(site_name(index)), plan.run.rounds)
+        if update is not None:
+            tokens, vector = update
+            found.append((float(tokens) if plan.aggregation.weighting == "tokens" else 1.0, vector))
     return found

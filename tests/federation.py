@@ -24,6 +24,7 @@ from cloister.clients.site import Noise, Site
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import load_model
 from cloister.privacy.accounting import composed
+from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.ledger import Entry, Ledger
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, PolicyError
@@ -246,9 +247,10 @@ class Federation:
             (home / "policy.toml").write_text(policy)
             config["policy"] = str(home / "policy.toml")
         changed_config = read_config(home / "site.toml").model_copy(update=config)
+        dataset = DatasetLedger.of(self.plan)
         if noise is None:
-            return Site(changed_config, resident or self.resident)
-        return Site(changed_config, resident or self.resident, noise=noise)
+            return Site(changed_config, resident or self.resident, dataset=dataset)
+        return Site(changed_config, resident or self.resident, noise=noise, dataset=dataset)
 
     def entries(self, index: int = 0) -> tuple[Entry, ...]:
         """What a site's ledger has, read by another connection: what is committed."""

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from cloister.cli.main import main
-from cloister.clients import dpsgd
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.train import Named
-from cloister.privacy.noise import Floats, NoiseStream
+from cloister.privacy.audit import FALSE_ALARM, Fit
+from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
@@ -31,6 +31,15 @@ from cloister.server.spending import Spending
 from cloister.simulations.audit import audit
 from cloister.simulations.audit_records import CanaryTrainer
 from cloister.simulations.federation import lay_out
+from cloister.tests.mutants import (
+    LESS_NOISE_IN_STEPS,
+    LESS_NOISE_OF_SITES,
+    LESS_NOISE_OF_THE_COORDINATOR,
+    STEPS,
+    UNCHARGED,
+    UNPAID_ROUND,
+    Mutant,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -59,7 +68,7 @@ batch_size = 4
 weighting = "uniform"
 
 [server]
-evaluation = "none"
+evaluation = "simulation:public"
 """
 RECORD = """
 [cohort]
@@ -83,8 +92,13 @@ noise_multiplier = 2.0
 clip = 0.5
 delta = 1e-2
 """
-RUNS = ("--canaries", "6000")
-"""Of a round: enough to see half of the noise missing."""
+FEW = ("--canaries", "4")
+"""Updates of two honest sites in two rounds of four sites."""
+SMALL = ("--canaries", "1000", "--steps", "20")
+OFTEN = ("privacy.sampling_rate=0.05",)
+QUIET = ("privacy.noise_multiplier=0.1",)
+CENTRAL = ("privacy.trusted_coordinator=true", "aggregation.secure=false")
+ADAPTIVE = "[privacy.adaptive]\ncount_noise = 8.0\n"
 
 
 def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Path:
@@ -93,7 +107,7 @@ def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Pa
     path.mkdir(parents=True, exist_ok=True)
     records = [{"text": f"record {number}: the fox jumps over {number} lazy dogs"} for number in range(40)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    simulation = f'\n[simulation]\npartition = "iid"\nsource = "{data}"\n'
+    simulation = f'\n[simulation]\npartition = "iid"\nsource = "{data}"\npublic = 0.1\n'
     plan = parse("".join((BASE, *sections, simulation)), list(overrides))
     run = path / "run"
     with RunFolder.create(run, plan) as folder:
@@ -122,8 +136,18 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def often(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("often"), RECORD, overrides=OFTEN)
+
+
+@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("site"), SITE)
+    return folder_of(tmp_path_factory.mktemp("site"), SITE, overrides=QUIET)
+
+
+@pytest.fixture(scope="module")
+def central(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("central"), SITE, overrides=(*QUIET, *CENTRAL))
 
 
 @pytest.fixture(autouse=True)
@@ -144,25 +168,6 @@ def ran(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> tuple[i
     return code, json.loads(out) if out else {}, err
 
 
-def halve(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = NoiseStream.add_gaussian
-
-    def add(self: NoiseStream, vector: Floats, sigma: float, offset: int = 0, *, threads: int = 1) -> None:
-        honest(self, vector, sigma / 2, offset, threads=threads)
-
-    monkeypatch.setattr(NoiseStream, "add_gaussian", add)
-
-
-def quieter_skellam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the standard deviation."""
-    honest = NoiseStream.skellam
-
-    def skellam(self: NoiseStream, size: int, variance: float, offset: int = 0, *, threads: int = 1) -> Any:
-        return honest(self, size, variance / 4, offset, threads=threads)
-
-    monkeypatch.setattr(NoiseStream, "skellam", skellam)
-
-
 # --- unit record ------------------------------------------------------------------------------------------------------
 
 
@@ -178,42 +183,73 @@ def test_an_audit_of_honest_steps_raises_no_alarm(record: Path, capsys: pytest.C
     assert found["row"]["canaries"] == 10_000
 
 
-def test_half_of_the_noise_on_steps_is_noticed(
-    record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+NOISE, LENGTH = "standard deviation of the noise", "length of a clipped canary"
+RATE, REPEATED, RELEASES = "rate at which canaries are drawn", "noise summed over releases", "releases: "
+
+
+@pytest.mark.parametrize(
+    ("mutant", "found"),
+    [
+        *((mutant, NOISE) for mutant in LESS_NOISE_IN_STEPS),
+        (Mutant("clients.dpsgd:PrivateTrainer.new_sum", "self._plan.", "2 * self._plan."), LENGTH),
+        (Mutant(STEPS, "n_places, self._rate", "n_places, 2 * self._rate"), RATE),
+        (Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"), RELEASES),
+        (Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'), REPEATED),
+        (UNCHARGED, RELEASES),
+    ],
+    ids=str,
+)
+def test_steps_that_are_not_what_is_charged_raise_an_alarm(
+    mutant: Mutant,
+    found: str,
+    often: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    halve(monkeypatch)
-    code, found, err = ran(capsys, record)
-    assert (code, found["alarm"]) == (3, True)
-    assert found["row"]["epsilon"] > found["claimed"]
-    assert "alarm" in err
+    mutant.plant(monkeypatch)
+    code, result, err = ran(capsys, often, *SMALL)
+    assert (code, result["alarm"]) == (3, True)
+    assert found in result["row"]["problem"]
     assert err.count("\n") == 1
+    assert f"alarm: {result['row']['problem']}" in err or "epsilon is at least" in err
 
 
 def test_gradients_that_are_not_clipped_are_noticed(
     record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClippedSum, "_scale", lambda *_: None)
-    monkeypatch.setattr(dpsgd.ClippedSum, "_check", lambda *_: None)
-    assert ran(capsys, record)[0] == 3
+    monkeypatch.setattr(ClippedSum, "_check", lambda *_: None)
+    code, result, _ = ran(capsys, record)
+    assert code == 3
+    assert LENGTH in result["row"]["problem"]
 
 
-def test_records_drawn_more_often_than_accounted_are_noticed(
-    record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_claim_that_the_guesses_refute_raises_an_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = dpsgd.poisson_batch
+    """By the guesses alone: every canary is in every step, and the accountant is told the same."""
+    every = ("privacy.sampling_rate=1.0", "privacy.noise_multiplier=6.0", "privacy.delta=1e-9")
+    run = folder_of(tmp_path, RECORD, overrides=every)
+    LESS_NOISE_IN_STEPS[1].plant(monkeypatch)
+    monkeypatch.setattr(Fit, "checks", lambda *_: ())
+    monkeypatch.setattr("cloister.simulations.audited.visible", lambda *_: 0.0)
+    code, result, err = ran(capsys, run, "--canaries", "200", "--steps", "2")
+    assert code == 3
+    assert result["row"]["refuting"] > result["claimed"]
+    assert result["row"]["refuting"] < result["row"]["epsilon"]
+    assert result["row"]["problem"] == ""
+    assert "is claimed" in err
 
-    def often(noise: NoiseStream, n: int, rate: float) -> npt.NDArray[np.int64]:
-        return honest(noise, n, 16 * rate)
 
-    monkeypatch.setattr(dpsgd, "poisson_batch", often)
-    assert ran(capsys, record)[0] == 3
-
-
-def test_steps_without_noise_are_noticed(
-    record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seed", range(12))
+def test_honest_steps_raise_no_alarm(
+    seed: int, record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NoiseStream, "add_gaussian", lambda *_, **__: None)
-    assert ran(capsys, record)[0] == 3
+    streams = (NoiseStream.from_declared_seed(1000 * (seed + 1) + n) for n in itertools.count())
+    with RunFolder.reopen(record) as folder:
+        found = audit(folder, canaries=500, steps=10, streams=lambda: next(streams))
+    assert not found.alarm, found.row.problem
+    assert FALSE_ALARM <= 1e-4 < min(check.p for check in found.checks)
 
 
 def test_fewer_steps_are_held_against_their_own_claim(
@@ -235,7 +271,7 @@ def test_canaries_follow_what_a_round_trains(
     adapter = ("model.adapter.scheme=rolora", "model.adapter.rank=4", "privacy.sampling_rate=0.05")
     run = folder_of(tmp_path, RECORD, overrides=(*adapter, "privacy.noise_multiplier=5.0"))
     monkeypatch.setattr(ClippedSum, "_scale", lambda *_: None)
-    monkeypatch.setattr(dpsgd.ClippedSum, "_check", lambda *_: None)
+    monkeypatch.setattr(ClippedSum, "_check", lambda *_: None)
     code, found, _ = ran(capsys, run, "--canaries", "400")
     assert code == 3
     assert found["row"]["correct"] == found["row"]["guesses"], (
@@ -292,37 +328,54 @@ def test_only_noise_and_canaries_are_left_to_see(
 # --- unit site --------------------------------------------------------------------------------------------------------
 
 
-def test_an_audit_of_honest_rounds_raises_no_alarm(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found, _ = ran(capsys, site, *RUNS)
-    assert (code, found["alarm"]) == (0, False)
-    assert 0 < found["row"]["epsilon"] <= found["claimed"] < found["claimed_run"]
-    assert found["at_half_noise"] > found["claimed"]
-
-
-def test_half_of_the_noise_on_rounds_is_noticed(
-    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sections", "overrides"),
+    [((SITE,), ()), ((SITE,), CENTRAL), ((SITE, ADAPTIVE), ())],
+    ids=["sites", "coordinator", "adaptive"],
+)
+def test_an_audit_of_honest_rounds_raises_no_alarm(
+    sections: tuple[str, ...], overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quieter_skellam(monkeypatch)
-    assert ran(capsys, site, *RUNS)[0] == 3
+    run = folder_of(tmp_path, *sections, overrides=overrides)
+    for _ in range(3):
+        code, found, err = ran(capsys, run, *FEW)
+        assert (code, err, found["alarm"]) == (0, "", False)
+        assert 0 < found["claimed"] < found["claimed_run"]
+        assert found["visible"] < 0.05
+        assert not list(run.glob("audit-*")), "the audit's own sites are removed"
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_a_trusted_coordinators_noise_is_audited(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, planted: bool
+@pytest.mark.parametrize("mutant", [*LESS_NOISE_OF_SITES, UNCHARGED, UNPAID_ROUND], ids=str)
+def test_rounds_that_are_not_what_is_charged_raise_an_alarm(
+    mutant: Mutant, site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = folder_of(tmp_path, SITE, overrides=("privacy.trusted_coordinator=true",))
-    if planted:
-        halve(monkeypatch)
-    assert ran(capsys, run, *RUNS)[0] == (3 if planted else 0)
+    mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, site, *FEW)
+    assert (code, result["alarm"]) == (3, True)
+    expected = RELEASES if mutant in (UNCHARGED, UNPAID_ROUND) else LENGTH if "scale" in mutant.old else NOISE
+    assert expected in result["row"]["problem"]
 
 
-def test_adaptive_clipping_is_audited_for_its_updates(
+@pytest.mark.parametrize("mutant", LESS_NOISE_OF_THE_COORDINATOR, ids=str)
+def test_less_noise_of_a_trusted_coordinator_raises_an_alarm(
+    mutant: Mutant, central: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, central, "--canaries", "8")
+    assert (code, result["alarm"]) == (3, True)
+    assert (REPEATED if "declared" in mutant.new else NOISE) in result["row"]["problem"]
+
+
+def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = folder_of(tmp_path, SITE, "[privacy.adaptive]\ncount_noise = 8.0\n")
-    assert ran(capsys, run, *RUNS)[0] == 0
-    quieter_skellam(monkeypatch)
-    assert ran(capsys, run, *RUNS)[0] == 3
+    run = folder_of(tmp_path, SITE, overrides=(*QUIET, "run.name=counted"))
+    Mutant("protocol.plan:Plan.honest", "self.quorum() - found.colluders", "self.cohort.size()").plant(
+        monkeypatch
+    )
+    code, result, _ = ran(capsys, run, *FEW)
+    assert code == 3
+    assert NOISE in result["row"]["problem"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from cloister.privacy.accounting import composed
 from cloister.privacy.correlated import Blt, CorrelatedNoise, Participation, loss, optimal, sensitivity
 from cloister.privacy.events import CorrelatedGaussian, from_json
 from cloister.privacy.ledger import Entry, Ledger
-from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import verdict
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms, terms_of
@@ -43,7 +42,7 @@ from cloister.server.journal import Journal
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.report import gather
 from cloister.server.run import run
-from cloister.simulations.audit_sites import audit_sites
+from cloister.simulations.audit import audit
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found, ran, refusal
 from cloister.tests.federation import PRIVATE, RECORD, TINY, Federation, tiny, write_records
@@ -675,16 +674,17 @@ def test_the_figures_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp
     assert "independent: 4.24" in " ".join(out.split())
 
 
-def test_the_audit_plays_a_round_of_it() -> None:
-    plan = tiny(*CORRELATED, "privacy.noise_multiplier=0.5")
-    terms = terms_of(plan, 1000)
-    assert terms is not None
-    fresh = NoiseStream.fresh
-    honest = audit_sites(plan, terms, 1000, 3, 400, 0.99, fresh, lambda *_: None)
-    assert 0 <= honest.row.epsilon <= honest.claimed == terms.epsilon(1)
-    assert terms.mechanism is not None
-    planted = dataclasses.replace(terms.mechanism, deviation=terms.mechanism.deviation / 50)
-    broken = audit_sites(
-        plan, dataclasses.replace(terms, mechanism=planted), 1000, 3, 400, 0.99, fresh, lambda *_: None
-    )
-    assert broken.row.epsilon > honest.row.epsilon
+def test_the_audit_plays_all_rounds_of_it(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = begin(NOTHING)
+    case.go()
+    # As `simulate` lays a run out.
+    (case.out / "sites").symlink_to(case.federation.sites_folder)
+    with RunFolder.reopen(case.out) as folder:
+        honest = audit(folder)
+        assert not honest.alarm
+        assert "6 rounds of a run with 6 updates of honest sites" in honest.what
+        assert honest.claimed == honest.claimed_run == case.terms.epsilon(ROUNDS)
+        for mutant in (half_sigma, other_matrix):
+            with monkeypatch.context() as patch:
+                mutant(patch)
+                assert "noise" in audit(folder).row.problem

@@ -19,24 +19,28 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from cloister.lm.data import (
     NOT_LEARNED,
+    Preparation,
     Prepared,
     Sequences,
     UnitRule,
     batches,
     cached,
+    check_usable,
     load_prepared,
     prepare,
-    prepared_key,
     save_prepared,
     unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError, PlanError, StorageError
 from cloister.protocol.plan import DataSection, PrivacySection
+from cloister.tests.federation import PRIVATE, changed, tiny
 
 BYTES = byte_tokenizer()
 EOS = 256
+EMPTY = "without a learnable token"
 PAD = 257
+OWNER = ["privacy.unit=owner", "data.owner=who", "privacy.sampling_rate=0.5"]
 PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|"))
 FORMATS: tuple[Literal["text", "prompt", "messages"], ...] = ("text", "prompt", "messages")
 
@@ -88,7 +92,7 @@ def test_packed_text_is_the_documents_joined(texts: list[str], length: int) -> N
         return
     prepared = prepare([{"text": text} for text in texts], BYTES, data, seed=0)
     check(prepared.train, length)
-    assert prepared.dropped == sum(not text for text in texts)
+    assert prepared.left_out.get(EMPTY, 0) == sum(not text for text in texts)
     assert len(prepared.held_out) == 0
     assert prepared.held_out.tokens.shape == (0, length)
     stream = [token for text in texts if text for token in [*text.encode(), EOS]]
@@ -143,7 +147,7 @@ def test_completions_and_nothing_else_are_learned(
     prepared = prepare(rows, BYTES, data, seed=0)
     check(prepared.train, length)
     assert prepared.train.labels[prepared.train.labels != NOT_LEARNED].tolist() == expected
-    assert prepared.dropped == dropped
+    assert prepared.left_out.get(EMPTY, 0) == dropped
     assert prepared.train.n_bytes == sum(token != EOS for token in expected)
     assert (prepared.train.positions is not None) == packing
 
@@ -156,7 +160,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), PLA
 def test_assistant_turns_and_nothing_else_are_learned(
     chats: list[list[tuple[str, str]]], packing: bool
 ) -> None:
-    data = DataSection(format="messages", sequence_length=400, held_out=0, packing=packing)
+    data = DataSection(format="messages", sequence_length=4000, held_out=0, packing=packing)
     rows = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in chats]
     expected = [said + END for chat in chats for role, said in chat if role == "assistant"]
     if not expected:
@@ -164,9 +168,11 @@ def test_assistant_turns_and_nothing_else_are_learned(
             prepare(rows, BYTES, data, seed=0)
         return
     prepared = prepare(rows, BYTES, data, seed=0)
-    check(prepared.train, 400)
+    check(prepared.train, 4000)
     assert learned(prepared.train) == expected
-    assert prepared.dropped == sum(all(role != "assistant" for role, _ in chat) for chat in chats)
+    assert prepared.left_out.get(EMPTY, 0) == sum(
+        all(role != "assistant" for role, _ in chat) for chat in chats
+    )
     assert prepared.train.n_bytes == sum(
         len(said.encode()) for said in expected
     )  # the end token is in the template
@@ -287,7 +293,7 @@ def test_a_record_is_one_unit_of_its_first_windows(
     check(prepared.train, length)
     expected = [tuple(windows_of(text, length)[:windows]) for text in texts if text]
     assert rows_of(prepared.train) == expected
-    assert prepared.dropped == sum(not text for text in texts)
+    assert prepared.left_out.get(EMPTY, 0) == sum(not text for text in texts)
     assert rows_of(prepared.held_out) == []
     learned_bytes = sum(token != EOS for unit in expected for row in unit for token in row[1:])
     assert prepared.train.n_bytes == learned_bytes
@@ -326,14 +332,10 @@ def test_the_windows_of_a_completion_stay_with_their_prompt(
                 answers += taught
         if kept:
             expected.append(tuple(kept))
-    if not expected:
-        with pytest.raises(DataError, match="at least one record with a learnable token"):
-            prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
-        return
     prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule("record", windows))
     assert rows_of(prepared.train) == expected
     assert prepared.train.labels[prepared.train.labels != NOT_LEARNED].tolist() == answers
-    assert prepared.dropped == len(records) - len(expected)
+    assert prepared.left_out.get(EMPTY, 0) == len(records) - len(expected)
 
 
 RECORD_OR_WINDOW: list[Literal["record", "window"]] = ["record", "window"]
@@ -506,10 +508,8 @@ def test_a_number_and_its_text_are_one_owner() -> None:
 NOBODY: list[object] = [None, "", True, 1.5, ["a"], {"id": 1}]
 
 
-@pytest.mark.parametrize("value", [*NOBODY, "absent"])
-def test_a_record_without_an_owner_is_left_out_and_only_the_sites_log_says_so(
-    value: object, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("value", [*NOBODY, "\ud800", "absent"])
+def test_a_record_without_an_owner_is_left_out(value: object) -> None:
     """An error would tell whether the record is there."""
     records = owned([("a", "one"), ("b", "two"), ("a", "three")])
     data, rule = DataSection(sequence_length=8, held_out=0), UnitRule("record", 1, "who", 2)
@@ -517,18 +517,31 @@ def test_a_record_without_an_owner_is_left_out_and_only_the_sites_log_says_so(
         {"text": "of no one"} if value == "absent" else {"text": "of no one", "who": value}
     )
     without = prepare(records, BYTES, data, seed=0, units=rule)
-    assert caplog.messages == []
+    assert without.left_out == {}
     found = prepare([records[0], stray, *records[1:]], BYTES, data, seed=0, units=rule)
-    assert same(found, without)
-    assert caplog.messages == ["1 records have no who, text or a whole number: not used"]
+    assert same_rows(found, without)
+    assert (found.records, found.left_out) == (3, {"without an owner in 'who', text or a whole number": 1})
 
 
-def test_where_no_record_has_an_owner_the_field_is_named() -> None:
-    with pytest.raises(DataError, match="with 'patient', text or a whole number, but none of the 2 has one"):
-        prepare(
-            owned([("a", "one"), ("b", "two")]), BYTES, DataSection(), seed=0,
-            units=UnitRule("record", 1, "patient", 2),
-        )  # fmt: skip
+def test_a_plan_by_which_no_record_is_of_use_is_refused_to_the_owner_of_all_records() -> None:
+    records = owned([("a", "one"), ("b", "two")])
+
+    def check_(records: list[dict[str, object]], **fields: str) -> None:
+        plan = changed(tiny(*PRIVATE, *OWNER), "data", **fields)
+        check_usable(records, BYTES, plan)
+
+    check_([*owned([(None, "x")]), *records], owner="who")
+    for records_, fields, complaint in (
+        (records, {"owner": "patient"}, "field patient is None: expected text or a whole number"),
+        (records, {"owner": "who", "text_field": "body"}, "record 1: expected a field 'body'"),
+        (
+            owned([("a", "")]),
+            {"owner": "who"},
+            "a learnable token in its first 64 tokens, but none of the 1 has",
+        ),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            check_(records_, **fields)
 
 
 # What a model sees
@@ -591,8 +604,13 @@ def some() -> Prepared:
 
 
 def same(first: Prepared, second: Prepared) -> bool:
+    counts = (first.records, first.left_out), (second.records, second.left_out)
+    return counts[0] == counts[1] and same_rows(first, second)
+
+
+def same_rows(first: Prepared, second: Prepared) -> bool:
     pairs = [(first.train, second.train), (first.held_out, second.held_out)]
-    return first.dropped == second.dropped and all(
+    return all(
         a.n_bytes == b.n_bytes
         and np.array_equal(a.tokens, b.tokens)
         and np.array_equal(a.labels, b.labels)
@@ -679,22 +697,20 @@ def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
     other_template = byte_tokenizer()
     other_template.chat_template = "other"
 
-    def key(
-        data: DataSection | None = None,
-        tokenizer: PreTrainedTokenizerBase = BYTES,
-        seed: int = 0,
-        split: str = "train",
-        units: UnitRule | None = None,
-    ) -> str:
-        return prepared_key(str(file), tokenizer, data or DataSection(), seed=seed, split=split, units=units)
+    def key(*settings: str, tokenizer: PreTrainedTokenizerBase = BYTES, split: str = "train") -> str:
+        return Preparation(tiny(*settings), tokenizer, str(file), split, tmp_path / "cache").key()
 
+    private = [*PRIVATE, "privacy.sampling_rate=0.5"]
+    owner = [*private, "privacy.unit=owner"]
     first = key()
     assert first == key(tokenizer=byte_tokenizer())
     keys = [
-        first, key(DataSection(packing=False)), key(tokenizer=other_template),
-        key(seed=1), key(split="test"), key(units=UnitRule("record", 1)), key(units=UnitRule("record", 2)),
-        key(units=UnitRule("window", 2)), key(units=UnitRule("record", 1, "a")), key(units=UnitRule("record", 1, "b")),
-        key(units=UnitRule("record", 1, "b", 2)),
+        first, key("data.packing=false"), key(tokenizer=other_template), key("run.seed=1"), key(split="test"),
+        key(*PRIVATE, "privacy.unit=site"), key("data.held_out=0.0", "server.evaluation=none"),
+        key(*private, "privacy.unit=record"),
+        key(*private, "privacy.unit=record", "privacy.windows=2"),
+        key(*private, "privacy.unit=record", "privacy.record=window"),
+        key(*owner, "data.owner=a"), key(*owner, "data.owner=b"), key(*owner, "data.owner=b", "privacy.records=2"),
     ]  # fmt: skip
     file.write_text('{"text": "b"}')
     keys.append(key())

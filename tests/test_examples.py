@@ -1,5 +1,6 @@
 """Exactly the answers are learned, whatever the tokenizer and its chat template do to a text."""
 
+import random
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, identity, to_examples
-from cloister.lm.records import Records, read_records
+from cloister.lm.records import Records, Unusable, read_each, read_records
 from cloister.lm.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import DataSection
@@ -50,7 +51,7 @@ MERGED = merged()
 def examples(
     records: Records, tokenizer: PreTrainedTokenizerBase = BYTES, format_: Format = "text"
 ) -> list[Example]:
-    return list(to_examples(records, tokenizer, DataSection(format=format_)))
+    return [example for _, example in to_examples(records, tokenizer, DataSection(format=format_))]
 
 
 def learned(example: Example) -> list[str]:
@@ -250,3 +251,122 @@ def test_a_chat_that_its_template_refuses_is_refused(template: str, complaint: s
     rows = [{"messages": [{"role": "assistant", "content": "x"}]}]
     with pytest.raises(DataError, match=complaint):
         examples(rows, tokenizer, "messages")
+
+
+# One record and the others
+
+
+def chat_of(said: str) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": said}]}
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}",
+        "{{ range(10 ** 5) | random }}",
+        "{{ lipsum(1) }}",
+        "{% macro f() %}{{ strftime_now('%f') }}{% endmacro %}{{ f() }}",
+        "{% set ns = namespace(n=n) %}{% set ns.n = 1 %}{% set n = 2 %}{{ n }}{{ ns.n }}",
+        "{{ cycler('a', 'b').next() }}",
+    ],
+)
+def test_no_rendering_sees_another(reads: str) -> None:
+    """A template that uses the clock or random numbers for one record alone would tell the others of it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{reads}"
+    found = examples([chat_of("x")] * 3, tokenizer, "messages")
+    assert len({example.tokens.tobytes() for example in found}) == 1
+
+
+def test_a_template_has_a_date() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "\n{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date }} {{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (example,) = examples([chat_of("x")], tokenizer, "messages")
+    assert BYTES.decode(example.tokens.tolist()) == "\n01 Jan 2025 2025-01-01x"
+
+
+def test_random_numbers_of_a_template_and_of_the_process_are_apart() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ range(10 ** 5) | random }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    found = []
+    for _ in range(2):
+        random.random()
+        before = random.getstate()
+        found += examples([chat_of("x")], tokenizer, "messages")
+        assert random.getstate() == before
+    assert found[0].tokens.tobytes() == found[1].tokens.tobytes()
+
+
+class Panic(BaseException):
+    """As a panic of the tokenizers library: no `Exception`."""
+
+
+class Panics(PreTrainedTokenizerFast):
+    """Its native code fails on a name, or fails by an exception."""
+
+    def __call__(self, text: Any = None, *more: Any, **options: Any) -> Any:
+        for name, kind in (("Alice", Panic), ("Bob", MemoryError)):
+            if any(name in each for each in ([text] if isinstance(text, str) else text)):
+                raise kind(name)
+        return super().__call__(text, *more, **options)
+
+
+@pytest.mark.parametrize("name", ["Alice", "Bob", "\ud800"])
+@pytest.mark.parametrize("format_", ["text", "prompt", "messages"])
+def test_a_record_on_which_a_tokenizer_fails_is_left_out_alone(name: str, format_: Format) -> None:
+    tokenizer = Panics(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=MERGED.backend_tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=MERGED.chat_template,
+    )
+    rows = [
+        {"text": said, "prompt": "q", "completion": said, **chat_of(said)}
+        for said in ("one", name, "two", "x")
+    ]
+    data, unusable = DataSection(format=format_), Unusable(refused=False)
+    found = list(to_examples(rows, tokenizer, data, unusable))
+    assert [record for record, _ in found] == [rows[0], *rows[2:]]
+    assert unusable.left_out == {"refused by the tokenizer": 1}
+    others = to_examples([rows[0], *rows[2:]], tokenizer, data)
+    for (_, one), (_, two) in zip(found, others, strict=True):
+        assert np.array_equal(one.tokens, two.tokens)
+    with pytest.raises((Panic, MemoryError, TypeError, UnicodeEncodeError)):
+        list(to_examples(rows, tokenizer, data))
+
+
+def test_a_tokenizer_that_pads_or_cuts_does_not_join_the_texts_of_a_batch(tmp_path: Path) -> None:
+    """A tokenizer's file can ask for padding to the longest text beside it."""
+    asks = merged()
+    asks.backend_tokenizer.enable_padding(length=None)
+    asks.backend_tokenizer.enable_truncation(4)
+    asks.save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    rows = [{"prompt": "the", "completion": " answer"}, {"prompt": "", "completion": "the question " * 9}]
+    together = examples(rows, tokenizer, "prompt")
+    for row, example in zip(rows, together, strict=True):
+        assert np.array_equal(examples([row], tokenizer, "prompt")[0].tokens, example.tokens)
+
+
+def test_no_chat_adds_a_key_to_another(tmp_path: Path) -> None:
+    """Arrow gives each object the keys of all objects at its place, at any depth."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{% endfor %}"
+    chats = [[{"role": "user", "content": "a", "calls": [{"name": n}]}] for n in ("f", "g")]
+    other = [{"role": "user", "content": "b", "calls": [{"name": "h", "age": 7}]}]
+
+    def texts(name: str, chats: list[Any]) -> list[str]:
+        file = tmp_path / name
+        datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(file)
+        rows = read_each(str(file), Unusable(refused=True))
+        return [
+            str(BYTES.decode(each.tokens.tolist())) for each in examples(list(rows), tokenizer, "messages")
+        ]
+
+    assert texts("with.parquet", [*chats, other])[:2] == texts("without.parquet", chats)

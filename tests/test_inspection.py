@@ -1,12 +1,35 @@
 """What a simulation alone can see."""
 
+import stat
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
+from cloister.simulations.federation import open_site
 from cloister.simulations.inspection import adapter_error
+from cloister.tests.federation import CENTRAL, Federation, tiny
+
+
+def finished(folder: Path, *settings: str) -> list[Path]:
+    """The files that a simulated site has with its updates, after it has contributed."""
+    federation = Federation(folder, tiny("model.adapter.scheme=lora", "model.adapter.rank=1", *settings))
+    site = open_site(federation.sites_folder, federation.plan, 0, Resident())
+    site.join(federation.join_request())
+    for number in (1, 2):
+        site.contribute(federation.request(number=number))
+    return sorted(site.config.folder.glob("trained-*"))
+
+
+def test_a_simulation_keeps_the_last_update_without_privacy_and_none_with_a_unit(tmp_path: Path) -> None:
+    (path,) = finished(tmp_path / "open", "aggregation.secure=false")
+    assert path.name == "trained-00002.safetensors"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert finished(tmp_path / "private", *CENTRAL) == []
 
 
 def two_factors() -> Layout:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
-from cloister.lm.records import fingerprint, read_records
+from cloister.lm.records import Unusable, check_source, fingerprint, read_each, read_records
 from cloister.protocol.errors import DataError, StorageError
 
 
@@ -25,6 +25,32 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(name)
     (tmp_path / "README.md").write_text("not data")
     assert [record["text"] for record in read_records(str(tmp_path))] == ["a", "b", "c"]
+
+
+def test_one_by_one_the_same_records_are_read(tmp_path: Path) -> None:
+    rows = [{"text": f"é{index}\u2028\n", "n": index} for index in range(50)]
+    (tmp_path / "a.jsonl").write_text("\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_bytes("\ufeffhé\r\nllo".encode())
+    unusable = Unusable(refused=True)
+    for file in tmp_path.iterdir():
+        assert list(read_each(str(file), unusable)) == list(read_records(str(file)))
+    assert len(list(read_each(str(tmp_path), unusable))) == 101
+
+
+def test_a_file_that_is_broken_as_a_whole_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
+    with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
+        list(read_each(str(tmp_path), Unusable(refused=False)))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_matter_of_a_record(stop: type[BaseException]) -> None:
+    def act() -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        Unusable(refused=False).tried("stopped", act)
 
 
 @pytest.mark.parametrize("with_cache", [True, False])
@@ -127,8 +153,9 @@ def test_without_a_hub_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest
         raise httpx.ConnectError("no network")
 
     monkeypatch.setattr(HfApi, "repo_info", repo_info)
-    with pytest.raises(DataError, match=r"^data is 'no-such/data:en': .*the hub cannot be reached"):
-        read_records("no-such/data:en", cache=tmp_path)
+    for look in (read_records, check_source):
+        with pytest.raises(DataError, match=r"^data is 'no-such/data:en': .*the hub cannot be reached"):
+            look("no-such/data:en", cache=tmp_path)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

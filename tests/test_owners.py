@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cloister.cli.main import main
-from cloister.clients import site as clients_site
+from cloister.lm import data
 from cloister.lm.data import UnitRule
 from cloister.privacy.accounting import spent
 from cloister.privacy.events import SampledGaussian, from_json
@@ -63,7 +63,8 @@ def written(path: Path, records: Iterable[Record]) -> str:
 
 @pytest.fixture
 def federate(tmp_path: Path) -> Callable[..., Federation]:
-    return lambda *settings: Federation(tmp_path, tiny(*OWNER, *settings))
+    source = f"simulation.source={written(tmp_path / 'records.jsonl', OTHERS)}"
+    return lambda *settings: Federation(tmp_path, tiny(*OWNER, source, *settings))
 
 
 def summed(federation: Federation, records: list[Record], *, far: float = 30.0) -> Overheard:
@@ -96,7 +97,7 @@ def test_records_as_units_would_let_one_owner_change_it_by_more(
     federate: Callable[..., Federation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = federate()
-    monkeypatch.setattr(clients_site, "unit_rule", lambda *_: UnitRule("record", 4))
+    monkeypatch.setattr(data, "unit_rule", lambda *_: UnitRule("record", 4))
     with_it, without = summed(federation, [*OTHERS, *MANY]), summed(federation, OTHERS)
     assert np.linalg.norm(with_it.sums[0] - without.sums[0]) > 10 * CLIP
 
@@ -120,7 +121,9 @@ def test_a_record_without_an_owner_changes_nothing_that_leaves(
     with caplog.at_level(logging.WARNING):
         found = summed(federation, [OTHERS[0], {"patient": value, "text": "of no one"}, *OTHERS[1:]])
     np.testing.assert_array_equal(found.sums[0], without.sums[0])
-    assert caplog.messages == ["1 records have no patient, text or a whole number: not used"]
+    (told,) = caplog.messages
+    assert told.startswith("site-000: 12 records are used: 5 units to train on, 0 held out; left out: ")
+    assert told.endswith("; left out: 1 without an owner in 'patient', text or a whole number")
 
 
 def test_the_sites_ledger_says_what_was_paid_for(federate: Callable[..., Federation]) -> None:

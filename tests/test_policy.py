@@ -32,6 +32,7 @@ OFFER = Offer(
     secure=True,
     roster_hash=HASH,
     model="meta-llama/Llama-3.2-1B",
+    tokenizer="meta-llama/Llama-3.2-1B",
     adapter="ffa-lora",
     rounds=10,
 )
@@ -81,6 +82,13 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
         "model",
         ["meta-llama/x", "gpt2"],
         ["meta-llama", "evil/meta-llama/x", "gpt2-xl"],
+    ),
+    ('tokenizers = ["bytes"]', "tokenizer", ["bytes"], ["byte", "Bytes", "/tmp/bytes", "builtin:llama", ""]),
+    (
+        'tokenizers = ["meta-llama/*", "gpt2"]',
+        "tokenizer",
+        ["meta-llama/x", "gpt2"],
+        ["meta-llama", "evil/meta-llama/x", "gpt2-xl", "bytes"],
     ),
     ('adapters = ["ffa-lora", "rolora"]', "adapter", ["ffa-lora", "rolora"], ["lora", "full", ""]),
     ("most_rounds = 10", "rounds", [1, 9, 10], [11, 1000]),
@@ -261,6 +269,7 @@ def test_an_offer_says_what_the_plan_says() -> None:
         secure=True,
         roster_hash=HASH,
         model="gpt2",
+        tokenizer="gpt2",
         adapter="ffa-lora",
         rounds=7,
     )
@@ -291,6 +300,28 @@ def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> 
             PolicyError, match="unit of privacy is 'window': expected one of record, owner, site"
         ):
             Policy().check(offer)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "offered"),
+    [
+        ("builtin:llama", "auto", "bytes"),
+        ("gpt2", "auto", "gpt2"),
+        ("gpt2", "bytes", "bytes"),
+        ("gpt2", "owner/other", "owner/other"),
+        ("builtin:llama", "owner/other", "owner/other"),
+    ],
+)
+def test_a_tokenizer_is_offered_by_what_is_loaded(model: str, tokenizer: str, offered: str) -> None:
+    plan = changed(parse(""), "model", name=model, tokenizer=tokenizer)
+    plan = changed(plan, "privacy", unit="record")
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    assert offer.tokenizer == offered
+    Policy(tokenizers=(offered,)).check(offer)
+    with pytest.raises(
+        PolicyError, match=rf"model\.tokenizer is {offered!r}: expected bytes2, by tokenizers of"
+    ):
+        Policy(tokenizers=("bytes2",)).check(offer)
 
 
 def test_an_offer_says_who_adds_the_noise() -> None:

@@ -15,6 +15,8 @@ from cloister.privacy.report import (
     LARGEST_EPSILON,
     UNCLAIMED_DELTA,
     AuditRow,
+    DatasetRow,
+    GroupRow,
     Ledger,
     LedgerRow,
     RoundRow,
@@ -106,7 +108,22 @@ def realistic(*, site: str = SITES[0], **changes: Any) -> RunReport:
         secure=SecureSum(sites=8, neighbours=7, threshold=5, dropouts=1, colluders=1, ring_bits=32),
         ledger=Ledger(tuple(rows), head, verified=True),
         audit=AuditRow(canaries=1000, guesses=100, correct=75, confidence=0.95, epsilon=0.6729),
+        units="discharge letters",
+        groups=tuple(
+            GroupRow(units, epsilon)
+            for units, epsilon in ((1, 1.6795), (2, 2.9371), (5, 5.9812), (10, None), (100, None))
+        ),
+        trust_model="Each site is the curator of its own letters and adds the noise before anything leaves it.",
+        protected_from="Everybody who gets the trained models; also the coordinator and the other sites.",
+        responsible=(
+            "Each site looks after its own data and machine, and adds the noise.",
+            "The coordinator runs the training and stops at the budget.",
+            "The person who signs decides whether the protection is strong enough.",
+        ),
+        exposure="Records were not collected: each site kept its own.",
     )
+    if "epsilon" in changes:  # they begin at that of the report
+        changes = {"groups": (), **changes}
     return dataclasses.replace(whole, **changes)
 
 
@@ -118,6 +135,7 @@ def without_privacy(**changes: Any) -> RunReport:
         epsilon=None,
         delta=None,
         audit=None,
+        groups=(),
         rounds=tuple(dataclasses.replace(row, epsilon=None) for row in whole.rounds),
         sites=tuple(dataclasses.replace(row, epsilon=None) for row in whole.sites),
         ledger=Ledger((), "", verified=True),
@@ -127,8 +145,8 @@ def without_privacy(**changes: Any) -> RunReport:
 
 SENTENCE = (
     "This run protects one discharge letter (one line of a site's JSONL file): every model that it released over "
-    "rounds 1 to 12 is differentially private with epsilon 1.68 and delta 1 × 10⁻⁵ between data sets that differ "
-    "by adding or removing one such letter, provided that every assumption on this page holds."
+    "rounds 1 to 12 is differentially private with epsilon 1.68 for this run alone and delta 1 × 10⁻⁵ between data "
+    "sets that differ by adding or removing one such letter, provided that every assumption on this page holds."
 )
 
 
@@ -217,6 +235,41 @@ def test_a_claim_below_what_was_spent_cannot_be_made() -> None:
     for name in ("unit_in_words", "relation", "mechanism", "accountant"):
         with pytest.raises(CloisterError, match=name):
             realistic(**{name: " "})
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (GroupRow(1, 1.6), GroupRow(2, 3.0)),
+        (GroupRow(1, 1.6795), GroupRow(2, 1.6)),
+        (GroupRow(1, 1.6795), GroupRow(2, None), GroupRow(5, 9.0)),
+    ],
+    ids=["below the report", "falling", "falling from none"],
+)
+def test_a_group_is_not_claimed_to_cost_less_than_its_parts(groups: tuple[GroupRow, ...]) -> None:
+    with pytest.raises(CloisterError, match="groups"):
+        realistic(groups=groups)
+
+
+def over_runs(**changes: Any) -> DatasetRow:
+    whole = DatasetRow("letters", "/srv/letters.sqlite", 3, 2.1512, 2.5, "ab" * 32)
+    return dataclasses.replace(whole, **changes)
+
+
+def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
+    def said(**changes: Any) -> str:
+        return verdict(realistic(dataset=over_runs(**changes))).sentence
+
+    assert "epsilon 1.68 for this run (over the 3 runs on 'letters' together it is 2.16) and delta" in said()
+    assert "(over the 1 run on 'letters' together it is 1.68)" in said(runs=1, epsilon=1.6795)
+    assert "(over the 3 runs on 'letters' it is 10.01, no protection to speak of)" in said(epsilon=10.001)
+    assert "it is without bound, no protection to speak of" in said(epsilon=None)
+    lost = said(epsilon=None, problem="it is missing")
+    assert "for this run alone (what all runs on 'letters' cost together is not known)" in lost
+    with pytest.raises(CloisterError, match=r"dataset\.epsilon is 1\.5: expected at least the 1\.6795"):
+        realistic(dataset=over_runs(epsilon=1.5))
+    report = realistic(dataset=over_runs())
+    assert from_json(to_json(report)) == report
 
 
 @pytest.mark.parametrize(

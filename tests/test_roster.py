@@ -57,6 +57,44 @@ def test_a_changed_character_of_a_card_is_noticed() -> None:
                     Card.from_text(text[:at] + other + text[at + 1 :])
 
 
+# The y coordinates of the eight points of low order; those of order 8 as libsodium lists them.
+LOW_ORDER = [
+    1,
+    -1,
+    0,
+    int.from_bytes(
+        bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little"
+    ),
+    int.from_bytes(
+        bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"), "little"
+    ),
+]
+
+
+@pytest.mark.parametrize("sign", [0, 1])
+@pytest.mark.parametrize("y", LOW_ORDER)
+def test_a_key_for_which_anybody_can_sign_is_refused(
+    y: int, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public = (y % (2**255 - 19) | sign << 255).to_bytes(32, "little")
+    neutral = bytes([1]) + bytes(63)  # R and s of a signature that a point of low order accepts now and then
+    cards = [Card(f"site-{number}", public, neutral) for number in range(64)]
+    for one in cards:
+        with pytest.raises(RosterError, match="a signature made with the key on it"):
+            one.verify()
+    monkeypatch.setattr(rosters, "_check_order", lambda _public: None)
+    if (y, sign) != (1, 1):  # the library itself refuses this encoding
+        assert any(verifies(one) for one in cards)
+
+
+def verifies(one: Card) -> bool:
+    try:
+        one.verify()
+    except RosterError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     "text", ["", "north", "cloister-card-2 a b c", "cloister-card-1 north AAAA AAAA", "a b c d"]
 )

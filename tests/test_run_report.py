@@ -16,8 +16,9 @@ from dp_accounting.pld import PLDAccountant
 from safetensors.numpy import load_file
 
 from cloister.cli.main import main
-from cloister.privacy.accounting import composed
+from cloister.privacy.accounting import composed, spent
 from cloister.privacy.events import SampledGaussian, to_json
+from cloister.privacy.events import from_json as events_from_json
 from cloister.privacy.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.page import to_html
 from cloister.privacy.report import RunReport, from_json, verdict
@@ -135,6 +136,26 @@ def test_a_private_run_claims_what_an_independent_accountant_finds(record: Path)
     assert any("budget" in item and "Rounds 3 to 3" in item for item in report.not_covered)
     assert any("one machine with one owner" in item for item in report.trusted)
     assert all(row.loss is not None and 0 < row.loss < 8 for row in report.rounds)
+
+
+def test_several_units_are_bounded_by_the_charges_of_the_run(record: Path, site: Path) -> None:
+    for folder, words in ((record, "texts"), (site, "sites")):
+        report = gather(folder)
+        assert [row.units for row in report.groups] == [1, 2, 5, 10, 100]
+        assert report.groups[0].epsilon == report.epsilon
+        entries = read_history(folder / "ledger.sqlite").entries
+        events = [
+            event
+            for entry in entries
+            if entry.charge.dataset == "site-000"
+            for event in events_from_json(entry.charge.event)
+        ]
+        two, claimed = spent(events, report.delta or 0.0, group=2).epsilon, report.groups[1].epsilon
+        assert claimed is not None
+        assert two * (1 - 1e-12) <= claimed <= two * 1.02
+        assert report.groups[-1].epsilon is None
+        assert report.units == words
+        assert all((report.trust_model, report.protected_from, report.responsible, report.exposure))
 
 
 def test_each_site_has_what_the_journal_and_the_ledger_say(record: Path) -> None:

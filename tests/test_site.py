@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.privacy.policy import Policy
@@ -202,7 +204,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
     def used(*_: object) -> None:
         raise AssertionError("a record was used")
 
-    monkeypatch.setattr("cloister.clients.site.prepared_key", used)
+    monkeypatch.setattr("cloister.clients.site.preparation_of", used)
     with pytest.raises(UpdateError, match="finite weights"):
         site.contribute(federation.request(model=crafted, purpose=purpose))
 
@@ -490,6 +492,7 @@ TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "secure_required": (CENTRAL, {"secure_required": "true"}),
     "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
     "models": (SKELLAM, {"models": '["gpt2"]'}),
+    "tokenizers": (SKELLAM, {"tokenizers": '["gpt2"]'}),
     "adapters": (SKELLAM, {"adapters": '["lora"]'}),
     "most_rounds": (SKELLAM, {"most_rounds": "2"}),
 }
@@ -728,6 +731,27 @@ def test_a_message_relies_on_no_pin_that_is_not_on_disk(
                 with pytest.raises(PinnedError, match="would sum the same updates again"):
                     federation.joined(state=state, pinned=False, run="an0ther")
         sync += 1
+
+
+def test_a_site_that_lost_its_marks_and_its_pins_refuses_the_run(federation: Federation) -> None:
+    """It keeps the run's plan, so it may have answered in it."""
+    attack = Attack(federation)
+    attack.carry_through(())
+    for site in attack.sites:
+        shutil.rmtree(site.config.folder / "secure")
+        with pytest.raises(StorageError, match=r"marks.*missing.*new state folder and keep its ledger"):
+            site.join(federation.join_request())
+
+
+def test_the_difference_of_two_sums_is_an_update_if_sites_forget_what_they_joined(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Attack(federation).carry_through(())
+    for site in (federation.site(index) for index in range(len(federation.names))):
+        shutil.rmtree(site.config.folder / "secure")
+    monkeypatch.setattr(Kept, "knows", lambda *_: False)  # removes the guard
+    federation.resident = Resident()
+    Attack(federation, attempt=2).carry_through((federation.names[-1],))
 
 
 def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -729,20 +729,87 @@ def test_a_site_that_others_complain_of_is_not_counted_on_for_its_own_share(
     assert (total.attempts, total.sites) == (2, 11)
 
 
+@pytest.mark.parametrize(("accused", "left_out"), [(NAMES[1:2], set()), (NAMES[1:6], {NAMES[0]})])
 def test_one_complaint_leaves_nobody_out_where_no_site_is_assumed_to_lie(
-    open_run: Callable[..., Run],
+    open_run: Callable[..., Run], accused: list[str], left_out: set[str]
 ) -> None:
     run = open_run(6, "aggregation.colluders=0.0")
-
-    def lie(_step: str, reply: Reply) -> Reply:
-        if isinstance(reply, Contribution) and reply.statement is not None and reply.site == NAMES[0]:
-            statement = resigned(dataclasses.replace(reply.statement, complaints=tuple(NAMES[1:6])))
-            return dataclasses.replace(reply, statement=statement)
-        return reply
-
-    run.channel.tamper = lie
+    run.channel.tamper = Accuser(run, NAMES[:1], lambda _liar, _present: tuple(accused))
     run.sum()
-    assert run.party.left_out == {}
+    assert set(run.party.left_out) == left_out
+
+
+class Accuser:
+    """Sites that complain of shares that they could open.
+
+    Args:
+        run: The run.
+        liars: The sites.
+        chosen: From a liar, and the honest sites that take part in the attempt, sorted, to those that it accuses.
+    """
+
+    def __init__(
+        self, run: Run, liars: Collection[str], chosen: Callable[[str, list[str]], tuple[str, ...]]
+    ) -> None:
+        self._liars = liars
+        self._chosen = chosen
+        self._present: set[str] = set()
+        self._attempt = 0
+        run.channel.before = self.asked
+
+    def asked(self, site: str, request: Request) -> None:
+        if isinstance(request, Agree) and isinstance(request.told, Begin):
+            if request.told.attempt != self._attempt:
+                self._attempt = request.told.attempt
+                self._present.clear()
+            self._present.add(site)
+
+    def __call__(self, _step: str, reply: Reply) -> Reply:
+        if not isinstance(reply, Contribution) or reply.statement is None or reply.site not in self._liars:
+            return reply
+        accused = self._chosen(reply.site, sorted(self._present.difference(self._liars)))
+        statement = resigned(dataclasses.replace(reply.statement, complaints=accused))
+        return dataclasses.replace(reply, statement=statement)
+
+
+ACCUSATIONS: dict[str, Callable[[str, list[str]], tuple[str, ...]]] = {
+    "all": lambda _liar, present: tuple(present),
+    "one": lambda _liar, present: tuple(present[:1]),
+    "each another": lambda liar, present: (present[NAMES.index(liar) % len(present)],),
+}
+
+
+@pytest.mark.parametrize("accuses", ACCUSATIONS)
+@pytest.mark.parametrize(
+    ("sites", "few", "settings"),
+    [
+        (4, 1, []),
+        (5, 1, []),
+        (8, 1, []),
+        (8, 2, ["aggregation.colluders=0.25", "aggregation.dropouts=0.25"]),
+        (10, 3, ["aggregation.colluders=0.3", "aggregation.dropouts=0.3"]),
+    ],
+)
+@pytest.mark.usefixtures("unsynced")
+def test_false_complaints_stop_no_round_and_no_honest_site_is_left_out(
+    open_run: Callable[..., Run], sites: int, few: int, settings: list[str], accuses: str
+) -> None:
+    """As many liars as are assumed: their silence would cost nothing, so their complaints must not cost the round."""
+    run = open_run(sites, *settings)
+    accused = run.names[-few:]
+    run.channel.tamper = Accuser(run, accused, ACCUSATIONS[accuses])
+    for number in (1, 2, 3):
+        assert isinstance(run.sum(number), Total)
+    assert set(run.party.left_out) <= set(accused)
+    assert len(run.party.complaints) <= few * (sites - few)
+
+
+def test_a_resumed_run_knows_the_complaints(open_run: Callable[..., Run]) -> None:
+    run = open_run(8)
+    run.channel.tamper = Accuser(run, run.names[-1:], ACCUSATIONS["one"])
+    run.sum()
+    (entry,) = [entry for entry in run.journal.entries() if entry.step == steps.COMPLAINED]
+    assert entry.detail == {"pairs": [["site-007", "site-000"]]}
 
 
 def test_leaving_sites_out_changes_neither_n_nor_a_nor_t(open_run: Callable[..., Run]) -> None:
