@@ -2,7 +2,7 @@
 
 Each case is one run of `simulate` with masks and one in clear, each in a process of its own. A site has seven records,
 paragraphs of Python's language reference, and trains all parameters for one step of four sequences of 64 bytes; in the
-case of 85 M parameters for one step of one sequence of 32. Sites do not sync their files (`simulation.durable = false`).
+case of 85 M parameters for one step of one sequence of 32. Sites do not sync (`simulation.durable = false`).
 
 * join_s: from the start of the command to the first round, with imports, the sites' folders and the joins.
 * round_s: the slowest round under masks, from its draw to its checkpoint; the first is included.
