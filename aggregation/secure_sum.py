@@ -37,8 +37,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -116,9 +116,12 @@ class Attempt:
         sites = contract.roster.names
         cohort = contract.draw.cohort(sites, begin.round)
         self.parameters = contract.tolerance.parameters(len(sites), len(cohort))
-        self.graph = Graph(cohort, self.parameters, contract.roster.hash, begin.round)
+        self.graph = _graph(cohort, self.parameters, contract.roster.hash, begin.round)
         self.cohort = frozenset(cohort)
         self.context = context(contract, begin, cohort, self.parameters)
+
+
+_graph = lru_cache(maxsize=8)(Graph)
 
 
 def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
@@ -145,16 +148,19 @@ def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameter
     ).digest()
 
 
-def transcript(ctx: bytes, advertised: Iterable[Advertise]) -> bytes:
+@lru_cache(maxsize=8)  # a process that plays many sites computes each of these once
+def transcript(ctx: bytes, advertised: tuple[Advertise, ...]) -> bytes:
     """Hash of all keys of U1, the salt of derived keys: sites that were shown different keys share no secret."""
     return hashlib.sha256(pack("transcript", ctx, tuple(message.body() for message in advertised))).digest()
 
 
+@lru_cache(maxsize=8)
 def sharers_digest(ctx: bytes, transcript_: bytes, sharers: tuple[str, ...]) -> bytes:
     """H(ctx || U1's keys || U2), which a site signs with its masked vector."""
     return hashlib.sha256(pack("sharers", ctx, transcript_, sharers)).digest()
 
 
+@lru_cache(maxsize=8)
 def survivors_digest(sharers: bytes, survivors: tuple[str, ...]) -> bytes:
     """H(`sharers_digest` || U3), which the survivors sign."""
     return hashlib.sha256(pack("survivors", sharers, survivors)).digest()

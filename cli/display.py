@@ -25,7 +25,6 @@ from cloister.server.progress import (
     Finished,
     NotEvaluated,
     Preparing,
-    PublicStep,
     Refusing,
     RoundAbandoned,
     RoundDone,
@@ -33,6 +32,7 @@ from cloister.server.progress import (
     SiteAnswered,
     SiteFailed,
     Started,
+    Step,
 )
 
 _SHOWN_ROUNDS = 10
@@ -186,8 +186,8 @@ class LiveDisplay:
                     self._answered.add(site)
                 case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
                     self._failures.append(describe(event))
-                case PublicStep(step, steps):
-                    self._status = f"public training, step {step} of {steps}"
+                case Step(what, done, of):
+                    self._status = f"{done} of {of} {what}"
                 case BudgetSpent() | Refusing():
                     self._failures.append(describe(event))
                 case RoundDone():

@@ -34,7 +34,7 @@ from typing import Self
 from cloister.aggregation.secure_sum import Answered
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError, StorageError
-from cloister.protocol.storage import sync_folders, write_new
+from cloister.protocol.storage import sync, sync_folders, write_new
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
 _SLOT = 4096  # bytes of a slot of `marks`: no disk writes two of them as one sector
@@ -168,7 +168,7 @@ class AttemptFiles:
         """
         try:
             os.pwrite(self._attempt, bytes(state.end), 0)
-            os.fsync(self._attempt)  # before the truncation, which would drop the zeros
+            sync(self._attempt)  # before the truncation, which would drop the zeros
             os.ftruncate(self._attempt, 0)
         except OSError as error:
             raise _refusal(self._folder, error) from error
@@ -188,7 +188,7 @@ class AttemptFiles:
         try:
             if os.pwrite(self._marks, _slot(marks), marks.writes % 2 * _SLOT) != _SLOT:
                 raise OSError(None, "no space left")
-            os.fsync(self._marks)
+            sync(self._marks)
         except OSError as error:
             raise _refusal(self._folder, error) from error
         return marks
@@ -202,7 +202,7 @@ class AttemptFiles:
             if os.pwrite(self._attempt, frames, end) != len(frames):
                 raise OSError(None, "no space left")
             if durable:
-                os.fsync(self._attempt)
+                sync(self._attempt)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._attempt, end)

@@ -81,6 +81,7 @@ class Site:
         bases: Folder of base models; by default the state folder.
         trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
         dataset: In a simulation, the ledger over runs that all sites charge.
+        sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class Site:
         bases: Path | None = None,
         trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
         dataset: DatasetLedger | None = None,
+        sequences: Callable[[], Prepared | None] = lambda: None,
     ) -> None:
         self.config = config
         self.name = config.name
         self._resident = resident
         self._noise = noise
         self._trained_to = trained
+        self._made_before = sequences
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
@@ -260,6 +263,9 @@ class Site:
 
         Under a privacy unit this may be called only after the charge: how long it takes depends on the records.
         """
+        made_before = self._made_before()
+        if made_before is not None:
+            return made_before
         preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
         key = preparation.key()
 

@@ -548,6 +548,11 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
                 else "."
             )
         )
+    if not plan.simulation.durable:
+        found.append(
+            "A power cut during the run: the plan set simulation.durable = false, so the simulated sites did not sync "
+            "what they answered to disk, as deployed ones do."
+        )
     if plan.public.source:
         found.append(
             f"The public text on which the model was trained before the first round: {plan.public.source}."

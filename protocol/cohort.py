@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.messages import Purpose
@@ -37,18 +38,22 @@ class Draw:
             round_number: The round.
         """
         names = tuple(sorted(sites))
-        if self.size >= len(names):
-            return names
-        federation = hashlib.sha256(pack("cloister/federation/1", names)).digest()
+        return names if self.size >= len(names) else _drawn(self, names, round_number)
 
-        def ticket(site: str) -> bytes:
-            which = 0 if self.in_turn else round_number
-            drawn = pack("cloister/cohort/2", federation, self.seed, self.purpose, which, site)
-            return hashlib.sha256(drawn).digest()
 
-        order = sorted(names, key=ticket)
-        first = round_number * self.size % (len(names) // self.size * self.size) if self.in_turn else 0
-        return tuple(sorted(order[first : first + self.size]))
+@lru_cache(maxsize=16)  # a process that plays many sites draws once
+def _drawn(draw: Draw, names: tuple[str, ...], round_number: int) -> tuple[str, ...]:
+    federation = hashlib.sha256(pack("cloister/federation/1", names)).digest()
+
+    def ticket(site: str) -> bytes:
+        which = 0 if draw.in_turn else round_number
+        return hashlib.sha256(
+            pack("cloister/cohort/2", federation, draw.seed, draw.purpose, which, site)
+        ).digest()
+
+    order = sorted(names, key=ticket)
+    first = round_number * draw.size % (len(names) // draw.size * draw.size) if draw.in_turn else 0
+    return tuple(sorted(order[first : first + draw.size]))
 
 
 def draw_of(plan: Plan, purpose: Purpose) -> Draw:

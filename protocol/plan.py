@@ -372,6 +372,9 @@ class SimulationSection(Section):
     """Name under which that ledger keeps what the records of `source` have spent over all runs."""
     greatest_epsilon: Positive | None = None
     """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
+    durable: bool = True
+    """Whether sites sync (fsync) what they answer, as deployed ones always do. `false` is faster with many sites, and a
+    power cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, where there are GPUs."""
     profiles: tuple[ProfileSection, ...] = ()

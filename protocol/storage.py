@@ -23,7 +23,27 @@ from safetensors import SafetensorError
 from cloister.protocol.errors import StorageError
 
 _STALE_S = 24 * 3600.0
+_syncing = True
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
+
+
+def sync_to_disk(wanted: bool) -> None:
+    """Choose whether this process syncs files; it does unless a simulation, which shows nothing else, says otherwise.
+
+    Without syncs a killed process still leaves whole files, but a power cut may lose what was answered.
+    """
+    global _syncing
+    _syncing = wanted
+
+
+def sync(descriptor: int) -> None:
+    """Sync (fsync) an open file, unless `sync_to_disk` says otherwise.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if _syncing:
+        os.fsync(descriptor)
 
 
 def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
@@ -83,11 +103,16 @@ def write_new(path: Path, content: bytes) -> None:
         _remove_stale(path.parent)
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(path: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
     """Let `fill` write a temporary folder beside `path`, then replace `path` by it.
 
     An existing folder is moved aside first and removed last: a crash in between can leave `path` missing, but never
     both the old folder and the new one.
+
+    Args:
+        path: The folder.
+        fill: Writes the content to the folder that it is given.
+        durable: Sync (fsync) all of it before returning, so that it survives a power cut.
 
     Raises:
         StorageError: the disk is full or refuses the write; `path` is unchanged.
@@ -95,12 +120,13 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     temporary, aside = _beside(path, "tmp"), _beside(path, "old")
     with _refusals_of_the_disk(path):
         try:
-            _make(path.parent, durable=True)
+            _make(path.parent, durable=durable)
             temporary.mkdir()
             fill(temporary)
-            for written in sorted(temporary.rglob("*")):
-                _sync(written)
-            _sync(temporary)
+            if durable:
+                for written in sorted(temporary.rglob("*")):
+                    _sync(written)
+                _sync(temporary)
             if path.exists():
                 path.rename(aside)
             try:
@@ -109,7 +135,8 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
                 if aside.exists():
                     aside.rename(path)
                 raise
-            _sync(path.parent)
+            if durable:
+                _sync(path.parent)
             shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -185,8 +212,10 @@ def _fill(path: Path, content: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
+    if not _syncing:
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)

@@ -90,13 +90,18 @@ def decode(kinds: tuple[type[T], ...], frames: Sequence[Buffer]) -> T:
     Raises:
         EncodingError: they are anything else.
     """
-    expected = " or ".join(kind.__name__ for kind in kinds)
     if not 1 <= len(frames) <= 1 + MOST_VECTORS:
         raise EncodingError("message", f"{len(frames)} frames", expected=f"1 to {1 + MOST_VECTORS}")
     first = view(frames[0])
     if first.nbytes > LONGEST:
         raise EncodingError("message", f"{first.nbytes} bytes", expected=f"at most {LONGEST}")
-    values = unpack(bytes(first))
+    vectors = [view(frame) for frame in frames[1:]]
+    data = bytes(first)
+    return _decoded(kinds, data) if not vectors else _decode(kinds, data, vectors)
+
+
+def _decode(kinds: tuple[type[T], ...], data: bytes, vectors: list[memoryview]) -> T:
+    values = unpack(data)
     if not values or values[0] != VERSION:
         raise EncodingError(
             "version of the message",
@@ -107,11 +112,19 @@ def decode(kinds: tuple[type[T], ...], frames: Sequence[Buffer]) -> T:
     by_name = {kind.__name__: kind for kind in kinds}
     kind = by_name.get(values[1]) if len(values) > 1 and isinstance(values[1], str) else None
     if kind is None:
+        expected = " or ".join(kind.__name__ for kind in kinds)
         raise EncodingError("message", values[1] if len(values) > 1 else "", expected=expected)
-    reader = _Reader([view(frame) for frame in frames[1:]])
+    reader = _Reader(vectors)
     message: T = reader.read(kind, values[2:], kind.__name__)
     reader.close()
     return message
+
+
+@functools.lru_cache(
+    maxsize=4
+)  # in a process that plays many sites, several get the same message; it cannot be changed
+def _decoded(kinds: tuple[type[Any], ...], data: bytes) -> Any:
+    return _decode(kinds, data, [])
 
 
 def from_bytes(kind: type[T], data: bytes) -> T:

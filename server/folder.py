@@ -53,6 +53,11 @@ class SitesFolder:
         """The records that no site has."""
         return self.path / "public.jsonl"
 
+    @property
+    def sequences(self) -> Path:
+        """The token sequences of all sites (`simulations/store.py`)."""
+        return self.path / "sequences"
+
     def site(self, name: str) -> Path:
         """The folder of a site."""
         return self.path / name

@@ -123,11 +123,13 @@ class BudgetSpent:
 
 
 @dataclass(frozen=True)
-class PublicStep:
-    """A step of public training is done."""
+class Step:
+    """A step of something slow before the first round is done."""
 
-    step: int
-    steps: int
+    what: str
+    """What is done, in words."""
+    done: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ Event = (
     | RoundAbandoned
     | Refusing
     | BudgetSpent
-    | PublicStep
+    | Step
     | Finished
 )
 Observer = Callable[[Event], None]

@@ -11,7 +11,7 @@ from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_file
 from cloister.server.folder import RunFolder
-from cloister.server.progress import Observer, Preparing, PublicStep
+from cloister.server.progress import Observer, Preparing, Step
 
 
 def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
@@ -29,7 +29,9 @@ def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
     path = folder.public
     if not path.exists():
         observe(Preparing("the model with public text"))
-        trained = train_in_public(plan, lambda step: observe(PublicStep(step, plan.public.steps)))
+        trained = train_in_public(
+            plan, lambda step: observe(Step("steps of public training", step, plan.public.steps))
+        )
         facts = {"plan": plan.digest(), "params_sha256": params_sha256(trained)}
         write_file(path, lambda temporary: save_file({"model": trained}, temporary, metadata=facts))
     try:

@@ -23,7 +23,7 @@ from cloister.clients.kept import base_path, save_vector
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
-from cloister.lm.data import check_usable
+from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters, imported_by_loading
 from cloister.lm.tokenizer import load_tokenizer
@@ -34,16 +34,16 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
-from cloister.protocol.storage import write_file, write_folder
+from cloister.protocol.storage import sync_to_disk, write_file, write_folder
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.history import reached, run_history
 from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
-from cloister.server.progress import Observer, Preparing
+from cloister.server.progress import Observer, Preparing, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
-from cloister.simulations import trained
+from cloister.simulations import store, trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -88,17 +88,11 @@ def simulate(
         names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
         dataset.check(terms, history.run if history else "", history.summed if history else (), names)
     sites = folder.sites.path
-    if not sites.exists():
-        observe(Preparing("data of the sites"))
-        write_folder(sites, partial(lay_out, plan))
-    roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
-    public = public_model(folder, observe)
-    base = base_of(plan, public)
-    if base is not None:
-        _share_base(sites, base)
     outcomes: list[Outcome] = []
 
     def main(grid: Grid, _context: Context) -> None:
+        public = _prepare(folder, observe)  # while the engine's processes import what they need
+        roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
         records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
             run(
@@ -138,8 +132,28 @@ def simulate(
     return outcomes[0]
 
 
+def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
+    """Make what the sites need, as far as it is not there: their folders, their sequences, and the base model.
+
+    Returns:
+        What `public_model` returns.
+    """
+    plan, sites = folder.plan, folder.sites.path
+    if not sites.exists():
+        observe(Preparing("data of the sites"))
+        write_folder(sites, partial(lay_out, plan), durable=plan.simulation.durable)
+    if not folder.sites.sequences.exists():
+        _make_sequences(plan, folder.sites, observe)
+    public = public_model(folder, observe)
+    base = base_of(plan, public)
+    if base is not None:
+        _share_base(sites, base)
+    return public
+
+
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
-    """The `ClientApp` of every simulated site of a run."""
+    """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
+    sync_to_disk(plan.simulation.durable)
     return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 
 
@@ -190,7 +204,35 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         bases=sites,
         trained=partial(trained.keep, plan, config.folder),
         dataset=DatasetLedger.of(plan),
+        sequences=partial(_sequences, SitesFolder(sites).sequences, index),
     )
+
+
+def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
+    """Tokenise the records of all sites, and say what is left out."""
+    count = plan.cohort.sites
+    paths = [sites.site(site_name(index)) / "data.jsonl" for index in range(count)]
+    each = max(1, count // 100)
+
+    def progress(done: int) -> None:
+        if done % each == 0:
+            observe(Step("sites have their data", done, count))
+
+    left_out = store.make(sites.sequences, plan, load_tokenizer(plan.model), paths, progress)
+    if left_out:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(left_out.items()))
+        observe(Preparing(f"data of the sites: not used: {reasons}"))
+
+
+def _sequences(folder: Path, index: int) -> Prepared | None:
+    """The sequences of a site; None where there is no store: the site makes its own."""
+    return _store(folder).site(index) if folder.exists() else None
+
+
+@lru_cache(maxsize=4)
+def _store(folder: Path) -> store.Store:
+    """The store of a run, mapped once in a worker."""
+    return store.Store(folder)
 
 
 @lru_cache(maxsize=4096)

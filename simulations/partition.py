@@ -114,14 +114,14 @@ def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) 
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records to a JSONL file, whole or not at all; errors as `write_sites`."""
+    """Write records to a JSONL file, whole or not at all, unsynced; errors as `write_sites`."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
             for record in records:
                 file.write(json.dumps(dict(record), ensure_ascii=False, default=str) + "\n")
 
-    write_file(path, write)
+    write_file(path, write, durable=False)  # the folder of all sites is synced as a whole
 
 
 def _natural(records: Records, field: str, sites: int) -> list[list[int]]:

@@ -418,7 +418,7 @@ class Decisions:
 
     def _agreed(self, world: World) -> bytes:
         shown = [self._advertised(j, version) for j, version in enumerate(world.keys) if version]
-        digest = transcript(self.context, shown)
+        digest = transcript(self.context, tuple(shown))
         return sharers_digest(self.context, digest, self._listed(world.sharers))
 
     def _signature(self, j: int, world: World, survivors: int) -> bytes:

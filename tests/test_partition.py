@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -163,10 +162,10 @@ def test_written_records_are_read_back(
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
         write_sites(tmp_path, [{"text": "x"}], [[0]])
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
