@@ -314,6 +314,8 @@ class Site:
         }
         kept = self._kept.update(round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
+            if terms is not None:
+                self._spending.check_paid(request.sum.run, round_number)
             return kept
         noise = None
         if terms is not None:

@@ -79,6 +79,15 @@ class Spending:
             self._shared.pay(run, round_number, self._config.name, times, events)
         self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
 
+    def check_paid(self, run: str, round_number: int) -> None:
+        """In a simulation with a ledger over runs, check that it still has the charge of a kept update.
+
+        Raises:
+            LedgerError, StorageError: it has not, or cannot be read.
+        """
+        if self._shared is not None:
+            self._shared.check_paid(run, round_number)
+
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
         """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
 

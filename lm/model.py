@@ -344,11 +344,14 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
             expected=f"at most the {longest} positions of {plan.model.name}",
             fix=f"{fix}lower data.sequence_length",
         )
-    if len(tokenizer) > text.vocab_size:
+    # The largest id and not their number: with a gap, one record could have a token that the model does not know.
+    largest = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if max(largest, len(tokenizer)) > text.vocab_size:
         raise ModelError(
             "model.tokenizer",
             plan.model.tokenizer,
-            expected=f"at most the {text.vocab_size} tokens of {plan.model.name}, but it has {len(tokenizer)}",
+            expected=f"ids below {text.vocab_size}, the tokens of {plan.model.name}, but they go up to "
+            f"{max(largest, len(tokenizer)) - 1}",
         )
     heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if builtin and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):

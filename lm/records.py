@@ -33,7 +33,7 @@ _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parque
 _HASHED_BYTES = 64 << 20
 LARGEST_RECORD = 64 << 20
 """Bytes of a line or text file that `read_each` reads: a larger one would exhaust the memory, which others see."""
-_ROWS = 1024
+_ROWS = 64  # rows of a Parquet file that are decoded at a time
 _NOT_READABLE = "not readable"
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -319,11 +319,18 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
         with pq.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=_ROWS):
                 for index in range(batch.num_rows):
-                    rows = unusable.tried(_NOT_READABLE, batch.slice(index, 1).to_pylist)
+                    rows = unusable.tried(_NOT_READABLE, _one_row, batch.slice(index, 1))
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
+
+
+def _one_row(row: pa.RecordBatch) -> list[Record]:
+    if row.nbytes > LARGEST_RECORD:
+        raise DataError("data", row.nbytes, expected=f"a row of at most {LARGEST_RECORD} bytes")
+    rows: list[Record] = row.to_pylist()
+    return rows
 
 
 def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:

@@ -223,6 +223,8 @@ class Fit:
     noise multiplier z:
 
         Q = sum of x^2,    Q / z^2 ~ chi2(n)                              less noise makes Q smaller
+        the same in each of r releases; the smallest of r p-values p      one release with less noise
+        is below p with probability 1 - (1 - p)^r
         S = sum over c of (sum of x in c)^2 / n_c,
             (S / k) / ((Q - S) / (n - k)) ~ F(k, n - k)                   a release whose noise repeats another's, or
                                                                           cancels it, makes this larger or smaller
@@ -238,6 +240,7 @@ class Fit:
         self._sums = np.zeros(coordinates)
         self._counts = np.zeros(coordinates, np.int64)
         self._squares = 0.0
+        self._each: list[tuple[float, int]] = []  # of each release: sum of squares, samples
         self._canaries = 0.0
         self.releases = 0
         """Releases seen."""
@@ -250,6 +253,7 @@ class Fit:
         self._sums += alone
         self._counts += free
         self._squares += float(alone @ alone)
+        self._each.append((float(alone @ alone), int(free.sum())))
         self.releases += 1
 
     def see_canaries(self, values: npt.NDArray[np.float64]) -> None:
@@ -285,6 +289,14 @@ class Fit:
             Check("standard deviation of the noise, in clipping norms", deviation, z, missing),
             Check("releases", released, charged, 1.0 if released <= charged else 0.0),
         ]
+        seen = [(squares, samples) for squares, samples in self._each if samples]
+        if len(seen) > 1:
+            p, least = min(
+                (float(stats.chi2.cdf(squares / z**2, samples)), math.sqrt(squares / samples))
+                for squares, samples in seen
+            )
+            any_release = -math.expm1(len(seen) * math.log1p(-p)) if p < 1 else 1.0
+            found.append(Check("least standard deviation of the noise in a release", least, z, any_release))
         if n > k:
             ratio = (between / k) / max((self._squares - between) / (n - k), 1e-300)
             tails = stats.f.cdf(ratio, k, n - k), stats.f.sf(ratio, k, n - k)

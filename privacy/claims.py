@@ -36,7 +36,7 @@ def unit(plan: Plan) -> str:
 def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
     """What the guarantee of unit `record` protects: "one line of the JSONL file, of which the first 512 tokens ...".
 
-    With unit `owner`: "all records of one owner, named by the field 'patient_id', of which at most 8 are used".
+    With unit `owner`: "all records of one owner at one site, named by the field 'patient_id', of which at most 8 ...".
 
     Args:
         data: The plan's section.
@@ -45,7 +45,8 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
     """
     if privacy.unit == "owner":
         owned = (
-            f"all records of one owner, named by the field {data.owner!r}, of which at most {privacy.records}"
+            f"all records of one owner at one site, named by the field {data.owner!r}, of which at most "
+            f"{privacy.records}"
         )
         if privacy.record == "window":
             return f"{owned} windows of {data.sequence_length} tokens are used"
@@ -74,7 +75,8 @@ def charged_unit(plan: Plan) -> str:
     if plan.privacy.unit == "owner":
         return f"one owner, named by the field {plan.data.owner!r}"
     if plan.privacy.record == "window":
-        return f"one window of {plan.data.sequence_length} tokens"
+        tokenizer, field = plan.model.tokenizer_name, plan.data.text_field
+        return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}"
     return f"one {_thing(plan)}"
 
 

@@ -102,10 +102,10 @@ class DatasetLedger:
         Raises:
             BudgetError: nothing is charged for the run, and its first round would exceed the limit; or the dataset is
                 charged in another unit.
-            LedgerError: the ledger is damaged, or lacks charges of the run, or is missing after its first round.
+            LedgerError: the ledger is damaged, or lacks charges of the run, or is missing though the run has begun.
             StorageError: it cannot be written.
         """
-        if not summed:  # else it is not created again, without what was spent
+        if not run:  # else it is not created again, without what was spent
             Ledger(self.path, OWNER, self._compose, clock=self._clock)
         entries = self._history().entries
         self._check_unit(entries)
@@ -121,6 +121,15 @@ class DatasetLedger:
                 fix="no run was begun and nothing was charged; only the party responsible for the data can raise the "
                 "limit",
             )
+
+    def check_paid(self, run: str, round_number: int) -> None:
+        """Check, before a kept update is sent again, that the ledger still has its charge.
+
+        Raises:
+            LedgerError: the ledger is missing, damaged or altered, or lacks the charge.
+            StorageError: it cannot be read.
+        """
+        self._check_complete(self._history().entries, run, [round_number])
 
     def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
         """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""

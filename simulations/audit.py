@@ -34,6 +34,7 @@ import shutil
 import tempfile
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from cloister.clients.config import SiteConfig, read_config
@@ -49,6 +50,7 @@ from cloister.server.public import base_of, public_model
 from cloister.simulations.audit_records import RecordGame
 from cloister.simulations.audit_sites import SiteGame
 from cloister.simulations.audited import Audited, Progress, Streams
+from cloister.simulations.federation import noise_of
 from cloister.simulations.partition import site_name
 
 _TEMPORARY = "audit-played-"
@@ -60,7 +62,7 @@ def audit(
     canaries: int | None = None,
     steps: int | None = None,
     confidence: float = 0.95,
-    streams: Streams = NoiseStream.fresh,
+    streams: Streams | None = None,
     progress: Progress = lambda _done, _of: None,
 ) -> Audited:
     """Audit the mechanism of a simulated run, and write the result to its `audit.json`.
@@ -73,7 +75,8 @@ def audit(
         steps: Units record and owner: the most local steps to take; by default all that a site of the run took. More
             steps than one round has are rounded down to whole rounds.
         confidence: Probability with which the reported bound is true; an alarm has its own.
-        streams: Noise, coins and batches: an unused stream at each call.
+        streams: Noise, coins and batches: an unused stream at each call. By default coins are fresh, and noise and
+            batches come from where a run has them (`federation.noise_of`).
         progress: Receives the progress of the audit.
 
     Raises:
@@ -93,6 +96,8 @@ def audit(
     if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
         expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
         raise CloisterError("--steps", steps, expected=expected)
+    coins = streams or NoiseStream.fresh
+    noises = (lambda _who, _round: streams()) if streams else partial(noise_of, plan)
     rounds = _rounds_paid_for(folder)
     site = _first_site(folder.sites)
     public = public_model(folder, lambda _event: None)
@@ -106,12 +111,12 @@ def audit(
         own = Path(temporary).absolute()
         if terms.unit == "site":
             sites = SiteGame(plan, terms, public, model, site, own)
-            found = sites.audit(rounds, canaries, confidence, streams, progress)
+            found = sites.audit(rounds, canaries, confidence, coins, noises, progress)
         else:
             kept = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
             start = kept.load(0).weights
             records = RecordGame(plan, terms, model, base, start, site, own)
-            found = records.audit(rounds, canaries, steps, confidence, streams, progress)
+            found = records.audit(rounds, canaries, steps, confidence, coins, noises, progress)
     shown = {
         "row": asdict(found.row),
         "claimed": found.claimed,

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.messages import TRAIN, Contribute, Join, SumId
 from cloister.protocol.plan import Plan
-from cloister.simulations.audited import FAR, Audited, Progress, Streams, house, played
+from cloister.simulations.audited import FAR, Audited, Noises, Progress, Streams, house, played
 
 _MOST_CANARIES = 10_000
 _REHEARSALS = 5
@@ -234,7 +235,8 @@ class RecordGame:
         canaries: int | None,
         steps: int | None,
         confidence: float,
-        streams: Streams,
+        coins: Streams,
+        noises: Noises,
         progress: Progress,
     ) -> Audited:
         """Take the steps, guess the coins, and bound epsilon; arguments as in `simulations.audit.audit`.
@@ -247,7 +249,7 @@ class RecordGame:
         rounds_played = min(rounds, (steps or rounds * each) // each)
         taken = rounds_played * each
         k, at_half_noise = self._rehearsed(m, taken, confidence)
-        included = streams().child("coins").generator().random(m) < 0.5
+        included = coins().child("coins").generator().random(m) < 0.5
         plan = played(self.plan, terms, aggregation={"secure": False}, local={"steps": each})
 
         def make(plan: Plan, model: LanguageModel, device: torch.device) -> CanaryTrainer:
@@ -257,7 +259,7 @@ class RecordGame:
 
         resident = CanaryResident(make)
         config = house(self.folder / "state", self.site, name=self.site.name, secure=False)
-        site = Site(config, resident, noise=lambda _round: streams(), bases=self.folder)
+        site = Site(config, resident, noise=partial(noises, config.name), bases=self.folder)
         self._play(site, plan, rounds_played)
         ledger = Ledger(config.folder / "ledger.sqlite", site.name, composed)
         events = [event for entry in ledger.entries() for event in from_json(entry.charge.event)]

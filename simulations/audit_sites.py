@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,7 +63,7 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.progress import RoundDone
 from cloister.server.run import run
-from cloister.simulations.audited import FAR, Audited, Progress, Streams, house, played
+from cloister.simulations.audited import FAR, Audited, Noises, Progress, Streams, house, played
 from cloister.simulations.partition import site_name
 
 _UPDATES = 500
@@ -178,7 +179,13 @@ class SiteGame:
     """An empty folder for the audit's own federation."""
 
     def audit(
-        self, rounds: int, canaries: int | None, confidence: float, streams: Streams, progress: Progress
+        self,
+        rounds: int,
+        canaries: int | None,
+        confidence: float,
+        coins: Streams,
+        noises: Noises,
+        progress: Progress,
     ) -> Audited:
         """Play the rounds, guess the coins, and bound epsilon; arguments as in `simulations.audit.audit`."""
         terms, counted = self.terms, self._counted()
@@ -194,13 +201,13 @@ class SiteGame:
         drawn = {number: cohort[:counted] for number, cohort in enumerate(cohorts, 1)}
         names = sorted(set(chain(*drawn.values())))
         columns = dict(zip(names, range(0, len(seen), max(2, len(seen) // len(names))), strict=False))
-        coins = streams().child("coins").generator()
+        random = coins().child("coins").generator()
         games: Games = []
         for name, column in columns.items():
             mine = [number for number, sites in drawn.items() if name in sites]
             for played_rounds in [mine] if participation(plan) else [[number] for number in mine]:
-                games.append(Game(name, column, tuple(played_rounds), bool(coins.random() < 0.5)))
-        sums, charged = self._play(plan, drawn, games, seen, streams, progress)
+                games.append(Game(name, column, tuple(played_rounds), bool(random.random() < 0.5)))
+        sums, charged = self._play(plan, drawn, games, seen, noises, progress)
         # What one game costs is the first charge of its site; correlated noise has no other one.
         events = charged[games[0].site][: len(terms.round_events)] or terms.round_events
         z = max(map(_multiplier, events))
@@ -245,7 +252,7 @@ class SiteGame:
         honest: Mapping[int, Sequence[str]],
         games: Games,
         seen: npt.NDArray[np.int64],
-        streams: Streams,
+        noises: Noises,
         progress: Progress,
     ) -> tuple[npt.NDArray[np.float64], dict[str, tuple[Event, ...]]]:
         """Run the plan.
@@ -280,7 +287,7 @@ class SiteGame:
             save_identity(key, identity)
 
             def noise(number: int, name: str = name) -> NoiseStream:
-                return streams() if name in honest[number] else _Silent.fresh()
+                return noises(name, number) if name in honest[number] else _Silent.fresh()
 
             sites.append(Site(config, resident, noise=noise, bases=self.folder))
         models: list[npt.NDArray[np.float64]] = []
@@ -306,7 +313,7 @@ class SiteGame:
                 observe,
                 roster=roster if plan.aggregation.secure else None,
                 public=self.public,
-                noise=lambda _round: streams(),
+                noise=partial(noises, "coordinator"),
             )
         if len(factors) < plan.run.rounds:
             raise EngineError(

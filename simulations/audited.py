@@ -20,6 +20,10 @@ Progress = Callable[[int, int], None]
 """Receives the work done so far, and the total."""
 Streams = Callable[[], NoiseStream]
 """Returns a new stream of noise at each call."""
+Noises = Callable[[str, int], NoiseStream]
+"""From a site's name, or `coordinator`, and a round to the stream of its noise."""
+
+_LENGTHS = (("run", "rounds"), ("local", "steps"))
 
 FAR = 100.0
 """Length of a canary's contribution before it is clipped, in clipping norms."""
@@ -63,7 +67,10 @@ class Audited:
 
 
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
-    """A plan like the run's, for an audit to play: with the noise multiplier that the run claims, and no budget.
+    """A plan like the run's, for an audit to play.
+
+    Where the number of rounds or steps changes, it has the noise multiplier that the run claims instead of an epsilon
+    to meet, and no budget.
 
     Args:
         plan: The run's plan.
@@ -74,7 +81,16 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
         PlanError: the changes do not fit the plan.
     """
     facts = json.loads(plan.to_json())
-    facts["privacy"] |= {"noise_multiplier": terms.noise_multiplier, "target_epsilon": None, "budget": None}
+    if any(
+        facts[name][field] != sections[name][field]
+        for name, field in _LENGTHS
+        if field in sections.get(name, {})
+    ):
+        facts["privacy"] |= {
+            "noise_multiplier": terms.noise_multiplier,
+            "target_epsilon": None,
+            "budget": None,
+        }
     facts["server"] |= {"evaluation": NO_EVALUATION}
     facts["simulation"] |= {"public": 0.0}  # records of the evaluation
     for name, fields in sections.items():

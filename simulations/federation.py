@@ -102,7 +102,7 @@ def simulate(
                 roster=roster,
                 public=public,
                 evaluation=records,
-                noise=partial(_noise, plan, "coordinator"),
+                noise=partial(noise_of, plan, "coordinator"),
                 dataset=dataset,
             )
         )
@@ -167,7 +167,8 @@ def profile_of(plan: Plan, index: int) -> ProfileSection:
     return ProfileSection(share=1.0)
 
 
-def _noise(plan: Plan, who: str, round_number: int) -> NoiseStream:
+def noise_of(plan: Plan, who: str, round_number: int) -> NoiseStream:
+    """The stream of the noise of a site, or the `coordinator`, in a round; secret, unless the plan declares a seed."""
     seed = plan.simulation.noise_seed
     if seed is None:
         return NoiseStream.fresh()
@@ -196,7 +197,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         resident: The state that the process has in memory for its sites.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
-    noise = partial(_noise, plan, config.name)
+    noise = partial(noise_of, plan, config.name)
     return Site(
         config,
         resident,

@@ -43,8 +43,8 @@ def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
     base = (*TEXTS, *COMMON, "privacy.unit=owner", "data.owner=patient_id", "data.sequence_length=64")
     owner = words(*base, "privacy.records=5", "privacy.windows=2")
     assert (
-        "all records of one owner, named by the field 'patient_id', of which at most 5 are used, each with its first "
-        "128 tokens" in owner
+        "all records of one owner at one site, named by the field 'patient_id', of which at most 5 are used, each with "
+        "its first 128 tokens" in owner
     )
     assert "adding or removing all records of one owner at one site" in owner
     assert "each owner is drawn into the batch independently" in owner

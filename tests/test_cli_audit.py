@@ -29,6 +29,7 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.spending import Spending
 from cloister.simulations.audit import audit
+from cloister.simulations.audit import audit as honest
 from cloister.simulations.audit_records import CanaryTrainer
 from cloister.simulations.federation import lay_out
 from cloister.tests.mutants import (
@@ -166,6 +167,31 @@ def ran(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> tuple[i
     code = main(["audit", str(run), "--json", *options])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else {}, err
+
+
+def test_an_audit_takes_noise_and_terms_from_where_a_run_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; the other tests give it streams, so that they can be repeated."""
+    run = folder_of(
+        tmp_path, RECORD.replace("noise_multiplier = 0.6", "target_epsilon = 2.0"), overrides=OFTEN
+    )
+    with RunFolder.reopen(run) as folder, monkeypatch.context() as patch:
+        asked: list[tuple[str, int]] = []
+
+        def noise_of(_plan: Plan, who: str, number: int) -> NoiseStream:
+            asked.append((who, number))
+            return NoiseStream.from_declared_seed(number)
+
+        patch.setattr("cloister.simulations.audit.noise_of", noise_of)
+        found = honest(folder, canaries=1000, steps=20)
+        assert asked == [("site-000", 1), ("site-000", 2)]
+        assert not found.row.problem
+    with RunFolder.reopen(run) as folder, monkeypatch.context() as patch:
+        wrong = "loaded.plan.privacy.noise_multiplier or 0.01"
+        Mutant("clients.site:Site._trained", "terms.noise_multiplier", wrong).plant(patch)
+        found = honest(folder, canaries=1000)
+        assert "standard deviation of the noise" in str(found.row.problem)
 
 
 # --- unit record ------------------------------------------------------------------------------------------------------

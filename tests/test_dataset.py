@@ -17,6 +17,7 @@ import pytest
 
 from cloister.cli.main import main
 from cloister.privacy.accounting import composed
+from cloister.privacy.claims import charged_unit
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.figures import at_most
 from cloister.privacy.ledger import Entry, read_history
@@ -33,7 +34,7 @@ from cloister.server.progress import BudgetSpent, Event, SiteAnswered
 from cloister.server.report import gather
 from cloister.server.run import run
 from cloister.tests.command import done, found, lone_refusal, ran, refusal
-from cloister.tests.federation import CENTRAL, RECORD, Federation, tiny
+from cloister.tests.federation import CENTRAL, RECORD, RUN, Federation, tiny
 from cloister.tests.kills import kill_while, killed_run
 
 DELTA = 1e-3
@@ -234,6 +235,35 @@ def shared(ledger: Path, *settings: str) -> DatasetLedger:
     assert terms is not None
     found.check(terms, "", (), FOUR)
     return found
+
+
+@pytest.mark.parametrize("loss", ["lost", "replaced"])
+def test_a_kept_update_is_not_sent_again_without_its_charge(tmp_path: Path, loss: str) -> None:
+    """The ledger is gone between the training of a round and its sum: the same update would be free."""
+    ledger = tmp_path / "over.sqlite"
+    before = shared(ledger)
+    plan = tiny(*SETTINGS, f"simulation.ledger={ledger}", "simulation.dataset=ward")
+    federation = Federation(tmp_path / "federation", plan)
+    site = federation.joined()
+    site.contribute(federation.request())
+    assert before.spent().runs == 1
+    ledger.unlink()
+    terms = terms_of(plan, 1)
+    assert terms is not None
+    with pytest.raises(LedgerError, match="missing"):
+        before.check(terms, RUN, (), FOUR)
+    assert not ledger.exists()
+    if loss == "replaced":
+        shared(ledger)
+    with pytest.raises(LedgerError, match=r"missing|a charge of the dataset 'ward' for round 1"):
+        federation.site().contribute(federation.request(tries=2))
+
+
+def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
+    window = [*SETTINGS, "privacy.record=window"]
+    said = {charged_unit(tiny(*window, *change)) for change in ([], ["data.text_field=note"])}
+    assert len(said) == 2
+    assert "(bytes)" in min(said)
 
 
 def test_kill_9_and_resume_charge_no_release_twice(

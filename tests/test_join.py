@@ -27,10 +27,10 @@ from cloister.clients.spending import Spending
 from cloister.lm import examples, records
 from cloister.lm.data import Prepared, load_prepared
 from cloister.lm.tokenizer import byte_tokenizer
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import DataError, ModelError
 from cloister.protocol.messages import Contribution, Failed, Inbox, Joined, Request
 from cloister.protocol.wire import decode_reply, encode, view
-from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, SKELLAM, Federation, tiny, whole
+from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, SKELLAM, Federation, changed, tiny, whole
 from cloister.tests.overheard import Overheard
 
 OWNER = [
@@ -477,10 +477,27 @@ def test_a_huge_record_is_left_out(by_record: Sites, tmp_path: Path, monkeypatch
     for huge in (json.dumps({"text": "a" * 2000}), json.dumps({"text": "a"}) + " " * 2000):
         found = read(by_record, lines(tmp_path / "a.jsonl", [*valid[:3], huge, *valid[3:]]))
         assert (found.records, found.left_out) == (6, {"not readable": 1})
+    pq.write_table(pa.table({"text": ["short", "a" * 2000, "short too"]}), tmp_path / "a.parquet")
+    found = read(by_record, tmp_path / "a.parquet")
+    assert (found.records, found.left_out) == (2, {"not readable": 1})
     (tmp_path / "own").mkdir()
     for name, size in (("a.txt", 400), ("b.txt", 401)):
         (tmp_path / "own" / name).write_text("a" * size)
     assert (read(by_record, tmp_path / "own").records) == 1
+
+
+def test_a_tokenizer_with_a_gap_in_its_ids_is_refused_before_any_record(tmp_path: Path) -> None:
+    """A record with that token would make the round fail: the coordinator would choose the token, and learn of it."""
+    folder = tmp_path / "tokenizer"
+    byte_tokenizer().save_pretrained(folder)
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    facts["model"]["vocab"]["Q"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    federation = Federation(tmp_path / "federation", tiny(*RECORD))
+    plan = changed(federation.plan, "model", tokenizer=str(folder))
+    site = federation.site(plan=plan.digest())
+    with pytest.raises(ModelError, match=r"ids below .*, but they go up to 5000"):
+        site.join(federation.join_request(plan))
 
 
 def test_a_chat_that_would_be_rendered_for_hours_is_left_out(

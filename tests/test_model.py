@@ -470,7 +470,7 @@ def test_a_tokenizer_that_is_too_large(tmp_path: Path) -> None:
     tokenizer.add_tokens([f"<extra {i}>" for i in range(10)])
     tokenizer.save_pretrained(tmp_path / "final")
     line = refusal(plan_of(str(tmp_path / "final")))
-    assert line.startswith("model.tokenizer is 'auto': expected at most the 264 tokens")
+    assert line.startswith("model.tokenizer is 'auto': expected ids below 264")
 
 
 def test_a_hub_name_without_a_network_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_the_sites_ledger_says_what_was_paid_for(federate: Callable[..., Federat
     federation.joined(data=written(federation.folder / "data.jsonl", OTHERS)).contribute(federation.request())
     (entry,) = federation.entries()
     assert entry.charge.what == (
-        "update, per all records of one owner, named by the field 'patient', of which at most 3 are used, "
+        "update, per all records of one owner at one site, named by the field 'patient', of which at most 3 are used, "
         "each with its first 64 tokens"
     )
     assert from_json(entry.charge.event) == (SampledGaussian(NOISE, 0.5, 2, "owner"),)
@@ -194,7 +194,7 @@ def test_the_report_names_the_owner_as_the_unit(run: Path) -> None:
     claim = verdict(report)
     assert claim.holds
     assert (
-        "all records of one owner, named by the field 'patient', of which at most 8 are used"
+        "all records of one owner at one site, named by the field 'patient', of which at most 8 are used"
         in claim.sentence
     )
     assert "differ by adding or removing all records of one owner at one site" in claim.sentence
