@@ -16,7 +16,7 @@ simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .
