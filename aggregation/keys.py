@@ -111,21 +111,33 @@ def sign(identity: Ed25519PrivateKey, step: str, context: bytes, body: Value) ->
 
 
 def verify(
-    public: Ed25519PublicKey, signature: bytes, step: str, context: bytes, body: Value, *, site: str
+    public: Ed25519PublicKey,
+    signature: bytes,
+    step: str,
+    context: bytes,
+    body: Value,
+    *,
+    site: str,
+    remember: bool = False,
 ) -> None:
     """Verify a signature that `sign` made.
+
+    With `remember`, for short messages that many sites check, a process verifies each valid signature once.
 
     Raises:
         SignatureError: it is not a signature of exactly this message with the key `public` of `site`.
     """
-    if not _verified(public.public_bytes_raw(), signature, step, context, body):
-        raise SignatureError(f"signature of {site}", expected=f"one that {site}'s key made for {step}")
-
-
-@lru_cache(maxsize=8192)  # a process that plays many sites checks each signature once
-def _verified(public: bytes, signature: bytes, step: str, context: bytes, body: Value) -> bool:
+    check = _verify_once if remember else _verify
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(PROTOCOL, step, context, body))
+        check(public.public_bytes_raw(), signature, step, context, body)
     except InvalidSignature:
-        return False
-    return True
+        raise SignatureError(
+            f"signature of {site}", expected=f"one that {site}'s key made for {step}"
+        ) from None
+
+
+def _verify(public: bytes, signature: bytes, step: str, context: bytes, body: Value) -> None:
+    Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(PROTOCOL, step, context, body))
+
+
+_verify_once = lru_cache(maxsize=4096)(_verify)  # an invalid signature raises, and is not kept

@@ -223,7 +223,7 @@ class SecureSite:
 
     def _check_signatures(self, messages: Sequence[Signed]) -> None:
         for message in messages:
-            check_signature(self.contract.roster, message, self.attempt.context)
+            check_signature(self.contract.roster, message, self.attempt.context, remember=True)
 
     def _least(self) -> int:
         """Fewest remaining sites with which this site continues."""

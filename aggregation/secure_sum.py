@@ -220,8 +220,8 @@ def check_context(ctx: bytes, own: bytes, what: str) -> None:
         )
 
 
-def check_signature(roster: Roster, message: Signed, ctx: bytes) -> None:
-    """Check a site's signature under a message of this attempt.
+def check_signature(roster: Roster, message: Signed, ctx: bytes, *, remember: bool = False) -> None:
+    """Check a site's signature under a message of this attempt; `remember` as for `keys.verify`.
 
     Raises:
         MemberError: the site is not in the roster.
@@ -230,7 +230,9 @@ def check_signature(roster: Roster, message: Signed, ctx: bytes) -> None:
     """
     key = roster.key(message.site)
     check_context(message.context, ctx, f"message of {message.site}")
-    keys.verify(key, message.signature, message.STEP.label, ctx, message.body(), site=message.site)
+    keys.verify(
+        key, message.signature, message.STEP.label, ctx, message.body(), site=message.site, remember=remember
+    )
 
 
 def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -136,8 +137,6 @@ class Memory(threading.Thread):
 
 def _session() -> list[Path]:
     """The processes whose ancestor is this one."""
-    import os
-
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

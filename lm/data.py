@@ -409,7 +409,8 @@ def _split_units(
     owned: dict[bytes, _Unit] = {}
     number = itertools.count()
     used = 0
-    for used, (owner, pieces) in enumerate(made, start=1):  # noqa: B007 -- the last number is the count
+    for owner, pieces in made:
+        used += 1
         if not rule.owner:
             units += [_Unit(_tokens(piece), [(0, 0, piece)]) for piece in pieces]
         for piece in pieces if rule.owner else ():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,17 +59,14 @@ def make(
     left_out: Counter[str] = Counter()
 
     def fill(temporary: Path) -> None:
-        files = {kind: open(temporary / f"{kind}.bin", "wb") for kind in _TYPES}  # noqa: SIM115 -- closed below
-        try:
-            index = []
+        index = []
+        with ExitStack() as stack:
+            files = {kind: stack.enter_context(open(temporary / f"{kind}.bin", "wb")) for kind in _TYPES}
             for done, path in enumerate(sites, 1):
                 prepared = _prepared(path, plan, tokenizer)
                 index.append(None if prepared is None else _entry(prepared, files))
                 left_out.update({} if prepared is None else prepared.left_out)
                 progress(done)
-        finally:
-            for file in files.values():
-                file.close()
         (temporary / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
     write_folder(folder, fill, durable=False)

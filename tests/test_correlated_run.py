@@ -166,7 +166,11 @@ def half_sensitivity(patch: pytest.MonkeyPatch) -> None:
 
 def half_deviation(patch: pytest.MonkeyPatch) -> None:
     right = site_noise.central
-    planted = lambda *a, **k: (m := right(*a, **k)) and dataclasses.replace(m, deviation=m.deviation * HALF)  # noqa: E731 -- a mutant
+
+    def planted(*arguments: Any, **options: Any) -> SiteMechanism:
+        made = right(*arguments, **options)
+        return dataclasses.replace(made, deviation=made.deviation * HALF)
+
     patch.setattr("cloister.privacy.terms.central", planted)
 
 
@@ -182,7 +186,9 @@ def no_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_participation(patch: pytest.MonkeyPatch) -> None:
-    planted = lambda blt, pattern: sensitivity(blt, dataclasses.replace(pattern, most=1))  # noqa: E731 -- a mutant
+    def planted(blt: Blt, pattern: Participation) -> float:
+        return sensitivity(blt, dataclasses.replace(pattern, most=1))
+
     patch.setattr(site_noise, "sensitivity", planted)
 
 

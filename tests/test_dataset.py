@@ -492,7 +492,9 @@ def test_an_owner_who_may_be_at_several_sites_pays_at_each(
     apart = sum(map(len, held)) == len(set().union(*held))
     assert apart == (charges == 1)
     spent = DatasetLedger(case.plan).spent()
-    assert spent.epsilon == terms_of(tiny(*OWNER), 1).epsilon(charges)  # type: ignore[union-attr]  # it has a unit
+    terms = terms_of(tiny(*OWNER), 1)
+    assert terms is not None
+    assert spent.epsilon == terms.epsilon(charges)
 
 
 def test_processes_that_charge_at_once_stay_within_the_limit(tmp_path: Path) -> None:

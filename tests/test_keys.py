@@ -156,3 +156,24 @@ def test_what_is_no_signature_is_refused(signature: bytes) -> None:
     identity = Ed25519PrivateKey.from_private_bytes(bytes(32))
     with pytest.raises(SignatureError):
         keys.verify(identity.public_key(), signature, "share", CTX, "body", site="a")
+
+
+def test_a_signature_that_is_remembered_is_valid_for_nothing_else() -> None:
+    """A site that saw a valid signature still checks key, step, context and body, and keeps no invalid one."""
+    one, other = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2))
+    right = keys.sign(one, "share", b"ctx", (b"body",))
+
+    def check(key: Ed25519PrivateKey, signature: bytes, step: str, context: bytes, body: bytes) -> None:
+        keys.verify(key.public_key(), signature, step, context, (body,), site="a", remember=True)
+
+    for _ in range(2):
+        check(one, right, "share", b"ctx", b"body")
+        for wrong in (
+            (other, right, "share", b"ctx", b"body"),
+            (one, bytes(64), "share", b"ctx", b"body"),
+            (one, right, "mask", b"ctx", b"body"),
+            (one, right, "share", b"other", b"body"),
+            (one, right, "share", b"ctx", b"other"),
+        ):
+            with pytest.raises(SignatureError):
+                check(*wrong)

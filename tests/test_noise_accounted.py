@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -264,7 +264,10 @@ class Released:
         RunFolder.create(self.out, self.plan).close()
         with RunFolder.reopen(self.out) as made:
             roster = federation.roster if self.plan.aggregation.secure else None
-            watch: Callable[[Any], None] = lambda event: clips.append(getattr(event, "clip", 0.0))  # noqa: E731
+
+            def watch(event: object) -> None:
+                clips.append(getattr(event, "clip", 0.0))
+
             run(made, federation.channel, watch, roster=roster, clock=lambda: 0.0)
         kept = Checkpoints(self.out / "checkpoints", federation.layout, 9)
         models = [kept.load(number).weights.astype(np.float64) for number in range(3)]
