@@ -22,7 +22,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     Args:
         folder: The run folder, new or with some rounds done.
-        arguments: `engine`, `workers` and `json`, as the verb parsed them.
+        arguments: `engine`, `workers`, `ray_address` and `json`, as the verb parsed them.
         new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
             unless the disk refused a write: then the run can be resumed.
     """
@@ -35,7 +35,12 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
         with display:
             outcome = simulate(
-                folder, display.event, engine=arguments.engine, workers=arguments.workers, watch=display.watch
+                folder,
+                display.event,
+                engine=arguments.engine,
+                workers=arguments.workers,
+                ray_address=arguments.ray_address,
+                watch=display.watch,
             )
     except KeyboardInterrupt:
         _print_how_to_continue(console, folder)

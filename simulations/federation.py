@@ -58,6 +58,7 @@ def simulate(
     *,
     engine: str = "local",
     workers: int | None = None,
+    ray_address: str | None = None,
     watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
 ) -> Outcome:
     """Run a folder's plan to its end, from the beginning or from where an earlier process stopped.
@@ -66,7 +67,8 @@ def simulate(
         folder: The run folder; the sites' folders are made in it, under `sites/`.
         observe: Receives the run's events.
         engine: `local` or `flower`.
-        workers: Worker processes; None: as many as the hardware of this machine allows.
+        workers: Worker processes; None: as many as the hardware of this machine, or of the cluster, allows.
+        ray_address: HOST:PORT of the running Ray cluster that the engine `flower` joins; None: it starts one here.
         watch: Called when a site starts and stops working, if the engine knows.
 
     Raises:
@@ -75,6 +77,8 @@ def simulate(
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
+    if ray_address is not None and engine != "flower":
+        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
     if reached(folder, FINISHED):
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         if not folder.final.is_dir():
@@ -109,14 +113,15 @@ def simulate(
 
     app = server_app(main)
     if engine == "flower":
-        places = len(_places(plan, workers))
-        cpus, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
         run_on_flower(
             app,
-            partial(make_client_app, sites, plan),
+            partial(make_client_app, sites.absolute(), plan),
             plan.cohort.sites,
-            cpus_per_site=max(1, cpus // places),
-            gpus_per_site=gpus / places,
+            workers=workers,
+            threads=plan.local.threads,
+            workers_per_gpu=plan.simulation.workers_per_gpu,
+            address=ray_address,
+            shared=folder.path,
         )
     else:
         with LocalGrid(

@@ -26,6 +26,7 @@ KNOWS_FLOWER = {
     "simulations/flower.py",
     "simulations/grid.py",
     "simulations/process.py",
+    "simulations/ray_workers.py",
     "simulations/segments.py",
     "simulations/workers.py",
 }
