@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cloister.protocol.errors import EngineError, one_line
 from cloister.simulations.process import environment
 
-_ANSWER_S = 10.0
+ANSWER_S = 10.0
 _CHECK_S = 90.0  # for a node to start a process that imports this package
 _HTTP2 = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -91,14 +91,14 @@ def _check_answers(address: str) -> None:
     if not host or not port.isdecimal():
         raise EngineError("--ray-address", address, expected="HOST:PORT of a running Ray cluster")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as peer:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as peer:
             peer.sendall(_HTTP2)
             peer.recv(1)
     except (OSError, OverflowError) as error:
         raise EngineError(
             "--ray-address",
             address,
-            expected=f"a Ray cluster that answers within {_ANSWER_S:g} s ({one_line(error)})",
+            expected=f"a Ray cluster that answers within {ANSWER_S:g} s ({one_line(error)})",
             fix="start its first node: ray start --head --port PORT",
         ) from error
 
@@ -228,12 +228,12 @@ def software() -> dict[str, str]:
         source.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
         source.update(file.read_bytes())
     public = {
-        name: version(name).partition("+")[0] for name in _SAME
+        name: metadata.version(name).partition("+")[0] for name in _SAME
     }  # a build may differ: with a GPU, without
     return {
         "python": platform.python_version(),
         **public,
-        "cloister": f"{version('cloister')} (source {source.hexdigest()[:8]})",
+        "cloister": f"{metadata.version('cloister')} (source {source.hexdigest()[:8]})",
     }
 
 

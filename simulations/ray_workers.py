@@ -89,8 +89,8 @@ class RayWorkers(Backend):
 
     def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
         """The reply of a site and its new context; called by as many threads as there are workers."""
-        worker = self._next_idle()
         packed, vectors = self._vectors.packed(message)
+        worker = self._next_idle()
         answer = worker.answer.remote(packed, context, *vectors)
         while not ray.wait([answer], timeout=_POLL_S)[0]:
             self._check_not_over()
