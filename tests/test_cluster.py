@@ -70,6 +70,11 @@ def await_(condition: Callable[[], Any]) -> Any:
     return value
 
 
+def importable() -> Any:
+    """This module under a name by which other processes can import it; pytest's own name for it is not one."""
+    return importlib.import_module("cloister.tests.test_cluster")
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[TwoNodes]:
     from ray.cluster_utils import Cluster
@@ -114,11 +119,11 @@ def test_two_nodes_give_the_weights_of_one_process_and_stay(
         return ask(self, *arguments, **options)
 
     monkeypatch.setattr(GridChannel, "ask", watched)
-    out = tmp_path / "run"
-    outcome = found(capsys, "simulate", str(small_plan), "--out", str(out), *flower)
+    monkeypatch.chdir(tmp_path)  # the nodes have another working directory
+    outcome = found(capsys, "simulate", str(small_plan), "--out", "run", *flower)
     assert outcome["params_sha256"] == whole["params_sha256"]
     assert at_work == {"one", "two"}
-    assert not list(out.glob(".nodes-*"))
+    assert not list(Path("run").glob(".nodes-*"))
     await_(
         lambda: not any(two.workers(node) for node in two.raylets)
     )  # the cluster is left, the workers are not
@@ -164,6 +169,85 @@ def test_a_worker_that_is_killed_on_one_node_is_a_dropout(
     assert "the site's worker process ended" in printed + err
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [(row["attempts"], row["sites"], row["dropouts"]) for row in rows[1:]] == [(1, 3, 1), (1, 4, 0)]
+
+
+def asking(grid: Grid, timeout_s: float) -> list[Message]:
+    return list(
+        grid.send_and_receive(
+            [Message(RecordDict(), node, "train") for node in grid.get_node_ids()], timeout=timeout_s
+        )
+    )
+
+
+def make_endless() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        threading.Event().wait()
+        raise AssertionError
+
+    return app
+
+
+def make_nothing() -> ClientApp:
+    raise LookupError("no such app")
+
+
+def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str]) -> None:
+    app = ServerApp()
+    busy: list[int] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        for _ in range(2):  # the second message of each site waits for a worker
+            assert asking(grid, 0.1) == []
+        busy.extend(await_(lambda: two.workers("two", r"ray::_Worker\.answer")))
+
+    begun = time.monotonic()
+    run_on_flower(app, importable().make_endless, SITES, address=two.address)
+    assert time.monotonic() - begun < PATIENCE_S
+    await_(lambda: not any(map(title, busy)))
+
+
+def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -> None:
+    app = ServerApp()
+    replies: list[Message] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        replies.extend(asking(grid, PATIENCE_S))
+
+    run_on_flower(app, importable().make_nothing, 2, address=two.address)
+    assert len(replies) == 2
+    assert all("LookupError: no such app" in str(reply.error.reason) for reply in replies)
+
+
+def test_as_many_sites_work_at_once_as_there_are_workers(
+    two: TwoNodes, flower: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's own pool of threads would be the limit; a thread stands for a worker here."""
+    from cloister.simulations import cluster
+    from cloister.simulations.ray_workers import RayWorkers
+
+    together = threading.Barrier(40)
+
+    def process(self: RayWorkers, message: Message, context: Context) -> tuple[Message, Context]:
+        together.wait(PATIENCE_S)
+        return Message(RecordDict(), reply_to=message), context
+
+    monkeypatch.setattr(cluster, "room", lambda *_: cluster.Room(40, 1.0, 0.0))
+    monkeypatch.setattr(RayWorkers, "build", lambda *_: None)
+    monkeypatch.setattr(RayWorkers, "process_message", process)
+    app = ServerApp()
+    replies: list[Message] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        replies.extend(asking(grid, PATIENCE_S))
+
+    run_on_flower(app, make_app, 40, address=two.address)
+    assert [reply.has_content() for reply in replies] == [True] * 40
 
 
 # What is sent.
@@ -224,8 +308,7 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
         await_(lambda: first not in memory_summary())
         assert second in memory_summary()
 
-    module = importlib.import_module("cloister.tests.test_cluster")  # by which other processes can import it
-    run_on_flower(app, module.make_app, SITES, address=two.address)
+    run_on_flower(app, importable().make_app, SITES, address=two.address)
     assert list(stored.values()) == [400_000, 400_000]  # one for each round
     assert sorted(answer["sum"] for answer in said) == [100_000.0] * SITES + [200_000.0] * SITES
     assert all("plasma" in answer["mapped"] for answer in said)
