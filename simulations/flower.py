@@ -66,8 +66,10 @@ def run_on_flower(
         raise EngineError(
             "engine", "flower", expected="ray to be installed", fix="run: pip install 'cloister[ray]'"
         )
-    from cloister.simulations.cluster import check_nodes, cluster, room
-    from cloister.simulations.ray_workers import RayWorkers
+    # Ray reads it when it is imported: a thread that outlives the connection must not start another Ray.
+    with environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
+        from cloister.simulations.cluster import check_nodes, cluster, room
+        from cloister.simulations.ray_workers import RayWorkers
 
     raised: list[BaseException] = []
     over = threading.Event()

@@ -85,7 +85,8 @@ class RayWorkers(Backend):
         return not self._idle.empty()
 
     def terminate(self) -> None:
-        """Leave the workers to the end of the connection to Ray, which kills them."""
+        """End the threads that still wait; the workers end with the connection to Ray."""
+        self._over.set()
 
     def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
         """The reply of a site and its new context; called by as many threads as there are workers."""

@@ -101,16 +101,6 @@ def test_the_number_of_workers_does_not_change_the_weights(
     assert other["params_sha256"] != whole["params_sha256"]
 
 
-def test_flower_runs_the_same_apps_to_the_same_weights(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--json"]
-    command += ["--out", str(tmp_path / "flower"), "--engine", "flower"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
-
-
 # Where evaluation happens, dropouts, refusals
 
 
