@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias, get_args
 
@@ -120,11 +121,10 @@ class Attempts:
 
             site.answered = reveal
             answer = _handle(site, told)
-            logged = (int(step), to_bytes(told))
             if step is Step.UNMASK:
                 self._remember(files.end(self._state(files)), None)
             else:
-                self._remember(files.keep(state, logged), site)
+                self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
 
     def mask(
@@ -229,6 +229,11 @@ class Attempts:
         for step, body in kept.log:
             _handle_again(site, step, body)
         return site
+
+
+@lru_cache(maxsize=2)  # in a process that plays many sites, all get the same keys, and the same survivors
+def _bytes_of(told: Told) -> bytes:
+    return to_bytes(told)
 
 
 def _handle(site: SecureSite, told: Told) -> Answer:
