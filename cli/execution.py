@@ -15,6 +15,7 @@ from cloister.cli.display import Display, LineDisplay, LiveDisplay
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE
+from cloister.simulations import fork_server
 
 
 def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
@@ -31,6 +32,8 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
     display: Display = LiveDisplay(console, folder) if live else LineDisplay(console)
     started = time.monotonic()
     try:
+        if arguments.engine == "local":
+            fork_server.start(folder.plan)
         from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
 
         with display:

@@ -25,7 +25,7 @@ from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
-from cloister.lm.model import count_parameters, imported_by_loading
+from cloister.lm.model import count_parameters
 from cloister.lm.tokenizer import load_tokenizer
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -43,7 +43,7 @@ from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.progress import Observer, Preparing, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
-from cloister.simulations import store, trained
+from cloister.simulations import fork_server, store, trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -80,13 +80,8 @@ def simulate(
         if not folder.final.is_dir():
             finish(folder)
         return outcome(folder)
-    terms = terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
     dataset = DatasetLedger.of(plan)
-    if dataset is not None:
-        assert terms is not None, "a sound plan with a ledger has a privacy unit"
-        history = run_history(folder) if reached(folder, DONE) else None
-        names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
-        dataset.check(terms, history.run if history else "", history.summed if history else (), names)
+    _check(folder, dataset)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
@@ -124,12 +119,28 @@ def simulate(
             [{"partition-id": index} for index in range(plan.cohort.sites)],
             workers=_places(plan, workers),
             slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
-            preload=["cloister.simulations.federation", *imported_by_loading(plan)],
+            preload=fork_server.modules(plan),
             log=folder.workers_log,
             watch=lambda node, at_work: watch(site_name(node - 1), at_work),
         ) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
     return outcomes[0]
+
+
+def _check(folder: RunFolder, dataset: DatasetLedger | None) -> None:
+    """Refuse here, not at every site, a model that does not fit the plan, and a run that a limit over runs forbids.
+
+    Raises:
+        CloisterError: the run is refused.
+    """
+    plan = folder.plan
+    terms = terms_of(plan, count_parameters(plan)[1])
+    if dataset is None:
+        return
+    assert terms is not None, "a sound plan with a ledger has a privacy unit"
+    history = run_history(folder) if reached(folder, DONE) else None
+    names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
+    dataset.check(terms, history.run if history else "", history.summed if history else (), names)
 
 
 def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
@@ -262,7 +273,9 @@ def lay_out(plan: Plan, folder: Path) -> None:
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
     for name, key in identities.items():
-        save_identity(key, names.site(name) / "identity.pem")
+        save_identity(
+            key, names.site(name) / "identity.pem", durable=False
+        )  # the folder is synced as a whole
         keys = {
             "name": name,
             "data": "data.jsonl",
@@ -283,10 +296,8 @@ def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:
     gpus = torch.cuda.device_count()
     count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else _cpu_workers(plan))
     count = min(count, plan.cohort.sites)
-    threads = {name: str(plan.local.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    threads["TOKENIZERS_PARALLELISM"] = "false"
     return [
-        {**threads, **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
+        {**fork_server.variables(plan), **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
         for worker in range(count)
     ]
 

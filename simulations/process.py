@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from flwr.supercore.task_identity import TaskIdentity
-
 
 def identify(run_id: int, node_id: int) -> None:
     """Set the run and the node that this process's messages come from.
@@ -15,6 +13,8 @@ def identify(run_id: int, node_id: int) -> None:
     Flower's `Message` reads both from a process global, and has no argument for them. Flower's own runtimes set it in
     the same way.
     """
+    from flwr.supercore.task_identity import TaskIdentity  # Flower takes half a second to import
+
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 1
 
 
