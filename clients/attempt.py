@@ -84,6 +84,7 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
+        agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
     """
 
@@ -93,12 +94,14 @@ class Attempts:
         contract: Contract,
         member: Member,
         live: Live,
+        agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._folder = folder
         self._contract = contract
         self._member = member
         self._live = live
+        self._agreements = agreements
         self._random = random
 
     def agree(self, told: Told, round_number: int) -> Answer:
@@ -225,6 +228,7 @@ class Attempts:
             answered=_unprepared,
             earlier=state.marks.answered,
             newest=kept.newest,
+            agreements=self._agreements,
         )
         for step, body in kept.log:
             _handle_again(site, step, body)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, manifest_of
 from cloister.aggregation.sums import (
@@ -82,6 +83,7 @@ class Site:
         trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
+        agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Site:
         trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
+        agreements: Agreements | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -101,6 +104,7 @@ class Site:
         self._noise = noise
         self._trained_to = trained
         self._made_before = sequences
+        self._agreements = agreements
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
@@ -234,7 +238,8 @@ class Site:
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
         folder = self._attempts_folder(purpose, sum_id.run)
-        return Attempts(folder, contract, self._admission.member(plan.quorum()), loaded.live)
+        member = self._admission.member(plan.quorum())
+        return Attempts(folder, contract, member, loaded.live, self._agreements)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         """A folder for each run: the answers of one run are kept while other runs continue."""

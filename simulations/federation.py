@@ -17,6 +17,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.kept import base_path, save_vector
@@ -165,7 +166,9 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
+    return client_app(
+        partial(_site_of, sites, plan, Agreements()), explain=one_line
+    )  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -193,12 +196,15 @@ def _share_base(sites: Path, base: Vector) -> None:
         write_file(path, lambda temporary: save_vector(temporary, base))
 
 
-def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
+def _site_of(sites: Path, plan: Plan, agreements: Agreements, context: Context, resident: Resident) -> Faulty:
     index = int(context.node_config["partition-id"])
-    return Faulty(open_site(sites, plan, index, resident), plan, profile_of(plan, index).speed)
+    site = open_site(sites, plan, index, resident, agreements)
+    return Faulty(site, plan, profile_of(plan, index).speed)
 
 
-def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
+def open_site(
+    sites: Path, plan: Plan, index: int, resident: Resident, agreements: Agreements | None = None
+) -> Site:
     """The simulated site with a number: an ordinary site, whose noise is secret or that of the declared seed.
 
     Args:
@@ -206,6 +212,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         plan: The run's plan.
         index: The number.
         resident: The state that the process has in memory for its sites.
+        agreements: The secrets that its sites have agreed on.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     noise = partial(noise_of, plan, config.name)
@@ -217,6 +224,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         trained=partial(trained.keep, plan, config.folder),
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
+        agreements=agreements,
     )
 
 
