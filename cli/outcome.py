@@ -27,7 +27,7 @@ from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.outcome import Outcome
 from cloister.server.phases import Phase
-from cloister.simulations.inspection import Inspected, aggregation_error, cannot_inspect, per_site
+from cloister.simulations.inspection import Inspected, aggregation_error, cannot_inspect, keep, per_site
 
 T = TypeVar("T")
 
@@ -95,19 +95,27 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
 def losses_of_sites(
     console: Console, folder: RunFolder, display: Display, workers: int | None
 ) -> Inspected | None:
-    """Evaluate each site of a finished run; None if that is not possible. A line says what is not known, and why."""
-    what = "the held-out loss of each site"
+    """Evaluate each site of a finished run, and keep the result; None if that is not possible.
+
+    A line says what is not known or not kept, and why.
+    """
+    what = "not shown: the held-out loss of"
     reason = cannot_inspect(folder.plan)
     if reason:
-        _say_not_shown(console, what, reason)
+        _warn(console, f"{what} each site: {reason}")
         return None
     found = _tried(
-        console, what, lambda: per_site(folder, display.event, workers=workers, watch=display.watch)
+        console,
+        f"{what} each site",
+        lambda: per_site(folder, display.event, workers=workers, watch=display.watch),
     )
-    if found is not None and found.problems:
+    if found is None:
+        return None
+    if found.problems:
         first, *others = found.problems
         more = f" and {len(others)} more" if others else ""
-        _say_not_shown(console, f"the held-out loss of {first}{more}", found.problems[first])
+        _warn(console, f"{what} {first}{more}: {found.problems[first]}")
+    _tried(console, "not kept: the held-out loss of each site", lambda: keep(folder, found.sites))
     return found
 
 
@@ -123,7 +131,9 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
     plan = folder.plan
     if losses is not None:
         _print_losses(console, losses)
-    apart = _tried(console, "the error of averaging A and B apart", lambda: aggregation_error(folder))
+    apart = _tried(
+        console, "not shown: the error of averaging A and B apart", lambda: aggregation_error(folder)
+    )
     if apart is not None:
         console.print(
             f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
@@ -138,7 +148,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
     text = _tried(
         console,
-        "a sample of the final model",
+        "not shown: a sample of the final model",
         lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
     )
     if text is not None:
@@ -165,17 +175,17 @@ def _print_losses(console: Console, losses: Inspected) -> None:
         console.print(sites)
 
 
-def _tried(console: Console, what: str, make: Callable[[], T]) -> T | None:
-    """What `make` returns; None, after a line that names what is not shown, if it fails."""
+def _tried(console: Console, failure: str, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None, after a line with what failed and why, if it fails."""
     try:
         return make()
     except Exception as error:  # of any class: the run is finished, and its command must not fail
-        _say_not_shown(console, what, one_line(error))
+        _warn(console, f"{failure}: {one_line(error)}")
         return None
 
 
-def _say_not_shown(console: Console, what: str, reason: str) -> None:
-    console.print(Text(f"not shown: {what}: {reason}", style="yellow"), soft_wrap=True)
+def _warn(console: Console, line: str) -> None:
+    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def protected(plan: Plan) -> str:
@@ -231,10 +241,10 @@ def _add_costs(table: Table, outcome: Outcome) -> None:
     table.add_section()
     names = [phase.value for phase in Phase]
     for pair in zip(names[::2], names[1::2], strict=True):
-        figures = ", ".join(f"{outcome.phase_seconds.get(name, 0.0):,.1f}" for name in pair)
-        table.add_row(f"seconds: {', '.join(pair)}", figures)
+        figures = (f"{outcome.phase_seconds.get(name, 0.0):,.1f} s" for name in pair)
+        table.add_row(", ".join(pair), ", ".join(figures))
     if outcome.tokens_per_second:
-        table.add_row("tokens per second of rounds", f"{outcome.tokens_per_second:,.0f}")
+        table.add_row("tokens/s in rounds", f"{outcome.tokens_per_second:,.0f}")
     for whose, peak in (("coordinator", outcome.coordinator_rss), ("largest worker", outcome.worker_rss)):
         if peak is not None:
             table.add_row(f"peak RSS, {whose}", size(peak))

@@ -20,7 +20,8 @@ class Phase(StrEnum):
     """The model, public training, records for evaluation; in a simulation also the data of the sites, while its worker
     processes start. Under a privacy unit a deployed site prepares its data in its first round, in `train`."""
     JOIN = "join"
-    """From the first request to join to the last answer; the sites load the model and prepare their data in it."""
+    """From the first request to join to the last answer: the sites load the model and prepare their data, and in a
+    simulation the worker processes finish their start."""
     TRAIN = "train"
     """Step 4 of all attempts, failed ones included: from the requests to the last contribution. The sites train and
     mask their updates, and the messages travel; the coordinator adds each update to the sum as it arrives, which
@@ -28,7 +29,8 @@ class Phase(StrEnum):
     SUM = "sum"
     """The other steps of all attempts before the checkpoint: 1 to 3 and 5 to 8."""
     EVALUATE = "evaluate"
-    """Held-out evaluation, at the coordinator or as a sum over sites with all of its steps."""
+    """Held-out evaluation, at the coordinator or as a sum over sites with all of its steps; not that of single sites
+    after the run (`simulation.per_site`)."""
     CHECKPOINT = "checkpoint"
     """Step 9; also the initial and the final model on disk."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,11 @@ from cloister.simulations.partition import site_name
 
 Vector = npt.NDArray[np.float32]
 
-_QUERY = "held-out"
+_QUERY = "held_out"
 _INSPECTED = "held-out losses of sites"
 
 
-_TTL_S = 30 * 24 * 3600.0
+_TTL_S = 14 * 24 * 3600.0
 """Seconds after which a worker that evaluates a site is given up: longer than all of them take."""
 
 
@@ -80,7 +80,7 @@ def per_site(
     workers: int | None = None,
     watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
 ) -> Inspected:
-    """Evaluate the initial and the final model on each site's own held-out records, and write `sites.json`.
+    """Evaluate the initial and the final model on each site's own held-out records.
 
     Worker processes of this machine do it, one site at a time each, whatever engine the run had. The plan's
     `server.evaluation_sequences` bounds it. A site that cannot be evaluated, because its folder was removed for
@@ -95,7 +95,6 @@ def per_site(
     Raises:
         RunFolderError: a checkpoint is missing or damaged.
         EngineError: worker processes cannot be started.
-        StorageError: the disk refuses `sites.json`.
     """
     plan, count = folder.plan, folder.plan.cohort.sites
     observe(Step(_INSPECTED, 0, 2 * count))
@@ -123,8 +122,16 @@ def per_site(
         if site not in problems:
             before, after = (found[number, site] for number in rounds)
             sites.append(SiteOutcome(site, cast(int, before["sequences"]), _loss(before), _loss(after)))
-    write_bytes(folder.site_outcomes, json.dumps([asdict(site) for site in sites], indent=1).encode())
     return Inspected(tuple(sites), problems)
+
+
+def keep(folder: RunFolder, sites: Sequence[SiteOutcome]) -> None:
+    """Write `sites.json`.
+
+    Raises:
+        StorageError: the disk refuses it.
+    """
+    write_bytes(folder.site_outcomes, json.dumps([asdict(site) for site in sites], indent=1).encode())
 
 
 def make_inspection_app(sites: Path, plan: Plan, base_hash: bytes) -> ClientApp:
