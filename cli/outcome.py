@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.cli.display import Display
-from cloister.cli.plan import size
 from cloister.lm.generate import generate
 from cloister.privacy.claims import unit_in_words
 from cloister.privacy.dataset import DatasetLedger
@@ -27,7 +26,8 @@ from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.outcome import Outcome
 from cloister.server.phases import Phase
-from cloister.simulations.inspection import Inspected, aggregation_error, cannot_inspect, keep, per_site
+from cloister.simulations.inspection import aggregation_error
+from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
 
 T = TypeVar("T")
 
@@ -94,13 +94,13 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
 
 def losses_of_sites(
     console: Console, folder: RunFolder, display: Display, workers: int | None
-) -> Inspected | None:
+) -> Losses | None:
     """Evaluate each site of a finished run, and keep the result; None if that is not possible.
 
     A line says what is not known or not kept, and why.
     """
     what = "not shown: the held-out loss of"
-    reason = cannot_inspect(folder.plan)
+    reason = not_evaluated(folder.plan)
     if reason:
         _warn(console, f"{what} each site: {reason}")
         return None
@@ -119,7 +119,7 @@ def losses_of_sites(
     return found
 
 
-def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses: Inspected | None) -> None:
+def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses: Losses | None) -> None:
     """Print the outcome for a person: losses, privacy, a sample of text, and the next commands.
 
     Args:
@@ -164,7 +164,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         console.print(Text(line), soft_wrap=True)
 
 
-def _print_losses(console: Console, losses: Inspected) -> None:
+def _print_losses(console: Console, losses: Losses) -> None:
     sites = Table(title="Held-out loss of each site", title_justify="left")
     for heading in ("site", "sequences", "before", "after"):
         sites.add_column(heading, justify="left" if heading == "site" else "right")
@@ -247,4 +247,4 @@ def _add_costs(table: Table, outcome: Outcome) -> None:
         table.add_row("tokens/s in rounds", f"{outcome.tokens_per_second:,.0f}")
     for whose, peak in (("coordinator", outcome.coordinator_rss), ("largest worker", outcome.worker_rss)):
         if peak is not None:
-            table.add_row(f"peak RSS, {whose}", size(peak))
+            table.add_row(f"peak RSS, {whose}", f"{peak / 1e9:.2f} GB")

@@ -22,7 +22,7 @@ from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import FINISHED, Journal
 from cloister.server.phases import Phase
 from cloister.server.progress import Event, Finished, Step
-from cloister.simulations import federation, inspection
+from cloister.simulations import federation, site_losses
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.simulations.process import identify
 from cloister.tests.command import found, ran
@@ -100,7 +100,7 @@ def test_the_last_table_fits_a_narrow_terminal(
         figures = [whole["phase_seconds"][name] for name in pair.split(", ")]
         assert ", ".join(f"{seconds:,.1f} s" for seconds in figures) in line
     assert any(f"{whole['tokens_per_second']:,.0f}" in line for line in table if "tokens/s in rounds" in line)
-    assert any("MB" in line for line in table if "peak RSS, coordinator" in line)
+    assert any("GB" in line for line in table if "peak RSS, coordinator" in line)
 
 
 # The losses of each site
@@ -155,7 +155,7 @@ def test_a_disk_that_refuses_the_losses_of_sites_does_not_hide_them(
 ) -> None:
     (again / "sites.json").unlink(missing_ok=True)
     (again / "sites.json" / "in the way").mkdir(parents=True)
-    losses = inspection.Inspected((inspection.SiteOutcome("site-000", 7, 5.125, None),), {})
+    losses = site_losses.Losses((site_losses.SiteOutcome("site-000", 7, 5.125, None),), {})
     monkeypatch.setattr(shown, "per_site", lambda *_arguments, **_options: losses)
     code, out, _ = ran(capsys, "resume", str(again), "--per-site")
     shutil.rmtree(again / "sites.json")
@@ -184,7 +184,7 @@ def test_ctrl_c_among_the_sites_leaves_a_finished_run_and_says_so(
     assert ran(capsys, "resume", str(again))[0] == 0
 
 
-def test_no_app_of_a_run_answers_what_the_workers_of_an_inspection_are_asked(tmp_path: Path) -> None:
+def test_no_app_of_a_run_answers_with_the_losses_of_a_site(tmp_path: Path) -> None:
     plan = tiny()
     identify(7, 1)
     context = Context(7, 1, {"partition-id": 0}, RecordDict(), {})
@@ -194,7 +194,7 @@ def test_no_app_of_a_run_answers_what_the_workers_of_an_inspection_are_asked(tmp
         return app(message, context)
 
     with pytest.raises(PlanError, match="site-000"):  # those workers take the message, and look for the site
-        asked(inspection.make_inspection_app(tmp_path, plan, b""))
+        asked(site_losses.make_losses_app(tmp_path, plan, b""))
     for app in (make_client_app(tmp_path, plan), deployed.app):
         with pytest.raises(ValueError, match="held_out"):
             asked(app)
