@@ -38,7 +38,7 @@ from cloister.clients.release import Finished, code_for, contribution
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.lm.data import Preparation, Prepared, cached
-from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
@@ -208,14 +208,15 @@ class Site:
     # For the site alone: not sent.
 
     def held_out(self, plan: Plan, weights: Vector, base_hash: bytes = b"") -> HeldOut:
-        """The model's sums on the site's held-out records.
+        """The model's sums on the site's held-out records, or on the subset of `server.evaluation_sequences`.
 
         Raises:
             CloisterError: the model or the data cannot be loaded.
         """
         loaded = self._load(plan, base_hash)
         loaded.model.layout.scatter(weights, loaded.model.module)
-        sequences, local = self._prepared(loaded).held_out, plan.local
+        held_out, local = self._prepared(loaded).held_out, plan.local
+        sequences = subset(held_out, plan.server.evaluation_sequences, plan.run.seed)
         return evaluate(loaded.model.module, sequences, local.batch_size, loaded.device, local.precision)
 
     def sequences(self, plan: Plan, base_hash: bytes = b"") -> int:

@@ -6,9 +6,11 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -41,6 +43,7 @@ from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.history import reached, run_history
 from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
+from cloister.server.phases import Phase, Phases
 from cloister.server.progress import Observer, Preparing, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
@@ -49,6 +52,7 @@ from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
+from cloister.simulations.process import peak_rss
 
 _RUN_ID = 1
 
@@ -80,15 +84,18 @@ def simulate(
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         if not folder.final.is_dir():
             finish(folder)
-        return outcome(folder)
-    dataset = DatasetLedger.of(plan)
-    _check(folder, dataset)
+        return replace(outcome(folder), coordinator_rss=peak_rss())
+    phases = Phases()
+    with phases.during(Phase.PREPARE):
+        dataset = DatasetLedger.of(plan)
+        _check(folder, dataset)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
     def main(grid: Grid, _context: Context) -> None:
-        public = _prepare(folder, observe)  # while the engine's processes import what they need
-        roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
+        with phases.during(Phase.PREPARE):
+            public = _prepare(folder, observe)  # while the engine's processes import what they need
+            roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
         records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
             run(
@@ -100,9 +107,11 @@ def simulate(
                 evaluation=records,
                 noise=partial(noise_of, plan, "coordinator"),
                 dataset=dataset,
+                phases=phases,
             )
         )
 
+    worker_rss: int | None = None
     app = server_app(main)
     if engine == "flower":
         places = len(_places(plan, workers))
@@ -115,17 +124,37 @@ def simulate(
             gpus_per_site=gpus / places,
         )
     else:
-        with LocalGrid(
-            partial(make_client_app, sites, plan),
-            [{"partition-id": index} for index in range(plan.cohort.sites)],
-            workers=_places(plan, workers),
-            slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
-            preload=fork_server.modules(plan),
-            log=folder.workers_log,
-            watch=lambda node, at_work: watch(site_name(node - 1), at_work),
-        ) as grid:
+        with local_grid(folder, partial(make_client_app, sites, plan), workers, watch) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
-    return outcomes[0]
+            peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
+            worker_rss = max((peak for peak in peaks if peak is not None), default=None)
+    return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
+
+
+def local_grid(
+    folder: RunFolder,
+    make_app: Callable[[], ClientApp],
+    workers: int | None,
+    watch: Callable[[str, bool], None],
+) -> LocalGrid:
+    """Worker processes of this machine for the sites of a run.
+
+    Args:
+        folder: The run folder.
+        make_app: Makes the app of the sites; picklable.
+        workers: As for `simulate`.
+        watch: As for `simulate`.
+    """
+    plan = folder.plan
+    return LocalGrid(
+        make_app,
+        [{"partition-id": index} for index in range(plan.cohort.sites)],
+        workers=_places(plan, workers),
+        slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
+        preload=fork_server.modules(plan),
+        log=folder.workers_log,
+        watch=lambda node, at_work: watch(site_name(node - 1), at_work),
+    )
 
 
 def _check(folder: RunFolder, dataset: DatasetLedger | None) -> None:

@@ -27,6 +27,7 @@ KNOWS_FLOWER = {
     "simulations/grid.py",
     "simulations/process.py",
     "simulations/segments.py",
+    "simulations/site_losses.py",
     "simulations/workers.py",
 }
 """The carriers. No other file imports Flower, and none imports gRPC."""
