@@ -25,6 +25,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
+def add_per_site(parser: argparse.ArgumentParser) -> None:
+    """--per-site: what the sites' own records say of the run."""
+    parser.add_argument(
+        "--per-site",
+        action="store_true",
+        help="when the run is finished, evaluate the initial and the final model on each site's own held-out records "
+        "(simulation.per_site)",
+    )
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """PLAN, --sites and --set: a plan, and values that replace its own."""
     parser.add_argument(

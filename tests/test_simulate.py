@@ -43,8 +43,6 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     assert whole["delta"] is None
     assert 0 < whole["final_loss"] < whole["initial_loss"]
     assert whole["perplexity"] == pytest.approx(np.exp(whole["final_loss"]))
-    assert whole["tokens_per_second"] > 0
-    assert whole["seconds"] > 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
