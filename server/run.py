@@ -100,17 +100,18 @@ def run(
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         if done is None:
-            initial_weights = (
-                model.layout.flatten(model.module) if public is None or base is not None else public
+            weights = (
+                model.layout.flatten(model.module) if public is None or base is not None else public.copy()
             )
-            optimizer = ServerOptimizer(plan.server, initial_weights)
-            digest = checkpoints.save(0, optimizer.weights, {})
-            initial = {"round": 0, "params_sha256": digest}
+            initial = {"round": 0, "params_sha256": checkpoints.save(0, weights, {})}
             journal.record(0, 1, steps.DONE, initial)
+            optimizer = ServerOptimizer(plan.server, weights)
         else:
             checkpoint = checkpoints.load(done.round)
-            optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
+            weights = checkpoint.weights
+            optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
             clip = done.detail.get("clip") or clip
+        model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
         terms = terms_of(plan, model.layout.size)
         party = Party(
@@ -225,7 +226,7 @@ def _report_end(context: RoundContext, folder: RunFolder, number: int, evaluate:
     plan = context.party.plan
     if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
         return  # sites evaluate in the rounds of the plan only
-    held_out = evaluate(number, context.optimizer.weights.copy())
+    held_out = evaluate(number, context.optimizer.weights)
     if held_out is not None:
         found = Evaluated(
             number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
@@ -246,7 +247,7 @@ def _report(
     number, plan, observe = facts["round"], context.party.plan, context.party.observe
     row = dict(facts)
     if plan.evaluates(number):
-        held_out = evaluate(number, context.optimizer.weights.copy())
+        held_out = evaluate(number, context.optimizer.weights)
         if held_out is not None:
             found = Evaluated(
                 number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
