@@ -54,7 +54,7 @@ WRAP_DEVIATIONS = 12
 """Standard deviations of the noise for which the scale leaves room in the ring: they are exceeded with probability
 below 2^-107 for a coordinate."""
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**18
 """Elements whose noise is drawn at a time, whole blocks: it is 64-bit integers."""
 _FURTHEST = math.log(10.0)
 """Largest change of the logarithm of C in a round: the noise on a fraction of few sites has no bound."""

@@ -21,8 +21,8 @@ from cloister.protocol.plan import ServerSection
 
 Vector = npt.NDArray[np.float32]
 
-_BLOCK = 2**20
-"""Elements that step together: what torch makes for them, a few arrays of 4 MB, does not count beside a large model."""
+_BLOCK = 2**18
+"""Elements that step together: what torch makes for them, a few arrays of 1 MB, does not count beside a large model."""
 
 
 class ServerOptimizer:

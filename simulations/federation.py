@@ -48,6 +48,7 @@ from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
+from cloister.simulations.process import return_freed_memory
 
 _RUN_ID = 1
 
@@ -72,6 +73,7 @@ def simulate(
     Raises:
         CloisterError: the run stopped; it can be resumed.
     """
+    return_freed_memory()
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
@@ -154,6 +156,7 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
+    return_freed_memory()
     return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 
 
