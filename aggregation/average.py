@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from cloister.aggregation.ring import Ring, RingVector
 from cloister.aggregation.span import Piece, add_pieces, check_pieces
+from cloister.protocol.blocks import cut
 from cloister.protocol.errors import UpdateError
 
 WEIGHT = "weight"
@@ -77,27 +78,6 @@ class SumLayout:
             raise UpdateError("weight", weight, expected=f"from 1 to {self.heaviest}")
         return self.ring.encode(values, seed, offset, factor=weight / self.heaviest, out=out)
 
-    def whole(
-        self, steps: npt.NDArray[np.int64], offset: int = 0, out: RingVector | None = None
-    ) -> RingVector:
-        """One span of a site's part of a mean of vectors that are already whole numbers of steps, with the weight 1.
-
-        Args:
-            steps: (d,) int64: elements [offset, offset + d); values beyond the ring are reduced modulo 2^bits.
-            offset: Element of the update where `steps` starts.
-            out: (d,) ring integers to write into.
-
-        Returns:
-            (d,) ring integers.
-
-        Raises:
-            UpdateError: the steps end beyond the update.
-        """
-        self._check_span(steps.shape, offset)
-        coded: RingVector = np.empty(steps.shape, self.ring.dtype) if out is None else out
-        np.copyto(coded, steps, casting="unsafe")
-        return coded
-
     def tail(self, counters: Mapping[str, int], extra: npt.ArrayLike = ()) -> RingVector:
         """The span [size, length): the extra values, as whole numbers of steps, and then the counters.
 
@@ -125,7 +105,10 @@ class SumLayout:
             )
 
     def open(self, total: RingVector) -> Opened:
-        """Decode a finished sum.
+        """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
+
+        Args:
+            total: (length,) ring integers; overwritten.
 
         Raises:
             UpdateError: the sum of weights is 0.
@@ -136,9 +119,12 @@ class SumLayout:
             return Opened(np.empty(0, dtype=np.float32), counters)
         if counters[WEIGHT] == 0:
             raise UpdateError("sum of weights", 0, expected="at least one contribution")
-        mean = self.ring.decode(total[:values])
-        mean *= self.heaviest / counters[WEIGHT]
-        return Opened(mean.astype(np.float32), counters)
+        mean = total[:values].view(np.float32) if total.itemsize == 4 else np.empty(values, np.float32)
+        for begin, end, _, _ in cut(0, values):
+            block = self.ring.decode(total[begin:end])
+            block *= self.heaviest / counters[WEIGHT]
+            mean[begin:end] = block
+        return Opened(mean, counters)
 
 
 @dataclass(frozen=True)
@@ -156,7 +142,7 @@ class PlainSum:
 
     def __init__(self, layout: SumLayout) -> None:
         self._layout = layout
-        self._total: RingVector = np.zeros(layout.length, dtype=layout.ring.dtype)
+        self._total: RingVector | None = np.zeros(layout.length, dtype=layout.ring.dtype)
         self.terms = 0
 
     def add(self, pieces: Sequence[Piece]) -> None:
@@ -171,9 +157,12 @@ class PlainSum:
             raise UpdateError(
                 "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
             )
+        assert self._total is not None, "a contribution was added after the sum was opened"
         add_pieces(self._total, pieces)
         self.terms += 1
 
     def open(self) -> Opened:
-        """Decode the sum of what was added."""
-        return self._layout.open(self._total)
+        """Decode the sum of what was added; once, because its memory becomes the mean's."""
+        assert self._total is not None, "the sum was opened before"
+        total, self._total = self._total, None
+        return self._layout.open(total)

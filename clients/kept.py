@@ -19,6 +19,7 @@ import numpy.typing as npt
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, check_received, manifest_of
 from cloister.lm.layout import Vector
+from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
 from cloister.protocol.messages import Join
@@ -229,7 +230,7 @@ def checked_base(request: Join) -> Vector | None:
         raise UpdateError(
             "base model", own.hex(), expected=f"the model with the hash {request.base_hash.hex()}"
         )
-    if not np.isfinite(request.base).all():
+    if not all_finite(request.base):
         raise UpdateError("base model", "non-finite", expected="finite weights")
     return request.base
 

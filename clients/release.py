@@ -139,8 +139,9 @@ class Protected:
         Raises:
             UpdateError: the span ends beyond the update, or inside a block that goes on.
         """
-        steps, within = self.mechanism.encode(values, self.clip_norm, self.noise, offset, gather)
-        return self.layout.whole(steps, offset, out), Clipped(update=not within)
+        coded: RingVector = np.empty(values.shape, self.layout.ring.dtype) if out is None else out
+        within = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
+        return coded, Clipped(update=not within)
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
         """The span after the update's: adaptive clipping's coordinate, and the weight 1.

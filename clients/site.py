@@ -44,6 +44,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
@@ -395,7 +396,7 @@ def _check_model(model: Vector, named: bytes) -> None:
     own = vector_hash(model)
     if own != named:
         raise UpdateError("global model", own.hex(), expected=f"the model with the hash {named.hex()}")
-    if not np.isfinite(model).all():
+    if not all_finite(model):
         raise UpdateError("global model", "non-finite", expected="finite weights")
 
 

@@ -68,9 +68,20 @@ class Layout:
     def flatten(self, module: nn.Module) -> Vector:
         """Copy the trained parameters of `module`, on any device, to a float32 vector of shape (size,)."""
         parameters = dict(module.named_parameters())
-        parts = [parameters[name].detach().reshape(-1) for name in self.names]
-        flat: Vector = torch.cat(parts).float().cpu().numpy()
+        flat: Vector = torch.empty(self.size).numpy()  # torch aligns it for every processor
+        for name, part in self.split(flat).items():
+            torch.from_numpy(part).copy_(parameters[name].detach())
         return flat
+
+    def place(self, vector: Vector, module: nn.Module) -> None:
+        """Let the trained parameters of `module` lie in `vector`: they become views of it, on the CPU.
+
+        Raises:
+            UpdateError: the vector is not float32 of shape (size,).
+        """
+        parameters = dict(module.named_parameters())
+        for name, part in self.split(vector).items():
+            parameters[name].data = torch.from_numpy(part)
 
     def split(self, vector: Vector) -> dict[str, Vector]:
         """Views of `vector`, one for each parameter, in its shape.
@@ -105,19 +116,18 @@ class Layout:
         return np.concatenate(flat) if flat else np.empty(0, np.float32)
 
     def scatter(self, vector: Vector, module: nn.Module) -> None:
-        """Copy `vector` into the trained parameters of `module`, in place, in one transfer to their device.
+        """Copy `vector` into the trained parameters of `module`, in place, one parameter after the other.
 
         Raises:
             UpdateError: the vector is not float32 of shape (size,).
         """
-        self.check(vector)
         parameters = dict(module.named_parameters())
-        targets = [parameters[name].detach() for name in self.names]
-        # torch has no read-only tensors: a vector in a message or a read-only memory map is copied first.
-        own = vector if vector.flags.writeable and vector.flags.c_contiguous else vector.copy()
-        flat = torch.from_numpy(own).to(targets[0].device)
-        for target, (begin, end) in zip(targets, itertools.pairwise(self.offsets), strict=True):
-            target.copy_(flat[begin:end].view(target.shape))
+        for name, part in self.split(vector).items():
+            target = parameters[name].detach()
+            if target.device.type == "cpu":
+                np.copyto(target.numpy(), part)
+            else:  # torch has no read-only tensors, such as those of a message or a read-only memory map
+                target.copy_(torch.from_numpy(part.copy()))
 
     def check(self, vector: npt.NDArray[np.generic]) -> None:
         """Refuse a vector that does not have this layout.

@@ -34,6 +34,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
+from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
@@ -119,7 +120,7 @@ class Bench:
         update = layout.flatten(self.module)
         with np.errstate(invalid="ignore", over="ignore"):  # a non-finite update is refused below
             update -= start
-        if not np.isfinite(update).all():
+        if not all_finite(update):
             raise _not_finite(round, "non-finite")
         if kept is not None:
             _save_state(optimizer, trained, kept, round, layout.digest())

@@ -184,7 +184,8 @@ def integer_round(
     dimension: int,
     offset: int = 0,
     gather: Gather = alone,
-) -> Integers:
+    out: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.integer[Any]]:
     """Round scale x the whole vector to integers stochastically, so that the L2 norm of the result is at most
     `rounded_l2(scale * l2_bound, dimension)`.
 
@@ -203,9 +204,10 @@ def integer_round(
         dimension: Coordinates of the whole vector.
         offset: Element of the whole vector where `vector` starts: that of a block.
         gather: Collects the blocks' sums of all spans; called once, and once for each try.
+        out: Shape (d,), receives the result, modulo 2^b where its integers have b bits; by default a new int64 vector.
 
     Returns:
-        Shape (d,), int64.
+        Shape (d,), `out`.
 
     Raises:
         UpdateError: an element is not finite, or the norm is above `l2_bound`.
@@ -222,7 +224,7 @@ def integer_round(
         raise UpdateError(
             "norm of the update", norm, expected=f"at most the clipping norm {l2_bound}", fix="clip it first"
         )
-    rounded = np.empty(vector.size, np.int64)
+    rounded = np.empty(vector.size, np.int64) if out is None else out
     if dimension == 0:
         return rounded
     largest = rounded_l2(scale * l2_bound, dimension) * (1 - _MARGIN)
@@ -233,12 +235,13 @@ def integer_round(
             scaled = np.multiply(vector[begin:end], scale, dtype=np.float64)
             down = np.floor(scaled)
             down += draw < scaled - down
-            rounded[begin:end] = down
+            rounded[begin:end] = down.astype(np.int64)  # whole numbers in range; the assignment is modulo 2^b
             sums.append(float(np.square(down).sum()))
         if norm_of(gather(sums)) <= largest:
             return rounded
     for begin, end, _, _ in cut(offset, vector.size):
-        rounded[begin:end] = np.trunc(np.multiply(vector[begin:end], scale, dtype=np.float64))
+        cut_off = np.trunc(np.multiply(vector[begin:end], scale, dtype=np.float64))
+        rounded[begin:end] = cut_off.astype(np.int64)
     return rounded
 
 

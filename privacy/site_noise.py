@@ -26,8 +26,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.privacy.clip import (
     Gather,
@@ -52,6 +54,8 @@ WRAP_DEVIATIONS = 12
 """Standard deviations of the noise for which the scale leaves room in the ring: they are exceeded with probability
 below 2^-107 for a coordinate."""
 
+_AT_ONCE = 2**18
+"""Elements whose noise is drawn at a time, whole blocks: it is 64-bit integers."""
 _FURTHEST = math.log(10.0)
 """Largest change of the logarithm of C in a round: the noise on a fraction of few sites has no bound."""
 
@@ -101,9 +105,10 @@ class SiteMechanism:
         update: Update,
         clip_norm: float,
         noise: NoiseStream,
+        out: npt.NDArray[np.integer[Any]],
         offset: int = 0,
         gather: Gather = alone,
-    ) -> tuple[Integers, bool]:
+    ) -> bool:
         """One span of the integers that a site adds to the sum for its update.
 
         The spans of an update begin and end at the blocks of `protocol/blocks.py`. The ranks that hold them have the
@@ -114,12 +119,12 @@ class SiteMechanism:
                 update is not finite, all of it is encoded as zeros.
             clip_norm: C of the round.
             noise: A stream that nothing else uses, except `tail` of the same update.
+            out: Shape (d,), receives the integers, which may be beyond the ring, modulo 2^b where its own have b bits.
             offset: Element of the update where `update` starts.
             gather: Collects numbers of all spans (`clip.Gather`).
 
         Returns:
-            Shape (d,), int64, beyond the ring, to be taken modulo 2^b; and whether the whole update was within C, which
-            only `tail` may use.
+            Whether the whole update was within C, which only `tail` may use.
 
         Raises:
             UpdateError: the span ends beyond the update, or inside a block that goes on.
@@ -141,10 +146,13 @@ class SiteMechanism:
             np.multiply(update, 1 / max(norm, clip_norm), out=scaled, dtype=np.float64, casting="same_kind")
         clip(scaled, 1.0, scaled, offset, gather)  # the division was rounded
         rounding = noise.child("rounding")
-        steps = integer_round(scaled, self.scale, 1.0, rounding, self.dimension, offset, gather)
+        integer_round(scaled, self.scale, 1.0, rounding, self.dimension, offset, gather, out)
         if self.variance:
-            steps += noise.child("skellam").skellam(steps.size, self.variance, offset)
-        return steps, norm <= clip_norm
+            skellam = noise.child("skellam")
+            for begin in range(0, out.size, _AT_ONCE):
+                part = out[begin : begin + _AT_ONCE]
+                part += skellam.skellam(part.size, self.variance, offset + begin).astype(part.dtype)
+        return norm <= clip_norm
 
     def tail(self, within: bool, noise: NoiseStream) -> Integers:
         """The integers that follow the update's: adaptive clipping's coordinate, with its noise.
@@ -182,17 +190,17 @@ class SiteMechanism:
         round is cancelled by that of later ones only if all are divided by the same number.
 
         Args:
-            mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms; not modified.
+            mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms; overwritten.
             sites: Sites whose vectors are in the sum.
             clip_norm: C of the round.
             noise: A stream that nothing else uses, or with `correlation` the round's row; not used if the sites have
                 added the noise.
 
         Returns:
-            The mean update, shape (dimension,), float32; and C of the next round.
+            The mean update, shape (dimension,), float32, in the memory of `mean`; and C of the next round.
         """
         central = not self.variance
-        update = mean[: self.dimension].copy()
+        update = mean[: self.dimension]
         if isinstance(noise, CorrelatedRow):
             if self.correlation is None:
                 raise ValueError(

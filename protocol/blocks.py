@@ -8,6 +8,10 @@ blocks relative to a part, which would make floating-point sums depend on the nu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 BLOCK = 2**15
 """Elements of a block: 256 KiB of float64. They stay in a core's cache, and such small arrays are not mapped again for
@@ -27,3 +31,8 @@ def cut(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
         end = min(size, begin + BLOCK - skip)
         yield begin, end, number, skip
         begin = end
+
+
+def all_finite(vector: npt.NDArray[Any]) -> bool:
+    """Whether every element of a vector (d,) is a finite number; takes the memory of a block."""
+    return all(bool(np.isfinite(vector[begin:end]).all()) for begin, end, _, _ in cut(0, vector.size))

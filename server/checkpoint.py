@@ -135,6 +135,8 @@ class Checkpoints:
                 str(path), expected="weights that match the SHA-256 recorded with them", fix=_FIX
             )
         state = {
-            name.removeprefix(_OPTIMIZER): t for name, t in tensors.items() if name.startswith(_OPTIMIZER)
+            name.removeprefix(_OPTIMIZER): t.clone()  # it is mapped from the file
+            for name, t in tensors.items()
+            if name.startswith(_OPTIMIZER)
         }
         return Checkpoint(round_number, weights, state)

@@ -27,7 +27,6 @@ import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
-from cloister.lm.layout import Vector
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -71,7 +70,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     cohort = party.cohort(TRAIN, number)
     # 2 to 7.
     clip = context.clip
-    wanted = Wanted(TRAIN, number, context.optimizer.weights.copy(), clip)
+    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip)
     total = sum_over(party, wanted)
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
@@ -83,18 +82,19 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             expected=f"{plan.quorum()} of {len(cohort)} sites to finish in one of them",
             fix="repair the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
         )
-    mean: Vector | None = None
+    norm: float | None = None
     if not isinstance(total, Failed):
         mean = total.opened.mean
         if context.mechanism is not None:
             sites = total.opened.counters[WEIGHT]
             mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
+        norm = float(np.linalg.norm(mean))
         # 8. Server step.
         context.optimizer.step(mean)
     # 9. Checkpoint, then journal.
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
-    if isinstance(total, Failed) or mean is None:
+    if isinstance(total, Failed) or norm is None:
         spoiled = isinstance(total, Failed) and total.spoiled
         done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
     else:
@@ -109,7 +109,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             seconds=total.seconds,
             train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),
             clipped=counters.get(CLIPPED),
-            update_norm=float(np.linalg.norm(mean)),
+            update_norm=norm,
             params_sha256="",  # of the checkpoint
             epsilon=epsilon,
             clip=context.clip,

@@ -107,18 +107,19 @@ def run(
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         if done is None:
-            initial_weights = (
-                model.layout.flatten(model.module) if public is None or base is not None else public
+            weights = (
+                model.layout.flatten(model.module) if public is None or base is not None else public.copy()
             )
-            optimizer = ServerOptimizer(plan.server, initial_weights)
             with phases.during(Phase.CHECKPOINT):
-                digest = checkpoints.save(0, optimizer.weights, {})
-                initial = {"round": 0, "params_sha256": digest}
+                initial = {"round": 0, "params_sha256": checkpoints.save(0, weights, {})}
                 journal.record(0, 1, steps.DONE, initial)
+            optimizer = ServerOptimizer(plan.server, weights)
         else:
             checkpoint = checkpoints.load(done.round)
-            optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
+            weights = checkpoint.weights
+            optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
             clip = done.detail.get("clip") or clip
+        model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
         terms = terms_of(plan, model.layout.size)
         party = Party(
@@ -268,7 +269,7 @@ def _report(
 def _evaluated(context: RoundContext, number: int, evaluate: Evaluation) -> dict[str, Any]:
     """The figures of the model after a round, observed; empty without an evaluation."""
     with context.party.phases.during(Phase.EVALUATE):
-        held_out = evaluate(number, context.optimizer.weights.copy())
+        held_out = evaluate(number, context.optimizer.weights)
     if held_out is None:
         return {}
     found = Evaluated(number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte)

@@ -52,7 +52,7 @@ from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
-from cloister.simulations.process import peak_rss
+from cloister.simulations.process import peak_rss, return_freed_memory
 
 _RUN_ID = 1
 
@@ -79,6 +79,7 @@ def simulate(
     Raises:
         CloisterError: the run stopped; it can be resumed.
     """
+    return_freed_memory()
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
@@ -200,9 +201,9 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    return client_app(
-        partial(_site_of, sites, plan, Agreements()), explain=one_line
-    )  # one machine, one owner
+    return_freed_memory()
+    agreements = Agreements()
+    return client_app(partial(_site_of, sites, plan, agreements), explain=one_line)  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:

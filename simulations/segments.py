@@ -32,6 +32,9 @@ from cloister.protocol.errors import EngineError
 _IN_BAND = 1 << 14  # bytes; pickling a smaller vector costs less than a segment
 _FDS_AT_ONCE = 250  # the kernel accepts 253 in one message
 _SPARE_SEGMENTS = 2  # segments that a worker keeps for its next reply
+_LARGEST_LENT = (
+    1 << 24
+)  # bytes; the time that reuse saves for a larger vector is small beside that of training it
 _HEADER = struct.Struct("!QI")  # bytes of the pickle, number of segments
 
 
@@ -83,7 +86,8 @@ class PushSegments:
 class LentSegments:
     """The segments of a worker's replies, which are reused after the coordinator has returned them.
 
-    For the kernel a new segment costs several times more than a copy into an existing one.
+    For the kernel a new segment costs several times more than a copy into an existing one. A segment of more than
+    16 MB is not kept for that: it is freed as soon as the coordinator has read it.
     """
 
     def __init__(self) -> None:
@@ -102,18 +106,24 @@ class LentSegments:
             else:
                 fd, _ = self._free.pop(inode)
                 _write(fd, view)
-            self._lent[inode] = fd, len(view)
+            if len(view) <= _LARGEST_LENT:
+                self._lent[inode] = fd, len(view)
             self._now[id(data)] = data, fd
         return self._now[id(data)][1]
 
     def sent(self) -> None:
-        """Forget which vectors the sent value held."""
+        """Forget which vectors the sent value held, and close the segments that are not reused."""
+        lent = {fd for fd, _ in self._lent.values()}
+        for _, fd in self._now.values():
+            if fd not in lent:
+                os.close(fd)
         self._now.clear()
 
     def take_back(self, inodes: Iterable[int]) -> None:
         """Mark returned segments as free, and close all but the last few free ones."""
         for inode in inodes:
-            self._free[inode] = self._lent.pop(inode)
+            if inode in self._lent:  # otherwise it was closed when it was sent
+                self._free[inode] = self._lent.pop(inode)
         for inode in list(self._free)[:-_SPARE_SEGMENTS]:
             os.close(self._free.pop(inode)[0])
 

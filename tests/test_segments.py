@@ -15,7 +15,7 @@ import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from cloister.simulations.grid import LocalGrid
-from cloister.simulations.segments import Channel, PushSegments
+from cloister.simulations.segments import Channel, LentSegments, PushSegments
 from cloister.tests.grid_sites import (
     VECTOR,
     Open,
@@ -91,6 +91,30 @@ def test_a_segment_is_reused_only_after_it_is_unmapped(open_grid: Open) -> None:
             used |= segments()
         del reply
     assert len(used) <= 4  # one that is read, one that is written, and the spare ones
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_segment_of_a_large_vector_is_freed_when_it_was_read() -> None:
+    def segments() -> set[int]:
+        links = {
+            int(link.name): os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()
+        }
+        return {descriptor for descriptor, target in links.items() if "cloister-vector" in target}
+
+    lent, before = LentSegments(), segments()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, receiver = Channel(ours), Channel(theirs, borrows=True)
+        for size, kept in ((2**22, 1), (2**22 + 1, 1)):  # the first one is reused
+            vector = np.full(size, 7, np.float32)
+            sender.send(raw(vector), lent)
+            received = receiver.receive()
+            assert np.array_equal(np.frombuffer(received.data, np.float32), vector)
+            del received
+            lent.take_back(receiver.returned())
+            assert len(segments() - before) == kept
+    for descriptor in segments() - before:
+        os.close(descriptor)
 
 
 def test_nothing_is_left_open_over_many_rounds(open_grid: Open) -> None:

@@ -89,7 +89,7 @@ def test_nesterov_follows_its_formula() -> None:
     weights, velocity = start().astype(np.float64), np.zeros(50)
     for seed in range(4):
         update = np.random.default_rng(seed).normal(size=50).astype(np.float32)
-        optimizer.step(update)
+        optimizer.step(update.copy())
         velocity = 0.9 * velocity - update
         weights -= 0.7 * (0.9 * velocity - update)
     np.testing.assert_allclose(optimizer.weights, weights, atol=1e-5)
@@ -101,7 +101,7 @@ def test_adam_follows_its_formula() -> None:
     weights, first, second = start().astype(np.float64), np.zeros(50), np.zeros(50)
     for step in range(1, 5):
         update = np.random.default_rng(step).normal(size=50).astype(np.float32)
-        optimizer.step(update)
+        optimizer.step(update.copy())
         first, second = 0.9 * first - 0.1 * update, 0.99 * second + 0.01 * update.astype(np.float64) ** 2
         weights -= 0.1 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.99**step)) + 1e-3)
     np.testing.assert_allclose(optimizer.weights, weights, atol=1e-5)
@@ -113,12 +113,12 @@ def test_an_optimizer_goes_on_from_its_state(name: str) -> None:
     updates = [np.random.default_rng(seed).normal(size=50).astype(np.float32) for seed in range(4)]
     through, stopped = ServerOptimizer(section, start()), ServerOptimizer(section, start())
     for update in updates[:2]:
-        through.step(update)
-        stopped.step(update)
+        through.step(update.copy())
+        stopped.step(update.copy())
     resumed = ServerOptimizer(section, stopped.weights.copy(), stopped.state())
     for update in updates[2:]:
-        through.step(update)
-        resumed.step(update)
+        through.step(update.copy())
+        resumed.step(update.copy())
     assert np.array_equal(through.weights, resumed.weights)
 
 

@@ -1,0 +1,173 @@
+"""The memory that a round takes beside the model, in vectors of the model's size, as docs/scale.md states it.
+
+The kernel's peak of resident memory is reset before the work and read after it, so that an array of torch counts as one
+of NumPy. The same work was done once before, so that nothing is imported or opened for the first time.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cloister.aggregation.sums import contract_for, training_layout
+from cloister.clients.attempt import Attempts, Member
+from cloister.clients.release import Finished, code_for, contribution
+from cloister.lm.layout import Layout
+from cloister.privacy.noise import NoiseStream
+from cloister.privacy.terms import terms_of
+from cloister.protocol.messages import TRAIN
+from cloister.protocol.roster import Card, Roster, new_identity
+from cloister.protocol.soundness import parse
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.folder import RunFolder
+from cloister.server.journal import Journal
+from cloister.server.members import Members
+from cloister.server.optimizer import ServerOptimizer
+from cloister.server.progress import Event, RoundDone, Started
+from cloister.server.round import RoundContext, run_round
+from cloister.server.run import run
+from cloister.server.sum import Party
+from cloister.simulations.process import return_freed_memory
+from cloister.tests.federation import CENTRAL, RUN, SKELLAM, TINY, Federation, Loopback, VectorSite
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own figures of a process")
+
+LARGE = [
+    "model.config.hidden_size=512",
+    "model.config.intermediate_size=2048",
+    "model.config.num_hidden_layers=1",
+    "local.steps=1",
+    "local.batch_size=1",
+    "run.rounds=1",
+]
+"""4.5 million parameters, so that a vector is far above what else a round takes, in matrices of 1 MB and more."""
+D = 5_000_000
+"""Elements of the vectors of sites without a model."""
+SLACK = 0.35
+"""Vectors: blocks, activations, and what Python and SQLite take."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory() -> None:
+    return_freed_memory()
+
+
+def resident(figure: str) -> int:
+    """VmRSS or VmHWM of this process, bytes."""
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(figure))
+
+
+def beside(work: Callable[[], object], size: int) -> float:
+    """The most memory that the second call of `work` took beside what was there, in float32 vectors of `size`."""
+    work()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = resident("VmRSS")
+    work()
+    return (resident("VmHWM") - before) / (4 * size)
+
+
+# A site.
+
+
+def test_a_site_takes_gradients_and_moments_and_less_after_them(tmp_path: Path) -> None:
+    """Its weights and the global model in the request are there before. When it makes the update, gradients are gone;
+    when it clips and releases it, so are the moments."""
+    federation = Federation(tmp_path, parse(TINY, [*LARGE, *CENTRAL]))
+    sites = iter((federation.joined(0), federation.joined(1)))
+    request = federation.request()
+    taken = beside(lambda: next(sites).contribute(request), federation.layout.size)
+    assert 2.8 < taken < 3 + SLACK
+
+
+def test_noise_of_a_site_is_added_where_its_vector_is() -> None:
+    """One vector is what leaves, the other the clipped update."""
+    plan = parse(TINY, SKELLAM)
+    terms = terms_of(plan, D)
+    code = code_for(plan, terms, D, rounding=1, clip_norm=1.0, noise=NoiseStream.from_declared_seed(1))
+    update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
+    assert 1.8 < beside(lambda: contribution(code, update), D) < 2 + SLACK
+
+
+# The coordinator.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["server.optimizer=fedavg"], ["server.optimizer=nesterov"], ["server.optimizer=adam"], CENTRAL],
+    ids=["fedavg", "nesterov", "adam", "central"],
+)
+def test_a_round_takes_the_accumulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    """Model and moments are there before, and the vector that all sites send."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    plan = parse(TINY, [*settings, "aggregation.secure=false"])
+    layout, sum_layout = Layout(("weights",), ((D,),)), training_layout(plan, D)
+    vector = np.ones(sum_layout.length, sum_layout.ring.dtype)
+    counters = dict.fromkeys(sum_layout.counters, 1)
+    vector[D:] = sum_layout.tail(counters, np.zeros(sum_layout.extra, np.int64))
+    identities = {f"site-{number:03d}": new_identity() for number in range(plan.cohort.sites)}
+    roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
+    contract = contract_for(TRAIN, plan, roster, RUN, D, layout.digest())
+
+    def site(name: str) -> VectorSite:
+        attempts = Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {})
+        return VectorSite(name, identities[name], attempts, lambda: vector, roster=roster.hash, secure=False)
+
+    channel = Loopback({name: partial(site, name) for name in identities})
+    with Journal(tmp_path / "journal") as journal:
+        members = Members(channel, plan, RUN, lambda _failure: None, roster=roster)
+        party = Party(plan, RUN, roster, layout, members, journal, lambda _event: None, clock=lambda: 0.0)
+        terms = terms_of(plan, D)
+        context = RoundContext(
+            party,
+            Checkpoints(tmp_path / "checkpoints", layout, 1),
+            ServerOptimizer(plan.server, np.zeros(D, np.float32)),
+            terms.mechanism if terms else None,
+            plan.privacy.clip if terms else 0.0,
+        )
+        rounds = iter((1, 2))
+
+        def go() -> None:
+            assert isinstance(run_round(context, next(rounds)), RoundDone)
+
+        taken = beside(go, D)
+    assert 0.9 < taken < 1 + SLACK
+
+
+def test_a_run_holds_one_copy_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start and after a round, beside the accumulator; and where it goes on from a checkpoint."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    federation = Federation(tmp_path, parse(TINY, [*LARGE, "aggregation.secure=false"]))
+    held: dict[type[Event], float] = {}
+
+    def go(federation: Federation, reopen: Callable[[Path], RunFolder]) -> None:
+        gc.collect()
+        before = resident("VmRSS")
+
+        def observe(event: Event) -> None:
+            held[type(event)] = (resident("VmRSS") - before) / (4 * federation.layout.size)
+
+        with reopen(federation.folder / "run") as folder:
+            run(folder, federation.channel, observe)
+
+    def create(out: Path) -> RunFolder:
+        return RunFolder.create(out, federation.plan)
+
+    go(federation, create)
+    again = Federation(tmp_path / "again", federation.plan)
+    again.resident = federation.resident  # the sites' model is there before
+    go(again, create)
+    assert 0.9 < held[Started] < 1 + SLACK
+    assert held[RoundDone] < 2 + SLACK
+    go(again, RunFolder.reopen)
+    assert 0.9 < held[Started] < 1 + SLACK
