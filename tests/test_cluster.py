@@ -33,7 +33,7 @@ from cloister.tests.command import found, lone_refusal, ran, refusal
 from cloister.tests.test_flower_engine import needs_ray, raw, ray_leaves
 
 SITES = 6
-PATIENCE_S = 60
+PATIENCE_S = 150  # Ray gives a process that starts on a busy machine 60 s, and then tries another
 IDLE = "ray::_Worker"
 
 pytestmark = [needs_ray, *ray_leaves]
