@@ -81,6 +81,7 @@ def two() -> Iterator[TwoNodes]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers when others fill the memory
         cluster = Cluster(
             initialize_head=True, head_node_args={"node_name": "one", "include_dashboard": False}
         )
