@@ -33,7 +33,7 @@ from cloister.tests.command import found, lone_refusal, ran, refusal
 from cloister.tests.test_flower_engine import needs_ray, raw, ray_leaves
 
 SITES = 6
-PATIENCE_S = 60
+PATIENCE_S = 150  # Ray gives a process that starts on a busy machine 60 s, and then tries another
 IDLE = "ray::_Worker"
 
 pytestmark = [needs_ray, *ray_leaves]
@@ -81,6 +81,7 @@ def two() -> Iterator[TwoNodes]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers when others fill the memory
         cluster = Cluster(
             initialize_head=True, head_node_args={"node_name": "one", "include_dashboard": False}
         )
