@@ -44,7 +44,7 @@ from cloister.server.history import reached, run_history
 from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
 from cloister.server.phases import Phase, Phases
-from cloister.server.progress import Observer, Preparing, Step
+from cloister.server.progress import Event, Observer, Preparing, Started, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
 from cloister.simulations import fork_server, store, trained
@@ -79,7 +79,6 @@ def simulate(
     Raises:
         CloisterError: the run stopped; it can be resumed.
     """
-    return_freed_memory()
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
@@ -97,6 +96,11 @@ def simulate(
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
+    def told(event: Event) -> None:
+        if isinstance(event, Started):
+            return_freed_memory()  # of the model that was loaded: its weights now lie in the optimizer's vector
+        observe(event)
+
     def main(grid: Grid, _context: Context) -> None:
         with phases.during(Phase.PREPARE):
             public = _prepare(folder, observe)  # while the engine's processes import what they need
@@ -106,7 +110,7 @@ def simulate(
             run(
                 folder,
                 GridChannel(grid),
-                observe,
+                told,
                 roster=roster,
                 public=public,
                 evaluation=records,
@@ -201,7 +205,6 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    return_freed_memory()
     agreements = Agreements()
     return client_app(partial(_site_of, sites, plan, agreements), explain=one_line)  # one machine, one owner
 

@@ -28,13 +28,14 @@ from typing import Any, Protocol
 from flwr.app import Array, ArrayRecord, Message
 
 from cloister.protocol.errors import EngineError
+from cloister.simulations.process import return_freed_memory
 
 _IN_BAND = 1 << 14  # bytes; pickling a smaller vector costs less than a segment
 _FDS_AT_ONCE = 250  # the kernel accepts 253 in one message
 _SPARE_SEGMENTS = 2  # segments that a worker keeps for its next reply
 _LARGEST_LENT = (
     1 << 24
-)  # bytes; the time that reuse saves for a larger vector is small beside that of training it
+)  # bytes; what reuse saves for a larger vector is small beside the time of its training
 _HEADER = struct.Struct("!QI")  # bytes of the pickle, number of segments
 
 
@@ -114,10 +115,12 @@ class LentSegments:
     def sent(self) -> None:
         """Forget which vectors the sent value held, and close the segments that are not reused."""
         lent = {fd for fd, _ in self._lent.values()}
-        for _, fd in self._now.values():
-            if fd not in lent:
-                os.close(fd)
+        closed = [fd for _, fd in self._now.values() if fd not in lent]
         self._now.clear()
+        for fd in closed:
+            os.close(fd)
+        if closed:
+            return_freed_memory()  # of a large model's training, which is over
 
     def take_back(self, inodes: Iterable[int]) -> None:
         """Mark returned segments as free, and close all but the last few free ones."""

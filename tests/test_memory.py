@@ -6,10 +6,11 @@ of NumPy. The same work was done once before, so that nothing is imported or ope
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,6 @@ from cloister.server.progress import Event, RoundDone, Started
 from cloister.server.round import RoundContext, run_round
 from cloister.server.run import run
 from cloister.server.sum import Party
-from cloister.simulations.process import return_freed_memory
 from cloister.tests.federation import CENTRAL, RUN, SKELLAM, TINY, Federation, Loopback, VectorSite
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own figures of a process")
@@ -54,9 +54,18 @@ SLACK = 0.35
 """Vectors: blocks, activations, and what Python and SQLite take."""
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+
+
 @pytest.fixture(autouse=True, scope="module")
-def memory() -> None:
-    return_freed_memory()
+def nothing_freed_is_kept() -> Iterator[None]:
+    """glibc keeps arrays of this size for later ones; those of a large model it returns at once."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+    yield
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # what it raises them to, where they are not set
+    libc.mallopt(M_TRIM_THRESHOLD, 2**26)
 
 
 def resident(figure: str) -> int:
