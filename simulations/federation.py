@@ -34,7 +34,7 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import EngineError, one_line
+from cloister.protocol.errors import EngineError, ModelError, one_line
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import sync_to_disk, write_file, write_folder
@@ -92,7 +92,8 @@ def simulate(
     phases = Phases()
     with phases.during(Phase.PREPARE):
         dataset = DatasetLedger.of(plan)
-        _check(folder, dataset)
+        on_cpu = engine == "local" and not torch.cuda.is_available()
+        _check(folder, dataset, 1 + len(_places(plan, workers)) if on_cpu else 0)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
@@ -167,20 +168,45 @@ def local_grid(
     )
 
 
-def _check(folder: RunFolder, dataset: DatasetLedger | None) -> None:
+def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> None:
     """Refuse here, not at every site, a model that does not fit the plan, and a run that a limit over runs forbids.
+
+    Args:
+        folder: The run folder.
+        dataset: The ledger over runs.
+        processes: Processes of this machine that have the model in its memory; 0 if that is not known.
 
     Raises:
         CloisterError: the run is refused.
     """
     plan = folder.plan
-    terms = terms_of(plan, count_parameters(plan)[1])
+    parameters, trained_ones = count_parameters(plan)
+    terms = terms_of(plan, trained_ones)
+    if processes:
+        _check_memory(parameters, processes)
     if dataset is None:
         return
     assert terms is not None, "a sound plan with a ledger has a privacy unit"
     history = run_history(folder) if reached(folder, DONE) else None
     names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
     dataset.check(terms, history.run if history else "", history.summed if history else (), names)
+
+
+def _check_memory(parameters: int, processes: int) -> None:
+    """Refuse a model whose float32 weights alone exceed this machine's memory: the kernel would kill the run.
+
+    Raises:
+        ModelError: they do.
+    """
+    needed, memory = 4 * parameters * processes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ModelError(
+            "model",
+            f"{parameters:,} parameters",
+            expected=f"weights that {processes} processes hold in {memory / 1e9:.0f} GB of memory, and they take "
+            f"{needed / 1e9:.0f} GB",
+            fix="set a smaller model in [model.config], or use fewer --workers",
+        )
 
 
 def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:

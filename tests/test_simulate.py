@@ -259,6 +259,7 @@ def test_wrong_inputs_are_one_line_each(
         ("data.text_field=body", ["body", "text"]),
         ("model.name=builtin:lama", ["lama", "llama"]),
         ("model.config.hidden_sise=32", ["hidden_sise", "hidden_size"]),
+        ("model.config.intermediate_size=10000000000", ["parameters", "GB of memory", "[model.config]"]),
         ("data.sequence_length=100000", ["sequence_length"]),
     ],
 )
