@@ -77,8 +77,7 @@ def simulate(
         raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
-        if not folder.final.is_dir():
-            finish(folder)
+        finish(folder, observe)
         return outcome(folder)
     terms = terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
     dataset = DatasetLedger.of(plan)
