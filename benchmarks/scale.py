@@ -157,15 +157,17 @@ durable = false
 """
 
 
-def write_source(path: Path, records: int, least: int = 41) -> None:
-    """Paragraphs of the language reference of some length at least, repeated where there are not enough."""
+def write_source(path: Path, records: int, length: int | None = None) -> None:
+    """Paragraphs of the language reference, repeated where there are not enough; of one length, if it is given."""
     from cloister.lm.corpus import corpus_records
 
     texts = [each["text"] for each in corpus_records("builtin:python-docs").records]
-    found = [part for text in texts for part in text.split("\n\n") if len(part) >= least]
+    found = [
+        part for text in texts for part in text.split("\n\n") if len(part) > (length or 40) and part.isascii()
+    ]
     with path.open("w", encoding="utf-8") as file:
         for number in range(records):
-            file.write(json.dumps({"text": f"{number}. {found[number % len(found)]}"}) + "\n")
+            file.write(json.dumps({"text": f"{number}. {found[number % len(found)]}"[:length]}) + "\n")
 
 
 class Memory(threading.Thread):
@@ -270,7 +272,7 @@ def measure_beside_peer(case: Case, rounds: int) -> PeerResult:
     theirs: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         source, model, sequences = (Path(folder) / name for name in ("records.jsonl", "model", "tokens.npy"))
-        write_source(source, PEER_SITES * PEER_SEQUENCES, PEER_LENGTH)
+        write_source(source, PEER_SITES * PEER_SEQUENCES, PEER_LENGTH - 1)  # and the token that ends a text
         write_for_peer(case, source, model, sequences)
         for _ in range(PASSES):
             for secure in (True, False):
@@ -312,7 +314,8 @@ def write_for_peer(case: Case, source: Path, model: Path, sequences: Path) -> No
     loaded: Any = load_model(parse(plan_of(case, source, secure=False, rounds=1)))
     loaded.module.save_pretrained(model)
     texts = [json.loads(line)["text"] for line in source.read_text(encoding="utf-8").splitlines()]
-    tokens = np.array([loaded.tokenizer(text)["input_ids"][:PEER_LENGTH] for text in texts], np.int64)
+    tokenizer = loaded.tokenizer
+    tokens = np.array([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts], np.int64)
     np.save(sequences, tokens.reshape(PEER_SITES, PEER_SEQUENCES, PEER_LENGTH))
 
 
