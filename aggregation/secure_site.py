@@ -85,6 +85,7 @@ class SecureSite:
         answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
         earlier: The mark that the site wrote in an earlier attempt at this round, if there is one.
         newest: Round and attempt that the site joined last; only a later attempt is accepted.
+        agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SecureSite:
         answered: Callable[[Answered], None],
         earlier: Answered | None = None,
         newest: tuple[int, int] = (0, 0),
+        agreements: keys.Agreements | None = None,
     ) -> None:
         self.contract = contract
         self.name = name
@@ -107,6 +109,7 @@ class SecureSite:
         self.answered = answered
         self._earlier = earlier
         self._newest = newest
+        self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masked: Masked | None = None
         self._ranges: list[tuple[int, int]] = []  # of the vector whose masks were used, sorted
@@ -178,7 +181,9 @@ class SecureSite:
         self._peers = advertised
         self._transcript = transcript(ctx, peers.advertised)
         self._share_secrets = {
-            site: self._share_key.secret(advertised[site].share_key) for site in holders if site != self.name
+            site: self._secret(self._share_key, advertised[site].share_key)
+            for site in holders
+            if site != self.name
         }
         self._self_seed = self._random(masks.SEED)
         indices = [graph.index(site) for site in holders]
@@ -204,6 +209,11 @@ class SecureSite:
             sealed.append((site, share))
         committed = commitment(ctx, self._self_seed)
         return self._finish(peers, Shares(ctx, self.name, committed, tuple(sealed), tuple(hashes)))
+
+    def _secret(self, exchange: keys.Exchange, public: bytes) -> bytes:
+        if self._agreements is None:
+            return exchange.secret(public)
+        return self._agreements.secret(exchange, public, self.attempt.context)
 
     def _check_holders(self, present: Iterable[str]) -> None:
         """3f, 4c: t holders of this site's shares, itself among them in the complete graph."""
@@ -266,7 +276,7 @@ class SecureSite:
         self._agreed = sharers_digest(self.attempt.context, self._transcript, inbox.sharers)
         seeds = {
             site: keys.mask_seed(
-                self._mask_key.secret(self._peers[site].mask_key),
+                self._secret(self._mask_key, self._peers[site].mask_key),
                 transcript=self._transcript,
                 context=self.attempt.context,
                 one=self.name,

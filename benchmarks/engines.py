@@ -111,7 +111,7 @@ def measure(case: Case, engine: str, rounds: int) -> Result:
         with LocalGrid(make_client_app, configs, workers=[{"OMP_NUM_THREADS": "1"}] * cpus) as grid:
             app(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
     else:
-        run_on_flower(app, make_client_app, case.sites, cpus_per_site=1.0)
+        run_on_flower(app, make_client_app, case.sites)
     round_s = statistics.median(end - start for start, end in itertools.pairwise(answered))
     return Result(case.name, engine, answered[0] - begun - round_s, round_s)
 

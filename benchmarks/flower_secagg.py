@@ -112,7 +112,7 @@ def measure(sites: int, d: int, rounds: int, shares: int | float, threshold: int
         legacy = LegacyContext(context, config=ServerConfig(num_rounds=rounds + 1), strategy=strategy)
         DefaultWorkflow(fit_workflow=timed)(grid, legacy)
 
-    run_on_flower(app, partial(make_client_app, sites, d), sites, cpus_per_site=1.0)
+    run_on_flower(app, partial(make_client_app, sites, d), sites)
     assert len(timed.seconds) == rounds + 1
     return timed.seconds[1:]
 

@@ -56,6 +56,7 @@ from cloister.protocol.messages import TRAIN, Masked, Signed
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
 from cloister.protocol.soundness import parse
+from cloister.protocol.storage import sync_to_disk
 from cloister.protocol.threshold import Tolerance
 from cloister.server.app import GridChannel
 from cloister.server.channel import Failure
@@ -237,6 +238,7 @@ def at_once(
 def make_client_app() -> ClientApp:
     """The app of a deployed site, in a worker process where training is replaced."""
     mock.patch.object(Trainer, "train", at_once).start()
+    sync_to_disk(False)
     return site_app.app
 
 

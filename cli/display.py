@@ -119,6 +119,8 @@ def describe(event: Event) -> str:
                 f"round {event.round}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:.2f}, "
                 f"accuracy {event.accuracy:.1%}, {event.bits_per_byte:.3f} bits/byte"
             )
+        case Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
+            return f"{done} of {of} {what}"
         case Finished(rounds):
             return f"finished {rounds} rounds"
     return ""
@@ -150,6 +152,7 @@ class LiveDisplay:
         self._plan: Plan = folder.plan
         self._lock = threading.Lock()
         self._status = "starting"
+        self._step: Step | None = None
         self._done = 0
         self._first = 0
         self._cohort: tuple[str, ...] = ()
@@ -171,6 +174,10 @@ class LiveDisplay:
     def event(self, event: Event) -> None:
         """Update the screen."""
         with self._lock:
+            if isinstance(
+                event, Step | Preparing | Started | RoundStarted | Finished
+            ):  # what sets the status
+                self._step = event if isinstance(event, Step) else None
             match event:
                 case Preparing(what):
                     self._status = f"preparing {what}"
@@ -221,11 +228,9 @@ class LiveDisplay:
         progress.add_column(no_wrap=True)
         progress.add_column(ratio=1)
         progress.add_column(no_wrap=True)
-        progress.add_row(
-            f"{self._done}/{plan.run.rounds}",
-            ProgressBar(total=plan.run.rounds, completed=self._done),
-            self._time_left(),
-        )
+        done, of = (self._step.done, self._step.of) if self._step else (self._done, plan.run.rounds)
+        left = "" if self._step else self._time_left()
+        progress.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
         state = Text(self._status)
         if self._cohort:
             state.append(f"  {len(self._answered)} of {len(self._cohort)} sites answered", style="green")

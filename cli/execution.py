@@ -1,4 +1,7 @@
-"""Execute the plan of a run folder under a display; a failed run either leaves no folder or says how to continue."""
+"""Execute the plan of a run folder under a display; a failed run either leaves no folder or says how to continue.
+
+A run that came to its end ends with exit code 0, whatever cannot be shown of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import shlex
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -15,6 +19,10 @@ from cloister.cli.display import Display, LineDisplay, LiveDisplay
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE
+from cloister.simulations import fork_server
+
+if TYPE_CHECKING:
+    from cloister.server.outcome import Outcome
 
 
 def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
@@ -22,7 +30,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     Args:
         folder: The run folder, new or with some rounds done.
-        arguments: `engine`, `workers` and `json`, as the verb parsed them.
+        arguments: `engine`, `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
         new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
             unless the disk refused a write: then the run can be resumed.
     """
@@ -30,15 +38,36 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
     live = console.is_terminal and not arguments.json
     display: Display = LiveDisplay(console, folder) if live else LineDisplay(console)
     started = time.monotonic()
+    outcome: Outcome | None = None
     try:
+        if arguments.engine == "local":
+            fork_server.start(folder.plan)
         from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
 
         with display:
             outcome = simulate(
-                folder, display.event, engine=arguments.engine, workers=arguments.workers, watch=display.watch
+                folder,
+                display.event,
+                engine=arguments.engine,
+                workers=arguments.workers,
+                ray_address=arguments.ray_address,
+                watch=display.watch,
             )
+            seconds = time.monotonic() - started
+            from cloister.cli.outcome import losses_of_sites, print_outcome, to_json
+
+            if arguments.json:  # first, so that it depends on nothing that follows
+                print(json.dumps(to_json(folder, outcome, seconds=seconds)), flush=True)
+            losses = None
+            if folder.plan.simulation.per_site or arguments.per_site:
+                losses = losses_of_sites(console, folder, display, arguments.workers)
+        if not arguments.json:
+            print_outcome(console, folder, outcome, losses)
     except KeyboardInterrupt:
-        _print_how_to_continue(console, folder)
+        if outcome is None:
+            _print_how_to_continue(console, folder)
+        else:
+            _print_that_it_is_finished(console, folder)
         raise
     except CloisterError as error:
         if not _begun(folder):
@@ -47,12 +76,6 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
         elif not isinstance(error, RunFolderError):
             _print_how_to_continue(console, folder)
         raise
-    from cloister.cli.outcome import print_outcome, to_json
-
-    if arguments.json:
-        print(json.dumps(to_json(folder, outcome, seconds=time.monotonic() - started)))
-    else:
-        print_outcome(console, folder, outcome)
     return 0
 
 
@@ -69,3 +92,9 @@ def _begun(folder: RunFolder) -> bool:
 def _print_how_to_continue(console: Console, folder: RunFolder) -> None:
     command = f"cloister resume {shlex.quote(str(folder.path))}"
     console.print(Text(f"stopped; continue with: {command}", style="yellow"), soft_wrap=True)
+
+
+def _print_that_it_is_finished(console: Console, folder: RunFolder) -> None:
+    command = f"cloister resume {shlex.quote(str(folder.path))}"
+    line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
+    console.print(Text(line, style="yellow"), soft_wrap=True)

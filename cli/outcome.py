@@ -1,24 +1,35 @@
-"""The outcome of a finished run: tables and advice for a person, one JSON object for a program."""
+"""The outcome of a finished run: tables and advice for a person, one JSON object for a program.
+
+What is shown beside the figures of the run itself (the losses of each site, a sample of text) may fail, and then a line
+says what is not shown: the run is finished all the same.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cloister.cli.display import Display
 from cloister.lm.generate import generate
 from cloister.privacy.claims import unit_in_words
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.figures import at_most
-from cloister.protocol.errors import BudgetError, LedgerError, StorageError
+from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.outcome import Outcome
-from cloister.simulations.inspection import aggregation_error, per_site
+from cloister.server.phases import Phase
+from cloister.simulations.inspection import aggregation_error
+from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
+
+T = TypeVar("T")
 
 
 def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str, object]:
@@ -27,7 +38,12 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
     Args:
         folder: The run folder.
         outcome: The outcome.
-        seconds: Wall-clock time of this command.
+        seconds: Wall-clock time of this command, with imports, up to the end of the run.
+
+    Returns:
+        Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
+        that worked on the run (`server/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`;
+        `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command. None where there is no figure.
     """
     epsilon = None if _noise_declared(folder.plan) else outcome.epsilon
     over = None if epsilon is None else _over_runs(folder, epsilon)
@@ -41,8 +57,12 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "delta": None if epsilon is None else folder.plan.privacy.delta,
         "dataset": None if over is None else asdict(over),
         "stopped": outcome.stopped,
-        "seconds": seconds,
+        "command_seconds": seconds,
+        "phase_seconds": dict(outcome.phase_seconds),
+        "round_seconds": outcome.round_seconds,
+        "tokens": outcome.tokens or None,
         "tokens_per_second": outcome.tokens_per_second or None,
+        "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
     }
 
@@ -72,17 +92,48 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
     return _OverRuns(shared.dataset, shared.limit, spent.runs, max(spent.epsilon, epsilon))
 
 
-def print_outcome(console: Console, folder: RunFolder, outcome: Outcome) -> None:
-    """Print the outcome for a person: losses, privacy, a sample of text, and the next commands."""
+def losses_of_sites(
+    console: Console, folder: RunFolder, display: Display, workers: int | None
+) -> Losses | None:
+    """Evaluate each site of a finished run, and keep the result; None if that is not possible.
+
+    A line says what is not known or not kept, and why.
+    """
+    what = "not shown: the held-out loss of"
+    reason = not_evaluated(folder.plan)
+    if reason:
+        _warn(console, f"{what} each site: {reason}")
+        return None
+    found = _tried(
+        console,
+        f"{what} each site",
+        lambda: per_site(folder, display.event, workers=workers, watch=display.watch),
+    )
+    if found is None:
+        return None
+    if found.problems:
+        first, *others = found.problems
+        more = f" and {len(others)} more" if others else ""
+        _warn(console, f"{what} {first}{more}: {found.problems[first]}")
+    _tried(console, "not kept: the held-out loss of each site", lambda: keep(folder, found.sites))
+    return found
+
+
+def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses: Losses | None) -> None:
+    """Print the outcome for a person: losses, privacy, a sample of text, and the next commands.
+
+    Args:
+        console: Where to.
+        folder: The run folder.
+        outcome: The outcome.
+        losses: What `losses_of_sites` returned; None if they were not asked for.
+    """
     plan = folder.plan
-    sites = Table(title="Held-out loss of each site", title_justify="left")
-    for heading in ("site", "sequences", "before", "after"):
-        sites.add_column(heading, justify="left" if heading == "site" else "right")
-    for site in per_site(folder):
-        sites.add_row(site.site, f"{site.sequences:,}", f"{site.before:.3f}", f"{site.after:.3f}")
-    if sites.row_count:
-        console.print(sites)
-    apart = aggregation_error(folder)
+    if losses is not None:
+        _print_losses(console, losses)
+    apart = _tried(
+        console, "not shown: the error of averaging A and B apart", lambda: aggregation_error(folder)
+    )
     if apart is not None:
         console.print(
             f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
@@ -95,9 +146,14 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome) -> None
         reason = "the noise came from the declared seed simulation.noise_seed"
     if reason:
         console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
-    text = generate(folder.final, "The ", max_new_tokens=160, temperature=0.6, seed=0)
-    sample = Text(" ".join(text.split()), style="italic")
-    console.print(Text("the final model writes: ", style="bold") + sample)
+    text = _tried(
+        console,
+        "not shown: a sample of the final model",
+        lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
+    )
+    if text is not None:
+        sample = Text(" ".join(text.split()), style="italic")
+        console.print(Text("the final model writes: ", style="bold") + sample)
     run = shlex.quote(str(folder.path))
     for line in (
         f"weights {outcome.params_sha256}",
@@ -106,6 +162,30 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome) -> None
         f"try     cloister generate {run} --prompt 'The '",
     ):
         console.print(Text(line), soft_wrap=True)
+
+
+def _print_losses(console: Console, losses: Losses) -> None:
+    sites = Table(title="Held-out loss of each site", title_justify="left")
+    for heading in ("site", "sequences", "before", "after"):
+        sites.add_column(heading, justify="left" if heading == "site" else "right")
+    for site in losses.sites:
+        shown = ("" if loss is None else f"{loss:.3f}" for loss in (site.before, site.after))
+        sites.add_row(site.site, f"{site.sequences:,}", *shown)
+    if sites.row_count:
+        console.print(sites)
+
+
+def _tried(console: Console, failure: str, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None, after a line with what failed and why, if it fails."""
+    try:
+        return make()
+    except Exception as error:  # of any class: the run is finished, and its command must not fail
+        _warn(console, f"{failure}: {one_line(error)}")
+        return None
+
+
+def _warn(console: Console, line: str) -> None:
+    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def protected(plan: Plan) -> str:
@@ -152,4 +232,19 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
                 figure = f"{at_most(over.epsilon)}{limit}"
             table.add_row(Text(which), Text(figure))
         table.add_row("delta", f"{privacy.delta:g}")
+    _add_costs(table, outcome)
     return table
+
+
+def _add_costs(table: Table, outcome: Outcome) -> None:
+    """Time and memory; the phases two to a row, so that a narrow terminal holds the table."""
+    table.add_section()
+    names = [phase.value for phase in Phase]
+    for pair in zip(names[::2], names[1::2], strict=True):
+        figures = (f"{outcome.phase_seconds.get(name, 0.0):,.1f} s" for name in pair)
+        table.add_row(", ".join(pair), ", ".join(figures))
+    if outcome.tokens_per_second:
+        table.add_row("tokens/s in rounds", f"{outcome.tokens_per_second:,.0f}")
+    for whose, peak in (("coordinator", outcome.coordinator_rss), ("largest worker", outcome.worker_rss)):
+        if peak is not None:
+            table.add_row(f"peak RSS, {whose}", f"{peak / 1e9:.2f} GB")

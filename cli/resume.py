@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.shared_options import add_engine, add_json, add_run
+from cloister.cli.shared_options import add_engine, add_json, add_per_site, add_run
 
 HELP = "continue a run that was stopped"
 
@@ -16,6 +16,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "Continue a run that was stopped, killed or interrupted, after the last round that was done."
     )
     add_run(parser)
+    add_per_site(parser)
     add_engine(parser)
     add_json(parser)
 

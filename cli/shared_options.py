@@ -25,6 +25,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
+def add_per_site(parser: argparse.ArgumentParser) -> None:
+    """--per-site: what the sites' own records say of the run."""
+    parser.add_argument(
+        "--per-site",
+        action="store_true",
+        help="when the run is finished, evaluate the initial and the final model on each site's own held-out records "
+        "(simulation.per_site)",
+    )
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """PLAN, --sites and --set: a plan, and values that replace its own."""
     parser.add_argument(
@@ -78,13 +88,19 @@ def shipped_plans() -> dict[str, str]:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """--workers and --engine: what runs the sites and carries the messages."""
+    """--workers, --engine and --ray-address: what runs the sites and carries the messages."""
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="worker processes (default: what the machine has)"
+        "--workers", type=int, metavar="N", help="worker processes (default: what the machine or cluster has)"
     )
     parser.add_argument(
         "--engine",
         choices=("local", "flower"),
         default="local",
         help="what carries the messages: local worker processes, or Flower's simulation (default: local)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="with --engine flower: the running Ray cluster to use, whose nodes share the run folder "
+        "(default: start Ray on this machine)",
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.shared_options import add_engine, add_json, add_plan, chosen_plan
+from cloister.cli.shared_options import add_engine, add_json, add_per_site, add_plan, chosen_plan
 
 if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
@@ -42,6 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
     )
     parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    add_per_site(parser)
     add_engine(parser)
     add_json(parser)
 
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
         "simulation.dataset": arguments.dataset and _text(arguments.dataset),
         "simulation.greatest_epsilon": arguments.greatest_epsilon,
+        "simulation.per_site": "true" if arguments.per_site else None,
     }
     plan = chosen_plan(arguments, fields)
     out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())

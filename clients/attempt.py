@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias, get_args
 
@@ -83,6 +84,7 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
+        agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
     """
 
@@ -92,12 +94,14 @@ class Attempts:
         contract: Contract,
         member: Member,
         live: Live,
+        agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._folder = folder
         self._contract = contract
         self._member = member
         self._live = live
+        self._agreements = agreements
         self._random = random
 
     def agree(self, told: Told, round_number: int) -> Answer:
@@ -120,11 +124,10 @@ class Attempts:
 
             site.answered = reveal
             answer = _handle(site, told)
-            logged = (int(step), to_bytes(told))
             if step is Step.UNMASK:
                 self._remember(files.end(self._state(files)), None)
             else:
-                self._remember(files.keep(state, logged), site)
+                self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
 
     def mask(
@@ -225,10 +228,16 @@ class Attempts:
             answered=_unprepared,
             earlier=state.marks.answered,
             newest=kept.newest,
+            agreements=self._agreements,
         )
         for step, body in kept.log:
             _handle_again(site, step, body)
         return site
+
+
+@lru_cache(maxsize=2)  # in a process that plays many sites, all get the same keys, and the same survivors
+def _bytes_of(told: Told) -> bytes:
+    return to_bytes(told)
 
 
 def _handle(site: SecureSite, told: Told) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -69,8 +70,10 @@ def read_config(path: Path) -> SiteConfig:
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
-                for name in ("state", "identity", "roster", "policy", "ledger")
+                for name in ("state", "identity", "policy", "ledger")
                 if (value := getattr(config, name))
             },
+            # Sites on one machine name one file in many ways, and a process verifies each path once.
+            "roster": config.roster and os.path.realpath(path.parent / config.roster),
         }
     )

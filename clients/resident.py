@@ -6,7 +6,6 @@ because a round starts from the global model and does not depend on earlier work
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -60,7 +59,7 @@ class Resident:
 
     def __init__(self) -> None:
         self._rosters = lru_cache(maxsize=4)(_pinned_roster)
-        self._identities = lru_cache(maxsize=256)(load_identity)
+        self._identities = lru_cache(maxsize=4096)(load_identity)
         self._plans: dict[bytes, Plan] = {}
         self._loaded: tuple[object, Loaded] | None = None
 
@@ -70,7 +69,7 @@ class Resident:
         Raises:
             RosterError: the file is damaged, or is not the roster with the hash `pinned`.
         """
-        return self._rosters(os.path.realpath(path), pinned)
+        return self._rosters(path, pinned)
 
     def identity(self, path: str) -> Ed25519PrivateKey:
         """The identity key in a file.

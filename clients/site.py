@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.span import Piece, manifest_of
 from cloister.aggregation.sums import (
@@ -37,7 +38,7 @@ from cloister.clients.release import Finished, code_for, contribution
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.lm.data import Preparation, Prepared, cached
-from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
@@ -82,6 +83,7 @@ class Site:
         trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
+        agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Site:
         trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
+        agreements: Agreements | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -101,6 +104,7 @@ class Site:
         self._noise = noise
         self._trained_to = trained
         self._made_before = sequences
+        self._agreements = agreements
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
@@ -204,14 +208,15 @@ class Site:
     # For the site alone: not sent.
 
     def held_out(self, plan: Plan, weights: Vector, base_hash: bytes = b"") -> HeldOut:
-        """The model's sums on the site's held-out records.
+        """The model's sums on the site's held-out records, or on the subset of `server.evaluation_sequences`.
 
         Raises:
             CloisterError: the model or the data cannot be loaded.
         """
         loaded = self._load(plan, base_hash)
         loaded.model.layout.scatter(weights, loaded.model.module)
-        sequences, local = self._prepared(loaded).held_out, plan.local
+        held_out, local = self._prepared(loaded).held_out, plan.local
+        sequences = subset(held_out, plan.server.evaluation_sequences, plan.run.seed)
         return evaluate(loaded.model.module, sequences, local.batch_size, loaded.device, local.precision)
 
     def sequences(self, plan: Plan, base_hash: bytes = b"") -> int:
@@ -234,7 +239,8 @@ class Site:
         model = layout.digest() + loaded.base_hash.hex()
         contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
         folder = self._attempts_folder(purpose, sum_id.run)
-        return Attempts(folder, contract, self._admission.member(plan.quorum()), loaded.live)
+        member = self._admission.member(plan.quorum())
+        return Attempts(folder, contract, member, loaded.live, self._agreements)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         """A folder for each run: the answers of one run are kept while other runs continue."""

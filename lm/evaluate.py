@@ -9,9 +9,10 @@ text that they stand for.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -110,6 +111,31 @@ def evaluate(
     finally:
         module.train(training)
     return HeldOut(loss.item(), int(correct.item()), int((targets != NOT_LEARNED).sum()), sequences.n_bytes)
+
+
+def subset(sequences: Sequences, most: int | None, seed: int) -> Sequences:
+    """At most `most` of the sequences, in their order, to evaluate on.
+
+    The choice depends on `seed` and the number of sequences alone, so it is the same in every round; a larger `most`
+    adds to a smaller one. Bytes are known of all sequences together only: the subset has the part of them that it has
+    of the scored labels, which is exact if every token stands for the same number of bytes.
+
+    Args:
+        sequences: N sequences of L tokens.
+        most: Most sequences, at least 1; None for all.
+        seed: The plan's public seed.
+    """
+    if most is None or most >= len(sequences):
+        return sequences
+    digest = hashlib.sha256(f"cloister/evaluation/{seed}".encode()).digest()
+    random = np.random.Generator(
+        np.random.Philox(np.random.SeedSequence(int.from_bytes(digest[:16], "little")))
+    )
+    rows = np.sort(random.permutation(len(sequences))[:most])
+    positions = None if sequences.positions is None else sequences.positions[rows]
+    chosen = Sequences(sequences.tokens[rows], sequences.labels[rows], positions, 0)
+    part = chosen.n_tokens / sequences.n_tokens if sequences.n_tokens else 0.0
+    return replace(chosen, n_bytes=round(sequences.n_bytes * part))
 
 
 def next_tokens(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,11 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps(
         [type(tokenizer).__name__, inner, tokenizer.special_tokens_map, tokenizer.chat_template], default=str
     )
+
+
+@lru_cache(maxsize=1)
+def _identity_of_bytes() -> str:
+    return identity(byte_tokenizer())
 
 
 def _by_size(rendered: Iterable[tuple[Record, _Text]]) -> Iterator[list[tuple[Record, _Text]]]:
@@ -287,7 +293,7 @@ class _Encoder:
         self.end = [tokenizer.eos_token_id] if close else []
         self.special = [str(token) for token in tokenizer.all_special_tokens]
         # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
-        self.bytes = identity(tokenizer) == identity(byte_tokenizer())
+        self.bytes = identity(tokenizer) == _identity_of_bytes()
 
     def __call__(self, batch: Sequence[_Text]) -> list[Example]:
         if self.bytes and not any(token in text for text, _ in batch for token in self.special):
@@ -303,7 +309,13 @@ class _Encoder:
             after = self.end if text and tokens[-1:].tolist() != self.end else []
             example = Example(
                 np.concatenate([np.array(before, np.int32), tokens, np.array(after, np.int32)]),
-                np.pad(learned.astype(np.uint8), (len(before), len(after)), constant_values=(CONTEXT, END)),
+                np.concatenate(
+                    [
+                        np.full(len(before), CONTEXT, np.uint8),
+                        learned.astype(np.uint8),
+                        np.full(len(after), END, np.uint8),
+                    ]
+                ),
                 n_bytes / max(1, int(np.count_nonzero(learned))),
             )
             examples.append(example)

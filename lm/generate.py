@@ -18,6 +18,7 @@ def generate(
     prompt: str,
     *,
     max_new_tokens: int = 128,
+    fit: bool = False,
     temperature: float = 1.0,
     seed: int = 0,
     device: torch.device | None = None,
@@ -28,6 +29,7 @@ def generate(
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
         prompt: Text to continue; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
         max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
+        fit: Add fewer where the model has not as many positions, instead of an error.
         temperature: Divides the logits before sampling from all tokens; 0 always takes the most likely token.
         seed: Seed of the sampling; the process's own random state is unchanged.
         device: Where to run; by default the CPU.
@@ -51,6 +53,8 @@ def generate(
     tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
     config = module.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
+    if fit and isinstance(longest, int) and 0 < len(tokens) < longest:
+        max_new_tokens = min(max_new_tokens, longest - len(tokens))
     if isinstance(longest, int) and 0 < longest < len(tokens) + max_new_tokens:
         raise ModelError(
             "prompt",

@@ -71,12 +71,6 @@ class LanguageModel:
         return [(name, parameters[name]) for name in self.layout.names if half in name]
 
 
-def imported_by_loading(plan: Plan) -> list[str]:
-    """The modules that `load_model` imports, which takes seconds: a server that forks workers imports them first."""
-    adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
-    return ["transformers.modeling_utils", "transformers.modeling_layers", *adapted]
-
-
 def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
     """Build or load the plan's model on the CPU in float32, the same on every party.
 

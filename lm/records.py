@@ -29,6 +29,9 @@ from cloister.lm.tokenizer import looks_like_path, on_hub
 from cloister.protocol.errors import DataError
 from cloister.protocol.storage import disk_refusal
 
+# Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HASHED_BYTES = 64 << 20
 LARGEST_RECORD = 64 << 20

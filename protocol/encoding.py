@@ -39,54 +39,89 @@ def unpack(data: bytes) -> tuple[Value, ...]:
     Raises:
         EncodingError: `data` is not exactly the encoding of a tuple.
     """
-    value, end = _read(data, 0, 0)
-    if not isinstance(value, tuple) or end != len(data):
+    if data[:1] != b"t":
         raise EncodingError("message", f"{len(data)} bytes", expected="exactly one encoded tuple")
-    return value
+    values, end = _read(data, _HEAD.size, _count(data, 0), 1)
+    if end != len(data):
+        raise EncodingError("message", f"{len(data)} bytes", expected="exactly one encoded tuple")
+    return values
 
 
-def _write(value: Value, into: list[bytes]) -> None:
-    if isinstance(value, bytes):
-        into += (_HEAD.pack(b"b", len(value)), value)
-    elif isinstance(value, str):
-        text = value.encode()
-        into += (_HEAD.pack(b"s", len(text)), text)
-    elif isinstance(value, bool):
-        raise TypeError("bool has no canonical encoding; use 0 or 1")
-    elif isinstance(value, int):
-        if not 0 <= value < 2**64:
+# Both run for each text and key of each message: the branches are in the order of how often they are taken.
+
+
+def _write(values: tuple[Value, ...], into: list[bytes]) -> None:
+    into.append(_head(b"t", len(values)))
+    for value in values:
+        if isinstance(value, bytes):
+            into += (_head(b"b", len(value)), value)
+        elif isinstance(value, str):
+            text = value.encode()
+            into += (_head(b"s", len(text)), text)
+        elif isinstance(value, tuple):
+            _write(value, into)
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{type(value).__name__} has no canonical encoding")
+        elif not 0 <= value < 2**64:
             raise EncodingError("integer", value, expected="0 to 2^64 - 1")
-        into.append(_HEAD.pack(b"i", value))
-    elif isinstance(value, tuple):
-        into.append(_HEAD.pack(b"t", len(value)))
-        for item in value:
-            _write(item, into)
-    else:
-        raise TypeError(f"{type(value).__name__} has no canonical encoding")
+        else:
+            into.append(_head(b"i", value))
 
 
-def _read(data: bytes, at: int, depth: int) -> tuple[Value, int]:
-    if len(data) - at < 9 or depth > DEEPEST:
-        raise EncodingError("message", f"{len(data)} bytes", expected="a complete encoding")
-    tag, number = data[at : at + 1], int.from_bytes(data[at + 1 : at + 9], "big")
-    at += 9
-    if tag == b"i":
-        return number, at
-    if number > len(data) - at:
-        raise EncodingError(
-            "message", f"a length of {number}", expected=f"at most the {len(data) - at} bytes left"
-        )
-    if tag == b"b":
-        return data[at : at + number], at + number
-    if tag == b"s":
+def _read(data: bytes, at: int, count: int, depth: int) -> tuple[tuple[Value, ...], int]:
+    """The `count` values of a tuple that begin at `at`, and where they end."""
+    if count and depth > DEEPEST:
+        raise EncodingError("message", f"{len(data)} bytes", expected=f"at most {DEEPEST} nested tuples")
+    values: list[Value] = []
+    for _ in range(count):
         try:
-            return data[at : at + number].decode(), at + number
-        except UnicodeDecodeError:
-            raise EncodingError("message", data[at : at + number], expected="text in UTF-8") from None
-    if tag == b"t":
-        items: list[Value] = []
-        for _ in range(number):
-            item, at = _read(data, at, depth + 1)
-            items.append(item)
-        return tuple(items), at
-    raise EncodingError("message", tag, expected="a tag of i, s, b or t")
+            tag, number = _heads(data, at)
+        except struct.error:
+            raise _incomplete(data) from None
+        at += _HEAD.size
+        if tag == b"b" or tag == b"s":
+            end = at + number
+            if end > len(data):
+                raise _too_long(data, at, number)
+            part = data[at:end]
+            at = end
+            values.append(part if tag == b"b" else _text(part))
+        elif tag == b"t":
+            inner, at = _read(data, at, _count(data, at - _HEAD.size), depth + 1)
+            values.append(inner)
+        elif tag == b"i":
+            values.append(number)
+        else:
+            raise EncodingError("message", tag, expected="a tag of i, s, b or t")
+    return tuple(values), at
+
+
+_head = _HEAD.pack
+_heads = _HEAD.unpack_from
+
+
+def _count(data: bytes, at: int) -> int:
+    """The count of the tuple whose head is at `at`: each of its values takes at least one byte."""
+    if len(data) - at < _HEAD.size:
+        raise _incomplete(data)
+    count: int = _heads(data, at)[1]
+    if count > len(data) - at - _HEAD.size:
+        raise _too_long(data, at + _HEAD.size, count)
+    return count
+
+
+def _text(part: bytes) -> str:
+    try:
+        return part.decode()
+    except UnicodeDecodeError:
+        raise EncodingError("message", part, expected="text in UTF-8") from None
+
+
+def _incomplete(data: bytes) -> EncodingError:
+    return EncodingError("message", f"{len(data)} bytes", expected="a complete encoding")
+
+
+def _too_long(data: bytes, at: int, number: int) -> EncodingError:
+    return EncodingError(
+        "message", f"a length of {number}", expected=f"at most the {len(data) - at} bytes left"
+    )

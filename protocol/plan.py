@@ -329,6 +329,9 @@ class ServerSection(Section):
     empty: each site evaluates on its own held-out records, which no privacy unit allows."""
     evaluate_every: Count = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
+    evaluation_sequences: Count | None = None
+    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
+    pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared. None: all of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
 
@@ -377,6 +380,9 @@ class SimulationSection(Section):
     power cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, where there are GPUs."""
+    per_site: bool = False
+    """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
+    both losses for each site. It takes as long as two evaluations at all sites."""
     profiles: tuple[ProfileSection, ...] = ()
     """Sites that are slower or occupy more worker slots than the rest."""
 

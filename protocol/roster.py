@@ -33,6 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MemberError, RosterError, StorageError
+from cloister.protocol.threshold import LARGEST
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CARD = "cloister-card-1"
@@ -64,8 +65,13 @@ def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
     return identity
 
 
-def save_identity(identity: Ed25519PrivateKey, path: Path) -> None:
+def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = True) -> None:
     """Write a new identity to `path`, readable by its owner only; never overwrite a file.
+
+    Args:
+        identity: The identity.
+        path: Its file.
+        durable: Sync the file before this returns.
 
     Raises:
         RosterError: the file exists already.
@@ -76,7 +82,8 @@ def save_identity(identity: Ed25519PrivateKey, path: Path) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(identity_to_pem(identity))
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
     except FileExistsError:
         raise RosterError(
             "identity",
@@ -115,10 +122,9 @@ class Card:
         Raises:
             RosterError: the name is not allowed.
         """
+        _check_name(name)
         public = identity.public_key().public_bytes_raw()
-        card = cls(name, public, identity.sign(pack(_CARD, name, public)))
-        card.verify()
-        return card
+        return cls(name, public, identity.sign(pack(_CARD, name, public)))
 
     @classmethod
     def from_text(cls, text: str) -> Card:
@@ -144,14 +150,9 @@ class Card:
         Raises:
             RosterError: one of them is wrong.
         """
-        if not _NAME.fullmatch(self.name):
-            raise RosterError(
-                "card name", self.name, expected="1 to 64 letters, digits, dots, dashes, underscores"
-            )
+        _check_name(self.name)
         try:
-            _check_order(self.public)
-            key = Ed25519PublicKey.from_public_bytes(self.public)
-            key.verify(self.signature, pack(_CARD, self.name, self.public))
+            _check_key(self.name, self.public, self.signature)
         except (ValueError, InvalidSignature):
             raise RosterError(
                 "card",
@@ -159,6 +160,22 @@ class Card:
                 expected="a signature made with the key on it",
                 fix=f"ask {self.name} for the card again",
             ) from None
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
+
+
+@functools.lru_cache(maxsize=LARGEST)  # what raises is not kept
+def _check_key(name: str, public: bytes, signature: bytes) -> None:
+    """Check, once in a process, that a card's signature is of its name with its key.
+
+    Raises:
+        ValueError, InvalidSignature: it is not, or the key has low order.
+    """
+    _check_order(public)
+    Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(_CARD, name, public))
 
 
 def _check_order(public: bytes) -> None:

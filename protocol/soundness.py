@@ -13,6 +13,7 @@ from pathlib import Path
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
     MOST_CORRELATED,
+    NO_EVALUATION,
     SIMULATED_PUBLIC,
     SMALLEST_COHORT,
     CorrelatedSection,
@@ -126,6 +127,13 @@ def _check_sound(plan: Plan) -> None:
             0.0,
             expected="more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
             fix='set data.held_out = 0.1, or set server.evaluation to public records or "none"',
+        )
+    if plan.server.evaluation == NO_EVALUATION and plan.server.evaluation_sequences is not None:
+        raise PlanError(
+            "server.evaluation_sequences",
+            plan.server.evaluation_sequences,
+            expected=f'no value with server.evaluation = "{NO_EVALUATION}"',
+            fix="remove server.evaluation_sequences, or name public records in server.evaluation",
         )
     _check_dataset(plan)
     if sum(profile.share for profile in plan.simulation.profiles) > 1 + 1e-9:

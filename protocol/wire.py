@@ -18,7 +18,7 @@ import struct
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -46,7 +46,8 @@ assert sys.byteorder == "little", "vectors travel little-endian, and this machin
 def encode(message: object) -> list[Buffer]:
     """The frames of a message; its vectors are those of the message, not copied."""
     vectors: list[npt.NDArray[Any]] = []
-    first = pack(VERSION, type(message).__name__, *_fields(message, vectors))
+    kind: Any = type(message)
+    first = pack(VERSION, *_writer(kind)(message, vectors))
     return [first, *vectors]
 
 
@@ -109,20 +110,23 @@ def _decode(kinds: tuple[type[T], ...], data: bytes, vectors: list[memoryview]) 
             expected=VERSION,
             fix="install the same release of cloister at the coordinator and at the sites",
         )
-    by_name = {kind.__name__: kind for kind in kinds}
+    by_name: dict[str, Any] = {kind.__name__: kind for kind in kinds}
     kind = by_name.get(values[1]) if len(values) > 1 and isinstance(values[1], str) else None
     if kind is None:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise EncodingError("message", values[1] if len(values) > 1 else "", expected=expected)
-    reader = _Reader(vectors)
-    message: T = reader.read(kind, values[2:], kind.__name__)
-    reader.close()
+    frames = iter(vectors)
+    message: T = _reader(kind, kind.__name__)(values[1:], frames)
+    unused = sum(1 for _ in frames)
+    if unused:
+        raise EncodingError(
+            "message", f"{len(vectors)} vectors", expected=f"{len(vectors) - unused}, as it announces"
+        )
     return message
 
 
-@functools.lru_cache(
-    maxsize=4
-)  # in a process that plays many sites, several get the same message; it cannot be changed
+# In a process that plays many sites, several get the same message, which cannot be changed.
+@functools.lru_cache(maxsize=4)
 def _decoded(kinds: tuple[type[Any], ...], data: bytes) -> Any:
     return _decode(kinds, data, [])
 
@@ -136,120 +140,190 @@ def from_bytes(kind: type[T], data: bytes) -> T:
     return decode((kind,), [data])
 
 
-def _fields(message: object, vectors: list[npt.NDArray[Any]]) -> tuple[Value, ...]:
-    fields = dataclasses.fields(message)  # type: ignore[arg-type]  # a dataclass
-    return tuple(_value(getattr(message, field.name), vectors) for field in fields)
+# Each type of a message is compiled once to a function that writes it and one that reads it: with hundreds of sites, a
+# message has thousands of texts and keys.
+
+Write: TypeAlias = Callable[[Any, list[npt.NDArray[Any]]], Value]
+"""From a value of the type, and the list to which its vectors are added, to what `encoding.pack` takes."""
+Read: TypeAlias = Callable[[Any, Iterator[memoryview]], Any]
+"""From what `encoding.unpack` gave, and the frames of the vectors that follow, to a value of the type."""
 
 
-def _value(value: Any, vectors: list[npt.NDArray[Any]]) -> Value:
-    if isinstance(value, np.ndarray):
-        vectors.append(np.ascontiguousarray(value))
-        return (value.dtype.name, value.size)
-    if isinstance(value, tuple):
-        return tuple(_value(item, vectors) for item in value)
-    if isinstance(value, float):
-        return _FLOAT.pack(value)
-    if value is None:
-        return ()
-    if dataclasses.is_dataclass(value):
-        return (type(value).__name__, *_fields(value, vectors))
-    return cast(Value, value)
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-class _Reader:
-    """Builds a message of values, and hands out the frames of its vectors in order."""
+def _parts(hint: Any) -> tuple[Any, Limit | Elements | None]:
+    """A type without its `Annotated`, and the limit that this states."""
+    if typing.get_origin(hint) is Annotated:
+        inner, limit = typing.get_args(hint)
+        return inner, limit
+    return hint, None
 
-    def __init__(self, frames: list[memoryview]) -> None:
-        self._frames = frames
-        self._used = 0
 
-    def close(self) -> None:
-        """Refuse frames that no field has named."""
-        if self._used != len(self._frames):
-            raise EncodingError(
-                "message", f"{len(self._frames)} vectors", expected=f"{self._used}, as it announces"
-            )
+def _choices(hint: Any) -> tuple[Any, ...] | None:
+    """The dataclasses that a value of the type may be of; None for a type of another kind."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return (hint,)
+    if typing.get_origin(hint) is types.UnionType:
+        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return None
 
-    def read(self, kind: Any, values: tuple[Value, ...], where: str) -> Any:
-        """The dataclass `kind` with these values of its fields."""
-        hints = _hints(kind)
-        if len(values) != len(hints):
-            raise EncodingError(where, f"{len(values)} fields", expected=f"{len(hints)}")
-        parts = zip(hints.items(), values, strict=True)
-        return kind(*(self._build(hint, value, f"{where}.{name}") for (name, hint), value in parts))
 
-    def _build(self, hint: Any, value: Value, where: str, limit: Limit | Elements | None = None) -> Any:
-        """`value` as the type that `hint` names."""
-        origin = typing.get_origin(hint)
-        if origin is Annotated:
-            inner, *notes = typing.get_args(hint)
-            return self._build(inner, value, where, notes[0])
-        if isinstance(limit, Elements):
-            return self._vector(limit, value, where)
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            return self._nested((hint,), value, where)
-        if origin is types.UnionType:
-            kinds = tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
-            if value == () and len(kinds) < len(typing.get_args(hint)):
-                return None
-            return self._nested(kinds, value, where)
-        if origin is Literal:
-            if value not in typing.get_args(hint):
-                raise EncodingError(where, value, expected=" or ".join(typing.get_args(hint)))
-            return value
-        if hint is float:
-            return _float(value, where)
-        if origin is tuple:
-            return self._tuple(typing.get_args(hint), value, where, limit)
-        if type(value) is not hint:
-            raise EncodingError(where, value, expected=hint.__name__)
-        if isinstance(value, str | bytes):
-            _check_limit(value, where, limit)
+# Writing.
+
+
+@functools.cache
+def _writer(kind: Any) -> Callable[[Any, list[npt.NDArray[Any]]], tuple[Value, ...]]:
+    """Writes a dataclass: its name, then its fields."""
+    fields = [(name, _write_as(hint)) for name, hint in _hints(kind).items()]
+    name = kind.__name__
+
+    def write(message: Any, vectors: list[npt.NDArray[Any]]) -> tuple[Value, ...]:
+        return (
+            name,
+            *(
+                getattr(message, field) if write is None else write(getattr(message, field), vectors)
+                for field, write in fields
+            ),
+        )
+
+    return write
+
+
+def _write_as(hint: Any) -> Write | None:
+    """How a value of a type is written; None where `pack` takes it as it is."""
+    hint, limit = _parts(hint)
+    if isinstance(limit, Elements):
+        return _write_vector
+    if _choices(hint) is not None:
+        return _write_choice
+    if hint is float:
+        return lambda value, _vectors: _FLOAT.pack(value)
+    if typing.get_origin(hint) is tuple:
+        inner = {_write_as(item) for item in typing.get_args(hint) if item is not Ellipsis}
+        if inner == {None}:
+            return None
+        (write,) = inner  # no message mixes them in a tuple
+        assert write is not None
+        return lambda values, vectors: tuple(write(value, vectors) for value in values)
+    return None
+
+
+def _write_choice(value: Any, vectors: list[npt.NDArray[Any]]) -> Value:
+    kind: Any = type(value)
+    return () if value is None else _writer(kind)(value, vectors)
+
+
+def _write_vector(value: Any, vectors: list[npt.NDArray[Any]]) -> Value:
+    vectors.append(np.ascontiguousarray(value))
+    return (value.dtype.name, value.size)
+
+
+# Reading. Nothing is trusted; `where` names the field in an error.
+
+
+@functools.cache
+def _reader(kind: Any, where: str) -> Read:
+    """Reads a dataclass from its name, which the caller has checked, and its fields."""
+    fields = [_read_as(hint, f"{where}.{name}") for name, hint in _hints(kind).items()]
+
+    def read(value: Any, frames: Iterator[memoryview]) -> Any:
+        if len(value) != len(fields) + 1:
+            raise EncodingError(where, f"{len(value) - 1} fields", expected=f"{len(fields)}")
+        return kind(*[field(part, frames) for field, part in zip(fields, value[1:], strict=True)])
+
+    return read
+
+
+def _read_as(hint: Any, where: str) -> Read:
+    """How a value of a type is read."""
+    inner, limit = _parts(hint)
+    if isinstance(limit, Elements):
+        return functools.partial(_read_vector, limit.dtypes, where)
+    choices = _choices(inner)
+    if choices is not None:
+        return _read_choice(choices, where, optional=len(choices) < len(typing.get_args(inner)))
+    origin, arguments = typing.get_origin(inner), typing.get_args(inner)
+    if origin is Literal:
+        return functools.partial(_read_literal, arguments, where)
+    if inner is float:
+        return functools.partial(_read_float, where)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            assert limit is not None, f"{where} has no limit in its type"
+            return _read_list(_read_as(arguments[0], where), limit, where)
+        return _read_tuple([_read_as(item, where) for item in arguments], where)
+    if inner is int:
+        return functools.partial(_read_int, where)
+    assert inner in (str, bytes), f"{where} has a type that no message may have"
+    assert limit is not None, f"{where} has no limit in its type"
+    return _read_text(inner, limit, where)
+
+
+def _read_text(kind: type[str] | type[bytes], limit: Limit, where: str) -> Read:
+    most, least = limit
+
+    def read(value: Any, _frames: Iterator[memoryview]) -> Any:
+        if type(value) is not kind:
+            raise EncodingError(where, value, expected=kind.__name__)
+        if not least <= len(value) <= most:
+            raise _outside(value, limit, where)
         return value
 
-    def _tuple(self, hints: tuple[Any, ...], value: Value, where: str, limit: Limit | None) -> Any:
-        if not isinstance(value, tuple):
+    return read
+
+
+def _read_list(item: Read, limit: Limit, where: str) -> Read:
+    def read(value: Any, frames: Iterator[memoryview]) -> Any:
+        if type(value) is not tuple:
             raise EncodingError(where, value, expected="a list")
-        if hints[-1] is Ellipsis:
-            _check_limit(value, where, limit)
-            return tuple(self._build(hints[0], item, where) for item in value)
-        if len(hints) != len(value):
-            raise EncodingError(where, f"{len(value)} items", expected=f"{len(hints)}")
-        return tuple(self._build(hint, item, where) for hint, item in zip(hints, value, strict=True))
+        if not limit.least <= len(value) <= limit.most:
+            raise _outside(value, limit, where)
+        return tuple([item(each, frames) for each in value])
 
-    def _nested(self, kinds: tuple[Any, ...], value: Value, where: str) -> Any:
-        if isinstance(value, tuple) and value:
-            for kind in kinds:
-                if value[0] == kind.__name__:
-                    return self.read(kind, value[1:], where)
-        raise EncodingError(where, value, expected=" or ".join(kind.__name__ for kind in kinds))
-
-    def _vector(self, elements: Elements, value: Value, where: str) -> npt.NDArray[Any]:
-        match value:
-            case (str(dtype), int(size)) if dtype in elements.dtypes:
-                pass
-            case _:
-                raise EncodingError(where, value, expected=f"a vector of {' or '.join(elements.dtypes)}")
-        if self._used == len(self._frames):
-            raise EncodingError(where, "missing", expected=f"a frame with {size} elements")
-        frame = self._frames[self._used]
-        self._used += 1
-        if frame.nbytes != size * np.dtype(dtype).itemsize:
-            raise EncodingError(where, f"{frame.nbytes} bytes", expected=f"{size} elements of {dtype}")
-        vector = np.frombuffer(frame, dtype=dtype) if size else np.empty(0, dtype)
-        vector.flags.writeable = False
-        return vector
+    return read
 
 
-def _check_limit(value: str | bytes | tuple[Value, ...], where: str, limit: Limit | None) -> None:
-    assert limit is not None, f"{where} has no limit in its type"
-    if not limit.least <= len(value) <= limit.most:
-        exactly = f"{limit.most}" if limit.least == limit.most else f"{limit.least} to {limit.most}"
-        unit = {str: "characters", bytes: "bytes", tuple: "items"}[type(value)]
-        raise EncodingError(where, f"{len(value)} {unit}", expected=f"{exactly} {unit}")
+def _read_tuple(items: Sequence[Read], where: str) -> Read:
+    def read(value: Any, frames: Iterator[memoryview]) -> Any:
+        if type(value) is not tuple:
+            raise EncodingError(where, value, expected="a list")
+        if len(value) != len(items):
+            raise EncodingError(where, f"{len(value)} items", expected=f"{len(items)}")
+        return tuple([item(each, frames) for item, each in zip(items, value, strict=True)])
+
+    return read
 
 
-def _float(value: Value, where: str) -> float:
+def _read_choice(kinds: tuple[Any, ...], where: str, *, optional: bool) -> Read:
+    readers = {kind.__name__: _reader(kind, where) for kind in kinds}
+
+    def read(value: Any, frames: Iterator[memoryview]) -> Any:
+        if optional and value == ():
+            return None
+        if type(value) is tuple and value and type(value[0]) is str and value[0] in readers:
+            return readers[value[0]](value, frames)
+        raise EncodingError(where, value, expected=" or ".join(readers))
+
+    return read
+
+
+def _read_literal(allowed: tuple[str, ...], where: str, value: Any, _frames: Iterator[memoryview]) -> Any:
+    if value not in allowed:
+        raise EncodingError(where, value, expected=" or ".join(allowed))
+    return value
+
+
+def _read_int(where: str, value: Any, _frames: Iterator[memoryview]) -> Any:
+    if type(value) is not int:
+        raise EncodingError(where, value, expected="int")
+    return value
+
+
+def _read_float(where: str, value: Any, _frames: Iterator[memoryview]) -> float:
     if isinstance(value, bytes) and len(value) == _FLOAT.size:
         number = float(_FLOAT.unpack(value)[0])
         if math.isfinite(number):
@@ -257,7 +331,25 @@ def _float(value: Value, where: str) -> float:
     raise EncodingError(where, value, expected="a finite number")
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+def _read_vector(
+    dtypes: tuple[str, ...], where: str, value: Any, frames: Iterator[memoryview]
+) -> npt.NDArray[Any]:
+    match value:
+        case (str(dtype), int(size)) if dtype in dtypes:
+            pass
+        case _:
+            raise EncodingError(where, value, expected=f"a vector of {' or '.join(dtypes)}")
+    frame = next(frames, None)
+    if frame is None:
+        raise EncodingError(where, "missing", expected=f"a frame with {size} elements")
+    if frame.nbytes != size * np.dtype(dtype).itemsize:
+        raise EncodingError(where, f"{frame.nbytes} bytes", expected=f"{size} elements of {dtype}")
+    vector = np.frombuffer(frame, dtype=dtype) if size else np.empty(0, dtype)
+    vector.flags.writeable = False
+    return vector
+
+
+def _outside(value: str | bytes | tuple[Value, ...], limit: Limit, where: str) -> EncodingError:
+    exactly = f"{limit.most}" if limit.least == limit.most else f"{limit.least} to {limit.most}"
+    unit = {str: "characters", bytes: "bytes", tuple: "items"}[type(value)]
+    return EncodingError(where, f"{len(value)} {unit}", expected=f"{exactly} {unit}")

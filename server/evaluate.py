@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
-from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.model import LanguageModel, device_for
 from cloister.protocol.messages import EVALUATE
 from cloister.protocol.plan import Plan
@@ -45,7 +45,7 @@ def nowhere(_round: int, _weights: npt.NDArray[np.float32]) -> None:
 
 
 def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
-    """Evaluation on public records.
+    """Evaluation on public records, or on the subset of `server.evaluation_sequences`.
 
     Args:
         plan: The plan.
@@ -57,7 +57,8 @@ def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
     """
     records = corpus_records(source).records
     data = plan.data.model_copy(update={"held_out": 0.0})
-    sequences = prepare(records, model.tokenizer, data, seed=plan.run.seed).train
+    prepared = prepare(records, model.tokenizer, data, seed=plan.run.seed)
+    sequences = subset(prepared.train, plan.server.evaluation_sequences, plan.run.seed)
     device = device_for("auto")
 
     def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut:

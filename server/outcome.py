@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cloister.lm import saved
@@ -12,6 +13,7 @@ from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFiles, RunFolder, checkpoint_file
 from cloister.server.journal import Journal
+from cloister.server.phases import added
 from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
 
@@ -29,19 +31,28 @@ class Outcome:
     bits_per_byte: float | None
     tokens: int
     """Tokens that were trained on, over all rounds and sites."""
-    seconds: float
-    """Time in rounds, from the first request to the decoded mean, over all processes that worked on the run."""
+    round_seconds: float
+    """Time in rounds, each from the first request of the attempt that counted to the decoded mean, over all processes
+    that worked on the run. A part of the phases `train` and `sum`."""
+    phase_seconds: Mapping[str, float]
+    """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
+    to the last round that it finished."""
     params_sha256: str
     epsilon: float | None = None
     """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
     stopped: str = ""
     """Why the run ended before its last round: `budget`, `dataset` (the limit over all runs) or
     `refused`; empty if it did not."""
+    coordinator_rss: int | None = None
+    """Largest resident set of the coordinator's process, in bytes: the kernel's VmHWM, which counts pages that several
+    processes share in each of them. Of the last process that worked on the run; None if not known."""
+    worker_rss: int | None = None
+    """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that were trained on per second of a round."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """`tokens` / `round_seconds`."""
+        return self.tokens / self.round_seconds if self.round_seconds else 0.0
 
 
 def outcome(files: RunFiles) -> Outcome:
@@ -72,7 +83,10 @@ def outcome(files: RunFiles) -> Outcome:
         accuracy=final.get("accuracy"),
         bits_per_byte=final.get("bits_per_byte"),
         tokens=sum(row.get("tokens") or 0 for row in rows),
-        seconds=sum(row.get("seconds", 0.0) for row in rows),
+        round_seconds=sum(row.get("seconds", 0.0) for row in rows),
+        phase_seconds=added(
+            *(row.get("phase_seconds", {}) for row in rows), end.detail.get("phase_seconds", {})
+        ),
         params_sha256=end.detail["params_sha256"],
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from cloister.protocol.plan import Plan
 
@@ -98,6 +98,8 @@ class RoundAbandoned:
     """As in `RoundDone`."""
     spoiled: bool = False
     """The sum was opened and makes no mean: a site lied in its weight."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """As in `RoundDone`."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class BudgetSpent:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of something slow before the first round is done."""
+    """A step of something slow before the first round, or after the last."""
 
     what: str
     """What is done, in words."""
@@ -157,6 +159,8 @@ class RoundDone:
     """Largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
     clip: float = 0.0
     """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase (`phases.py`) since this process wrote a line of metrics, before this round's checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.optimizer import ServerOptimizer
+from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, Wanted, sum_over
 
@@ -95,7 +96,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     done: RoundDone | RoundAbandoned
     if isinstance(total, Failed) or mean is None:
         spoiled = isinstance(total, Failed) and total.spoiled
-        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip, spoiled)
+        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
     else:
         counters = total.opened.counters
         tokens = counters.get(TOKENS)
@@ -112,9 +113,11 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             params_sha256="",  # of the checkpoint
             epsilon=epsilon,
             clip=context.clip,
+            phase_seconds=party.phases.lap(),
         )
-    weights, state = context.optimizer.weights, context.optimizer.state()
-    done = replace(done, params_sha256=context.checkpoints.save(number, weights, state, asdict(done)))
-    party.journal.record(number, done.attempts, steps.DONE, asdict(done))
+    with party.phases.during(Phase.CHECKPOINT):
+        weights, state = context.optimizer.weights, context.optimizer.state()
+        done = replace(done, params_sha256=context.checkpoints.save(number, weights, state, asdict(done)))
+        party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +34,7 @@ from cloister.server.members import Members
 from cloister.server.noise import kept_noise
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.outcome import Outcome, outcome
+from cloister.server.phases import Phase, Phases, added
 from cloister.server.progress import (
     BudgetSpent,
     Evaluated,
@@ -61,6 +63,7 @@ def run(
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh(),
     dataset: DatasetLedger | None = None,
     clock: Callable[[], float] = time.monotonic,
+    phases: Phases | None = None,
 ) -> Outcome:
     """Ask the sites to join, then run the folder's plan to its end, from the last round that is done.
 
@@ -74,6 +77,7 @@ def run(
         noise: Returns, for a round, the stream of the noise that the coordinator adds; for 0, that of correlated noise.
         dataset: In a simulation, the ledger over runs, which its sites charge.
         clock: Seconds, for durations.
+        phases: Counts the seconds of the run's phases; it may have counted before this call.
 
     Raises:
         RosterError: the roster has not as many sites as the plan; no site was asked.
@@ -83,20 +87,23 @@ def run(
     if roster is not None:
         check_size(roster, plan)
     run_identity = identity(folder, roster)
-    base = base_of(plan, public)
-    observe(Preparing("sites"))
-    members = Members(
-        channel,
-        plan,
-        run_identity,
-        lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
-        base=base,
-        roster=roster,
-    )
-    observe(Preparing("model"))
-    model = load_model(plan, base)
-    checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
-    with Journal(folder.journal) as journal:
+    phases = phases or Phases(clock)
+    with ExitStack() as preparing, Journal(folder.journal) as journal:
+        preparing.enter_context(phases.during(Phase.PREPARE))
+        base = base_of(plan, public)
+        observe(Preparing("sites"))
+        with phases.during(Phase.JOIN):
+            members = Members(
+                channel,
+                plan,
+                run_identity,
+                lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
+                base=base,
+                roster=roster,
+            )
+        observe(Preparing("model"))
+        model = load_model(plan, base)
+        checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         if done is None:
@@ -104,9 +111,10 @@ def run(
                 model.layout.flatten(model.module) if public is None or base is not None else public
             )
             optimizer = ServerOptimizer(plan.server, initial_weights)
-            digest = checkpoints.save(0, optimizer.weights, {})
-            initial = {"round": 0, "params_sha256": digest}
-            journal.record(0, 1, steps.DONE, initial)
+            with phases.during(Phase.CHECKPOINT):
+                digest = checkpoints.save(0, optimizer.weights, {})
+                initial = {"round": 0, "params_sha256": digest}
+                journal.record(0, 1, steps.DONE, initial)
         else:
             checkpoint = checkpoints.load(done.round)
             optimizer = ServerOptimizer(plan.server, checkpoint.weights, checkpoint.optimizer)
@@ -135,6 +143,7 @@ def run(
                 if entry.step == steps.COMPLAINED
                 for by, of in entry.detail["pairs"]
             },
+            phases=phases,
         )
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
@@ -149,6 +158,7 @@ def run(
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         context = RoundContext(party, checkpoints, optimizer, mechanism, clip if mechanism else 0.0, drawn)
         evaluate = _evaluation(party, model, evaluation or plan.server.evaluation)
+        preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
         with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
@@ -156,9 +166,11 @@ def run(
                 # A process that was killed may have journaled this round without reporting it.
                 _report(context, folder, board, done.detail if done else initial, evaluate)
             last, stopped = _rounds(context, folder, board, evaluate, last)
-        save_pretrained(model, optimizer.weights, folder.final)
-        digest = params_sha256(optimizer.weights)
-        journal.record(last, 1, steps.FINISHED, {"params_sha256": digest, "stopped": stopped})
+        with phases.during(Phase.CHECKPOINT):
+            save_pretrained(model, optimizer.weights, folder.final)
+            digest = params_sha256(optimizer.weights)
+        end = {"params_sha256": digest, "stopped": stopped, "phase_seconds": phases.lap()}
+        journal.record(last, 1, steps.FINISHED, end)
         folder.noise.unlink(missing_ok=True)
         observe(Finished(last))
     return outcome(folder)
@@ -182,10 +194,11 @@ def _rounds(
     abandoned = 0
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
-        sites = party.present(party.cohort(TRAIN, number))
-        result = _exceeded(party, number, sites) or run_round(context, number)
-        if isinstance(result, Refusing):  # another run on the same dataset may have spent meanwhile
-            result = _exceeded(party, number, sites) or result
+        with party.phases.during(Phase.SUM):
+            sites = party.present(party.cohort(TRAIN, number))
+            result = _exceeded(party, number, sites) or run_round(context, number)
+            if isinstance(result, Refusing):  # another run on the same dataset may have spent meanwhile
+                result = _exceeded(party, number, sites) or result
         if isinstance(result, BudgetSpent | Refusing):
             party.observe(result)
             _report_end(context, folder, last, evaluate)
@@ -225,14 +238,10 @@ def _report_end(context: RoundContext, folder: RunFolder, number: int, evaluate:
     plan = context.party.plan
     if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
         return  # sites evaluate in the rounds of the plan only
-    held_out = evaluate(number, context.optimizer.weights.copy())
-    if held_out is not None:
-        found = Evaluated(
-            number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
-        )
-        context.party.observe(found)
+    found = _evaluated(context, number, evaluate)
+    if found:
         folder.truncate_metrics(number - 1)
-        folder.add_metrics(rows.get(number, {"round": number}) | asdict(found))
+        folder.add_metrics(_timed(rows.get(number, {"round": number}) | found, context.party.phases))
 
 
 def _report(
@@ -243,18 +252,30 @@ def _report(
     evaluate: Evaluation,
 ) -> None:
     """Evaluate the model after a round if that is due, and write the round's line of metrics."""
-    number, plan, observe = facts["round"], context.party.plan, context.party.observe
+    number, plan = facts["round"], context.party.plan
     row = dict(facts)
     if plan.evaluates(number):
-        held_out = evaluate(number, context.optimizer.weights.copy())
-        if held_out is not None:
-            found = Evaluated(
-                number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
-            )
-            observe(found)
-            row |= asdict(found)
-    for name, value in row.items():
+        row |= _evaluated(context, number, evaluate)
+    row = _timed(row, context.party.phases)
+    seconds = {f"phase_seconds/{phase}": each for phase, each in row["phase_seconds"].items()}
+    for name, value in (row | seconds).items():
         if name != "round" and isinstance(value, int | float) and math.isfinite(value):
             board.add_scalar(name, value, number)
     board.flush()
     folder.add_metrics(row)
+
+
+def _evaluated(context: RoundContext, number: int, evaluate: Evaluation) -> dict[str, Any]:
+    """The figures of the model after a round, observed; empty without an evaluation."""
+    with context.party.phases.during(Phase.EVALUATE):
+        held_out = evaluate(number, context.optimizer.weights.copy())
+    if held_out is None:
+        return {}
+    found = Evaluated(number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte)
+    context.party.observe(found)
+    return asdict(found)
+
+
+def _timed(row: dict[str, Any], phases: Phases) -> dict[str, Any]:
+    """A line of metrics with the seconds that its process has spent since the line before it."""
+    return row | {"phase_seconds": added(row.get("phase_seconds", {}), phases.lap())}

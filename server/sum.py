@@ -64,6 +64,7 @@ from cloister.server.channel import Failure
 from cloister.server.complaints import Complaint, liars, suspects
 from cloister.server.journal import Journal
 from cloister.server.members import Members
+from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.spending import Spending
 
@@ -99,6 +100,8 @@ class Party:
     """Sites that lied in a secure sum, each with what it did: they are asked for no other sum."""
     complaints: set[Complaint] = field(default_factory=set)
     """Which site could not open the shares of which, in any secure sum of the run."""
+    phases: Phases = field(default_factory=Phases)
+    """Counts the seconds of the run's phases."""
 
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
         """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
@@ -267,19 +270,20 @@ class _Plain:
             site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model)
             for site, inbox in inboxes.items()
         }
-        for reply in self.ask(requests, Step.UPDATE):
-            refusal = self._not_of(reply)
-            if refusal is None:
-                assert isinstance(reply, Contribution)
-                try:
-                    fold(reply)
-                except CloisterError as error:
-                    refusal = str(error)
-            if refusal is None:
-                self.folded.add(reply.site)
-                self.party.observe(SiteAnswered(wanted.round, reply.site))
-            else:
-                self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
+        with self.party.phases.during(Phase.TRAIN if wanted.purpose == TRAIN else Phase.EVALUATE):
+            for reply in self.ask(requests, Step.UPDATE):
+                refusal = self._not_of(reply)
+                if refusal is None:
+                    assert isinstance(reply, Contribution)
+                    try:
+                        fold(reply)
+                    except CloisterError as error:
+                        refusal = str(error)
+                if refusal is None:
+                    self.folded.add(reply.site)
+                    self.party.observe(SiteAnswered(wanted.round, reply.site))
+                else:
+                    self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
 
     def ask(self, requests: Mapping[str, Request], step: Step) -> Iterator[Reply | Failure]:
         """Ask sites, with what is left of the attempt's time for this step as the timeout."""

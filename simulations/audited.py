@@ -91,7 +91,7 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
             "target_epsilon": None,
             "budget": None,
         }
-    facts["server"] |= {"evaluation": NO_EVALUATION}
+    facts["server"] |= {"evaluation": NO_EVALUATION, "evaluation_sequences": None}
     facts["simulation"] |= {"public": 0.0}  # records of the evaluation
     for name, fields in sections.items():
         facts[name] |= fields

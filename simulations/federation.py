@@ -6,9 +6,11 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.kept import base_path, save_vector
@@ -25,7 +28,7 @@ from cloister.clients.site import Site
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
-from cloister.lm.model import count_parameters, imported_by_loading
+from cloister.lm.model import count_parameters
 from cloister.lm.tokenizer import load_tokenizer
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -40,14 +43,16 @@ from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.history import reached, run_history
 from cloister.server.journal import DONE, FINISHED
 from cloister.server.outcome import Outcome, finish, outcome
+from cloister.server.phases import Phase, Phases
 from cloister.server.progress import Observer, Preparing, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
-from cloister.simulations import store, trained
+from cloister.simulations import fork_server, store, trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
+from cloister.simulations.process import peak_rss
 
 _RUN_ID = 1
 
@@ -58,6 +63,7 @@ def simulate(
     *,
     engine: str = "local",
     workers: int | None = None,
+    ray_address: str | None = None,
     watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
 ) -> Outcome:
     """Run a folder's plan to its end, from the beginning or from where an earlier process stopped.
@@ -66,7 +72,8 @@ def simulate(
         folder: The run folder; the sites' folders are made in it, under `sites/`.
         observe: Receives the run's events.
         engine: `local` or `flower`.
-        workers: Worker processes; None: as many as the hardware of this machine allows.
+        workers: Worker processes; None: as many as the hardware of this machine, or of the cluster, allows.
+        ray_address: HOST:PORT of the running Ray cluster that the engine `flower` joins; None: it starts one here.
         watch: Called when a site starts and stops working, if the engine knows.
 
     Raises:
@@ -75,23 +82,23 @@ def simulate(
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
+    if ray_address is not None and engine != "flower":
+        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
     if reached(folder, FINISHED):
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         finish(folder, observe)
-        return outcome(folder)
-    terms = terms_of(plan, count_parameters(plan)[1])  # refuse here, not at every site
-    dataset = DatasetLedger.of(plan)
-    if dataset is not None:
-        assert terms is not None, "a sound plan with a ledger has a privacy unit"
-        history = run_history(folder) if reached(folder, DONE) else None
-        names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
-        dataset.check(terms, history.run if history else "", history.summed if history else (), names)
+        return replace(outcome(folder), coordinator_rss=peak_rss())
+    phases = Phases()
+    with phases.during(Phase.PREPARE):
+        dataset = DatasetLedger.of(plan)
+        _check(folder, dataset)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
     def main(grid: Grid, _context: Context) -> None:
-        public = _prepare(folder, observe)  # while the engine's processes import what they need
-        roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
+        with phases.during(Phase.PREPARE):
+            public = _prepare(folder, observe)  # while the engine's processes import what they need
+            roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
         records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
         outcomes.append(
             run(
@@ -103,32 +110,71 @@ def simulate(
                 evaluation=records,
                 noise=partial(noise_of, plan, "coordinator"),
                 dataset=dataset,
+                phases=phases,
             )
         )
 
+    worker_rss: int | None = None
     app = server_app(main)
     if engine == "flower":
-        places = len(_places(plan, workers))
-        cpus, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
         run_on_flower(
             app,
-            partial(make_client_app, sites, plan),
+            partial(make_client_app, sites.absolute(), plan),
             plan.cohort.sites,
-            cpus_per_site=max(1, cpus // places),
-            gpus_per_site=gpus / places,
+            workers=workers,
+            threads=plan.local.threads,
+            workers_per_gpu=plan.simulation.workers_per_gpu,
+            address=ray_address,
+            shared=folder.path,
         )
     else:
-        with LocalGrid(
-            partial(make_client_app, sites, plan),
-            [{"partition-id": index} for index in range(plan.cohort.sites)],
-            workers=_places(plan, workers),
-            slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
-            preload=["cloister.simulations.federation", *imported_by_loading(plan)],
-            log=folder.workers_log,
-            watch=lambda node, at_work: watch(site_name(node - 1), at_work),
-        ) as grid:
+        with local_grid(folder, partial(make_client_app, sites, plan), workers, watch) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
-    return outcomes[0]
+            peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
+            worker_rss = max((peak for peak in peaks if peak is not None), default=None)
+    return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
+
+
+def local_grid(
+    folder: RunFolder,
+    make_app: Callable[[], ClientApp],
+    workers: int | None,
+    watch: Callable[[str, bool], None],
+) -> LocalGrid:
+    """Worker processes of this machine for the sites of a run.
+
+    Args:
+        folder: The run folder.
+        make_app: Makes the app of the sites; picklable.
+        workers: As for `simulate`.
+        watch: As for `simulate`.
+    """
+    plan = folder.plan
+    return LocalGrid(
+        make_app,
+        [{"partition-id": index} for index in range(plan.cohort.sites)],
+        workers=_places(plan, workers),
+        slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
+        preload=fork_server.modules(plan),
+        log=folder.workers_log,
+        watch=lambda node, at_work: watch(site_name(node - 1), at_work),
+    )
+
+
+def _check(folder: RunFolder, dataset: DatasetLedger | None) -> None:
+    """Refuse here, not at every site, a model that does not fit the plan, and a run that a limit over runs forbids.
+
+    Raises:
+        CloisterError: the run is refused.
+    """
+    plan = folder.plan
+    terms = terms_of(plan, count_parameters(plan)[1])
+    if dataset is None:
+        return
+    assert terms is not None, "a sound plan with a ledger has a privacy unit"
+    history = run_history(folder) if reached(folder, DONE) else None
+    names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
+    dataset.check(terms, history.run if history else "", history.summed if history else (), names)
 
 
 def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
@@ -153,7 +199,9 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
+    return client_app(
+        partial(_site_of, sites, plan, Agreements()), explain=one_line
+    )  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -181,12 +229,15 @@ def _share_base(sites: Path, base: Vector) -> None:
         write_file(path, lambda temporary: save_vector(temporary, base))
 
 
-def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
+def _site_of(sites: Path, plan: Plan, agreements: Agreements, context: Context, resident: Resident) -> Faulty:
     index = int(context.node_config["partition-id"])
-    return Faulty(open_site(sites, plan, index, resident), plan, profile_of(plan, index).speed)
+    site = open_site(sites, plan, index, resident, agreements)
+    return Faulty(site, plan, profile_of(plan, index).speed)
 
 
-def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
+def open_site(
+    sites: Path, plan: Plan, index: int, resident: Resident, agreements: Agreements | None = None
+) -> Site:
     """The simulated site with a number: an ordinary site, whose noise is secret or that of the declared seed.
 
     Args:
@@ -194,6 +245,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         plan: The run's plan.
         index: The number.
         resident: The state that the process has in memory for its sites.
+        agreements: The secrets that its sites have agreed on.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     noise = partial(noise_of, plan, config.name)
@@ -205,6 +257,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         trained=partial(trained.keep, plan, config.folder),
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
+        agreements=agreements,
     )
 
 
@@ -261,7 +314,9 @@ def lay_out(plan: Plan, folder: Path) -> None:
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
     for name, key in identities.items():
-        save_identity(key, names.site(name) / "identity.pem")
+        save_identity(
+            key, names.site(name) / "identity.pem", durable=False
+        )  # the folder is synced as a whole
         keys = {
             "name": name,
             "data": "data.jsonl",
@@ -282,10 +337,8 @@ def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:
     gpus = torch.cuda.device_count()
     count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else _cpu_workers(plan))
     count = min(count, plan.cohort.sites)
-    threads = {name: str(plan.local.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    threads["TOKENIZERS_PARALLELISM"] = "false"
     return [
-        {**threads, **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
+        {**fork_server.variables(plan), **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
         for worker in range(count)
     ]
 

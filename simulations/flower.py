@@ -1,38 +1,31 @@
-"""The `flower` engine: the same two apps on Flower's own simulation runtime, which Ray spreads over a cluster.
+"""The `flower` engine: the same two apps on Flower's own simulation runtime, on a Ray cluster.
 
 No part of a run depends on its engine. This file passes the two apps to the runtime and makes the runtime behave as
-`LocalGrid` does: a site's exception becomes the same `Error` reply, the coordinator's exception reaches the caller as
-the same object, and vectors may be memoryviews. Alternative refused: a grid of our own on Ray, because on one machine
-`LocalGrid` is faster.
+`LocalGrid` does: the coordinator's exception reaches the caller as the same object, and a site's failure becomes the
+same `Error` reply (`ray_workers.py`). Alternative refused: a grid of our own on Ray, because on one machine `LocalGrid`
+is faster.
 """
 
 from __future__ import annotations
 
-import copyreg
 import importlib.util
 import logging
-import pickle
-import secrets
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import telemetry
 
 from cloister.protocol.errors import EngineError, one_line
-from cloister.simulations.process import environment, identify
-
-_ENVIRONMENT = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; without it Ray warns
-}
+from cloister.simulations.process import environment
 
 _REGISTRATION_S = 60
 
@@ -42,30 +35,44 @@ def run_on_flower(
     make_client_app: Callable[[], ClientApp],
     sites: int,
     *,
-    cpus_per_site: float,
-    gpus_per_site: float = 0.0,
+    workers: int | None = None,
+    threads: int = 1,
+    workers_per_gpu: int = 1,
+    address: str | None = None,
+    shared: Path | None = None,
 ) -> None:
     """Run the two apps on Flower's simulation runtime until the `ServerApp` returns.
 
-    Node ids are Flower's own; a site reads its number, from 0, from `Context.node_config["partition-id"]`. Ray joins
-    the cluster that its environment variables name, or starts one on this machine.
+    Node ids are Flower's own; a site reads its number, from 0, from `Context.node_config["partition-id"]`. The workers
+    are as many as the cluster has room for: by its GPUs if it has any, else by its CPUs. Ray decides on which node each
+    runs, and which GPU it sees.
 
     Args:
         server_app: The coordinator; it runs in a thread of this process.
-        make_client_app: Makes the app of the sites, once in each of Ray's actors; picklable.
-        sites: Number of sites.
-        cpus_per_site: CPUs that Ray reserves for a site while it handles a message.
-        gpus_per_site: GPUs that Ray reserves for a site while it handles a message.
+        make_client_app: Makes the app of the sites, once in each worker; picklable.
+        sites: Number of sites; no more workers are started.
+        workers: Most workers; None: as many as there is room for.
+        threads: CPUs that Ray reserves for a worker, if the cluster has no GPU.
+        workers_per_gpu: Workers that share a GPU.
+        address: HOST:PORT of a running Ray cluster, which is left running; None: start one on this machine and stop it
+            at the end.
+        shared: Folder that all nodes of a running cluster must share.
 
     Raises:
-        EngineError: Ray is not installed, or the runtime failed.
+        EngineError: Ray is not installed, the cluster does not answer or is unfit, or the runtime failed.
         Exception: the exception that the `ServerApp` raised, the same object.
     """
     if importlib.util.find_spec("ray") is None:
         raise EngineError(
             "engine", "flower", expected="ray to be installed", fix="run: pip install 'cloister[ray]'"
         )
+    # Ray reads it when it is imported: a thread that outlives the connection must not start another Ray.
+    with environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
+        from cloister.simulations.cluster import check_nodes, cluster, room
+        from cloister.simulations.ray_workers import RayWorkers
+
     raised: list[BaseException] = []
+    over = threading.Event()
     guarded = ServerApp()
 
     # Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
@@ -76,20 +83,19 @@ def run_on_flower(
             server_app(grid=grid, context=context)
         except BaseException as error:
             raised.append(error)
+        finally:
+            over.set()
 
-    with _quietly():
+    with _quietly(), cluster(address):
+        if address is not None and shared is not None:
+            check_nodes(shared)
         from flwr.simulation import run_simulation
 
+        place = room(threads, workers_per_gpu)
+        count = min(place.workers, sites, workers or sites)
         try:
-            run_simulation(
-                guarded,
-                _Site(make_client_app, secrets.token_hex(8)),
-                sites,
-                backend_config={
-                    "init_args": {"logging_level": logging.ERROR, "log_to_driver": False},
-                    "client_resources": {"num_cpus": cpus_per_site, "num_gpus": gpus_per_site},
-                },
-            )
+            with _backend(partial(RayWorkers, make_client_app, count, place, over), count):
+                run_simulation(guarded, ClientApp(), sites)
         except RuntimeError as error:
             if not raised:
                 cause = _root(error)
@@ -98,6 +104,21 @@ def run_on_flower(
                 ) from error
     if raised:
         raise raised[0]
+
+
+@contextmanager
+def _backend(make: Callable[[object], object], threads: int) -> Iterator[None]:
+    """Let Flower's runtime use a backend of ours, with a thread for each worker.
+
+    Flower has no argument for either: it knows one backend, and its pool has at most 32 threads, which would be the
+    most sites that work at once in a cluster.
+    """
+    vce = "flwr.server.superlink.fleet.vce"
+    with (
+        mock.patch(f"{vce}.backend.raybackend.RayBackend", make),
+        mock.patch(f"{vce}.vce_api.ThreadPoolExecutor", partial(ThreadPoolExecutor, threads)),
+    ):
+        yield
 
 
 def _await_nodes(grid: Grid, sites: int) -> None:
@@ -115,44 +136,6 @@ def _await_nodes(grid: Grid, sites: int) -> None:
         pause.wait(0.02)
 
 
-_apps: dict[str, ClientApp] = {}
-"""In an actor: the app of its run. Ray unpickles a `_Site` for each message, and an app's memory outlives messages."""
-
-
-class _Site(ClientApp):
-    """A client app in a Ray actor; an exception of it becomes the same `Error` reply as on `LocalGrid`.
-
-    Args:
-        make_app: Makes the app.
-        run: Name of the call of `run_on_flower` that it is for.
-    """
-
-    def __init__(self, make_app: Callable[[], ClientApp], run: str) -> None:
-        super().__init__()
-        self._make_app = make_app
-        self._run = run
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        identify(message.metadata.run_id, message.metadata.dst_node_id)
-        try:
-            if self._run not in _apps:
-                _apps.clear()
-                _apps[self._run] = self._make_app()
-            return _apps[self._run](message, context)
-        except Exception as error:  # any exception of a handler becomes an error reply, as on LocalGrid
-            traceback.print_exc()
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, one_line(error)), reply_to=message)
-
-
-def _reduce_view(view: memoryview) -> tuple[type[memoryview], tuple[pickle.PickleBuffer]]:
-    return memoryview, (pickle.PickleBuffer(view),)
-
-
-# Ray pickles messages, and an Array's data may be a memoryview, which pickle rejects by default. Actors import this
-# module because they unpickle `_Site`, so the reducer is registered at both ends.
-copyreg.pickle(memoryview, _reduce_view)
-
-
 def _root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
@@ -167,7 +150,7 @@ def _quietly() -> Iterator[None]:
     telemetry.FLWR_TELEMETRY_ENABLED = "0"  # flwr read the variable when it was imported
     logger.setLevel(logging.CRITICAL)
     try:
-        with environment(_ENVIRONMENT):
+        with environment({"FLWR_TELEMETRY_ENABLED": "0"}):
             yield
     finally:
         logger.setLevel(level)

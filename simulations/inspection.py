@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
-from cloister.protocol.digest import vector_hash
 from cloister.protocol.plan import Plan
-from cloister.protocol.storage import write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
-from cloister.server.outcome import outcome
-from cloister.server.public import base_of, public_model
 from cloister.simulations import trained
-from cloister.simulations.federation import open_site
 from cloister.simulations.partition import site_name
 
 Vector = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class SiteOutcome:
-    """The effect of the run for one simulated site."""
-
-    site: str
-    """The site's name."""
-    sequences: int
-    """Its training sequences."""
-    before: float
-    """Loss of the initial model on its own held-out records, nats per token."""
-    after: float
-    """Loss of the final model on the same records."""
-
-
-def per_site(folder: RunFolder) -> list[SiteOutcome]:
-    """Evaluate the initial and the final model on each site's own held-out records, and write `sites.json`.
-
-    Empty if the sites hold nothing out, or if their folders were removed.
-    """
-    plan = folder.plan
-    if not plan.data.held_out or not folder.sites.path.is_dir():
-        return []
-    base = base_of(plan, public_model(folder, lambda _event: None))
-    base_hash = b"" if base is None else vector_hash(base)
-    checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
-    first, last = checkpoints.load(0), checkpoints.load(outcome(folder).rounds)
-    found, resident = [], Resident()
-    for index in range(plan.cohort.sites):
-        site = open_site(folder.sites.path, plan, index, resident)
-        before, after = (site.held_out(plan, model.weights, base_hash) for model in (first, last))
-        found.append(SiteOutcome(site.config.name, site.sequences(plan, base_hash), before.loss, after.loss))
-    write_bytes(folder.site_outcomes, json.dumps([asdict(site) for site in found], indent=1).encode())
-    return found
 
 
 def aggregation_error(folder: RunFolder) -> float | None:

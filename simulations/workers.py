@@ -17,22 +17,22 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from multiprocessing import connection, forkserver, get_context, parent_process, resource_tracker, util
+from multiprocessing import connection, get_context, parent_process, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from cloister.protocol.errors import EngineError, one_line
-from cloister.simulations.process import environment, identify
+from cloister.simulations import fork_server
+from cloister.simulations.process import identify
 from cloister.simulations.segments import Channel, LentSegments, PushSegments, Segments
 
 T = TypeVar("T")
@@ -287,13 +287,11 @@ class WorkerPool:
         The fork server gets the variables that all workers share, because libraries read some of them (number of
         threads) when they are loaded, which may be in the fork server.
         """
-        get_context("forkserver").set_forkserver_preload(self._preload)
         common = set.intersection(*(set(variables.items()) for variables in self._environments))
         # The pickle names the main module __main__, or __mp_main__ if multiprocessing spawned this process.
+        needs_main = b"_main__" in self._factory
         try:
-            with environment(dict(common)), _main_module(needed=b"_main__" in self._factory):
-                with interrupts_held():
-                    forkserver.ensure_running()
+            with fork_server.running(self._preload, dict(common), needs_main=needs_main):
                 return act()
         except (EOFError, OSError) as error:
             raise EngineError(
@@ -311,32 +309,6 @@ def _end_all(workers: list[Worker | None]) -> None:
         if worker:
             worker.end(_EXIT_SECONDS if worker.state is State.IDLE else 0.0)
             workers[index] = None
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Block SIGINT: the process that starts meanwhile inherits the mask, and a Ctrl-C here is delivered afterwards.
-
-    The fork server ignores SIGINT itself, but only after it has imported its preloads.
-    """
-    resource_tracker.ensure_running()  # its start unblocks SIGINT, so it must run before
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _main_module(*, needed: bool) -> Iterator[None]:
-    """Keep new processes from importing the coordinator's `__main__`, a command line, if the app does not need it."""
-    main = sys.modules["__main__"]
-    if not needed:
-        sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 # In the worker process.

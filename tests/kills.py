@@ -10,16 +10,14 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from cloister.lm.model import imported_by_loading
 from cloister.protocol.soundness import load, parse
 from cloister.server.folder import RunFolder
 from cloister.server.progress import Event
+from cloister.simulations import fork_server
 from cloister.simulations.federation import simulate
-from cloister.simulations.workers import interrupts_held
 
 Moment = Callable[[Event], bool]
 
@@ -53,9 +51,7 @@ def killed_again(out: Path, moment: Moment) -> None:
 def kill_while(target: Callable[..., None], *arguments: Any) -> None:
     """Run something in a process that dies of SIGKILL in it; the arguments are pickled."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cloister.simulations.federation", *imported_by_loading(parse(""))])
-    with interrupts_held():  # as a grid starts it: it serves the grids of later tests too
-        forkserver.ensure_running()
+    fork_server.start(parse(""))  # it serves the grids of later tests too
     process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)

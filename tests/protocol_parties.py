@@ -100,7 +100,7 @@ class Parties:
         self,
         n: int,
         *,
-        site: type[SecureSite] = SecureSite,
+        site: Callable[..., SecureSite] = SecureSite,
         coordinator: type[SecureCoordinator] = SecureCoordinator,
         minimum: int = 2,
         attempt: int = 1,

@@ -3,17 +3,24 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
+from cloister.aggregation.sums import TOKENS, evaluation_layout
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import HeldOut, evaluate, next_tokens
+from cloister.lm.evaluate import HeldOut, evaluate, next_tokens, subset
 from cloister.lm.model import LanguageModel, load_model
-from cloister.protocol.errors import DataError
+from cloister.privacy.terms import terms_of
+from cloister.protocol.errors import DataError, PlanError
+from cloister.protocol.messages import EVALUATE
 from cloister.protocol.soundness import parse
+from cloister.server.evaluate import at_coordinator
+from cloister.simulations.audited import played
+from cloister.tests.federation import RECORD, Federation, tiny, whole, write_records
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -188,3 +195,83 @@ def test_targets_are_labels_moved_by_one() -> None:
     labels = np.array([[NOT_LEARNED, 5, 6], [7, NOT_LEARNED, 8]], np.int32)
     expected = [[5, 6, NOT_LEARNED], [NOT_LEARNED, 8, NOT_LEARNED]]
     np.testing.assert_array_equal(next_tokens(labels), expected)
+
+
+# A subset: `server.evaluation_sequences`
+
+
+def chosen(n: int, most: int | None, seed: int = 0) -> list[int]:
+    """The numbers of the sequences that are chosen from n."""
+    tokens = np.repeat(np.arange(n, dtype=np.int32)[:, None], 4, axis=1)
+    return [int(row[0]) for row in subset(Sequences(tokens, tokens, None, 0), most, seed).tokens]
+
+
+def test_a_subset_is_fixed_by_the_seed_and_grows_with_its_size() -> None:
+    assert chosen(10, 3) == [2, 3, 4]  # a change would make the losses of a resumed run jump
+    assert set(chosen(10, 3)) < set(chosen(10, 4))
+    assert chosen(10, 3, seed=1) != chosen(10, 3)
+    assert chosen(10, 10) == chosen(10, 11) == chosen(10, None) == list(range(10))
+    counts = np.zeros(10)
+    for seed in range(2000):
+        counts[chosen(10, 3, seed)] += 1
+    # Binomial(2000, 0.3): standard deviation 20.5.
+    assert np.abs(counts - 600).max() < 5 * 20.5
+
+
+def test_a_subset_has_the_labels_and_positions_of_its_rows_and_their_part_of_the_bytes() -> None:
+    every = replace(some(50), positions=np.arange(800, dtype=np.int32).reshape(50, 16), n_bytes=7000)
+    few = subset(every, 20, seed=3)
+    assert few.positions is not None
+    rows = few.positions[:, 0] // 16
+    assert (len(few), list(rows)) == (20, sorted(rows))
+    np.testing.assert_array_equal(few.tokens, every.tokens[rows])
+    np.testing.assert_array_equal(few.labels, every.labels[rows])
+    assert few.n_bytes == round(7000 * few.n_tokens / every.n_tokens)
+
+
+def test_the_coordinator_evaluates_on_the_subset_in_every_round(tmp_path: Path) -> None:
+    records = str(write_records(tmp_path / "records.jsonl"))
+    found = {}
+    for most in ("5", "100000"):
+        plan = tiny(
+            f"server.evaluation={records}", f"server.evaluation_sequences={most}", "data.held_out=0.0"
+        )
+        loaded = load_model(plan)
+        weights = loaded.layout.flatten(loaded.module)
+        held_out = at_coordinator(plan, loaded, records)
+        found[most] = held_out(0, weights)
+        assert held_out(7, weights) == found[most]
+    few, all_ = found["5"], found["100000"]
+    assert few is not None
+    assert all_ is not None
+    assert 0 < few.tokens <= 5 * 15 < all_.tokens
+    assert few.loss == pytest.approx(all_.loss, rel=0.1)
+
+
+def test_a_site_evaluates_on_the_subset_in_every_round(tmp_path: Path) -> None:
+    totals = {}
+    for most in (2, 100_000):
+        settings = ["aggregation.secure=false", f"server.evaluation_sequences={most}"]
+        federation = Federation(tmp_path / str(most), tiny(*settings))
+        site, layout = federation.joined(), evaluation_layout(federation.plan)
+        first, later = (
+            whole(site.contribute(federation.request(purpose=EVALUATE, number=number))) for number in (0, 1)
+        )
+        np.testing.assert_array_equal(first, later)
+        totals[most] = layout.ring.decode_counters(first)[layout.counters.index(TOKENS)]
+    assert 0 < totals[2] <= 2 * 15 < totals[100_000]
+
+
+def test_a_subset_of_no_evaluation_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"server.evaluation_sequences is 5: expected no value"):
+        tiny("server.evaluation=none", "server.evaluation_sequences=5")
+    with pytest.raises(PlanError, match=r"server.evaluation_sequences"):
+        tiny("server.evaluation_sequences=0")
+
+
+def test_an_audit_plays_a_plan_whose_evaluation_has_a_subset() -> None:
+    public = [setting for setting in RECORD if setting != "server.evaluation=none"]
+    plan = tiny(*public, "server.evaluation=builtin:python-docs", "server.evaluation_sequences=5")
+    terms = terms_of(plan, 11_056)
+    assert terms is not None
+    assert played(plan, terms).server.evaluation_sequences is None

@@ -115,7 +115,7 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
     capfd.readouterr()  # drops the traceback of the site's exception, which its worker prints
     flower: list[object] = []
     with pytest.raises(DataError) as raised_on_flower:
-        run_on_flower(server_app(flower, error), apps.make_app, SITES, cpus_per_site=1.0)
+        run_on_flower(server_app(flower, error), apps.make_app, SITES)
     assert raised_locally.value is raised_on_flower.value is error
     out = capfd.readouterr()
     assert "Traceback" not in out.out + out.err
@@ -129,4 +129,4 @@ def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         EngineError, match=r"engine is 'flower': expected ray .*pip install 'cloister\[ray\]'"
     ):
-        run_on_flower(ServerApp(), ClientApp, SITES, cpus_per_site=1.0)
+        run_on_flower(ServerApp(), ClientApp, SITES)

@@ -26,7 +26,9 @@ KNOWS_FLOWER = {
     "simulations/flower.py",
     "simulations/grid.py",
     "simulations/process.py",
+    "simulations/ray_workers.py",
     "simulations/segments.py",
+    "simulations/site_losses.py",
     "simulations/workers.py",
 }
 """The carriers. No other file imports Flower, and none imports gRPC."""

@@ -53,6 +53,15 @@ def test_an_interrupt_is_no_matter_of_a_record(stop: type[BaseException]) -> Non
         Unusable(refused=False).tried("stopped", act)
 
 
+def test_no_server_is_told_that_a_file_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(httpx.Client, "send", lambda _client, request, **_: asked.append(str(request.url)))
+    (tmp_path / "a.jsonl").write_text('{"text": "private"}\n')
+    assert list(read_records(str(tmp_path / "a.jsonl"))) == [{"text": "private"}]
+    assert asked == []
+
+
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", ["odd [1]*.jsonl", "list.json", "table.parquet"])
 def test_tables(name: str, with_cache: bool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cloister.protocol.errors import StorageError
 from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
-from cloister.server.journal import DONE, UNMASKING, Journal
+from cloister.server.journal import DONE, FINISHED, UNMASKING, Journal
 from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found, lone_refusal, ran, refusal
@@ -59,6 +59,17 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     kill_while(killed_run, small_plan, out, MOMENTS[moment])
     resumed = found(capsys, "resume", str(out), "--workers", "1")
     assert_as_if_undisturbed(out, resumed, whole)
+    # What the killed process had spent on rounds that it finished is counted too.
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    with Journal(out / "journal.sqlite") as journal:
+        end = journal.newest(FINISHED)
+    assert end is not None
+    laps = [*(row["phase_seconds"] for row in rows), end.detail["phase_seconds"]]
+    assert all({"train", "sum", "evaluate"} <= set(row["phase_seconds"]) for row in rows[1:])
+    assert resumed["phase_seconds"]["train"] == pytest.approx(sum(lap.get("train", 0.0) for lap in laps))
+    assert resumed["round_seconds"] == pytest.approx(sum(row["seconds"] for row in rows[1:]))
+    processes = 1 if moment in ("before anything", "initial model evaluated", "finished") else 2
+    assert sum("join" in lap for lap in laps) == processes
 
 
 @pytest.mark.parametrize(

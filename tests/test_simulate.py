@@ -43,8 +43,6 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     assert whole["delta"] is None
     assert 0 < whole["final_loss"] < whole["initial_loss"]
     assert whole["perplexity"] == pytest.approx(np.exp(whole["final_loss"]))
-    assert whole["tokens_per_second"] > 0
-    assert whole["seconds"] > 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
@@ -99,16 +97,6 @@ def test_the_number_of_workers_does_not_change_the_weights(
     assert alone["params_sha256"] == whole["params_sha256"]
     other = found(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "other"), "--seed", "1")
     assert other["params_sha256"] != whole["params_sha256"]
-
-
-def test_flower_runs_the_same_apps_to_the_same_weights(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--json"]
-    command += ["--out", str(tmp_path / "flower"), "--engine", "flower"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
 
 
 # Where evaluation happens, dropouts, refusals

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 
+from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients.app import site_of_node
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -59,6 +62,7 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, load_identity
 from cloister.protocol.soundness import parse
 from cloister.server.channel import Failure
+from cloister.simulations.federation import open_site
 from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
 from cloister.tests.power import Power
 
@@ -414,6 +418,28 @@ def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation
     attack.contribute(attack.sites[0], attack.deal()[attack.sites[0].name])
     (update,) = attack.sites[0].config.folder.glob("update-*.ring")
     assert update.stat().st_mode & 0o077 == 0
+
+
+def test_sites_of_one_process_share_no_secret_unless_they_are_simulated(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("a secret of one site was given to another")
+
+    monkeypatch.setattr(keys.Agreements, "secret", refuse)
+    attack, resident = Attack(federation), Resident()
+    folders = [federation.sites_folder / name / "site.toml" for name in federation.names]
+    contexts = [Context(1, 1, {"site": str(path)}, RecordDict(), {}) for path in folders]
+    attack.sites = [site_of_node(context, resident) for context in contexts]
+    assert len(attack.deal()) == len(federation.names)
+    simulated = (
+        open_site(federation.sites_folder, federation.plan, index, resident, keys.Agreements())
+        for index in range(len(federation.names))
+    )
+    attack = Attack(federation, attempt=2)
+    attack.sites = list(simulated)
+    with pytest.raises(AssertionError, match="given to another"):
+        attack.deal()
 
 
 def test_shares_for_another_site_are_refused(federation: Federation) -> None:

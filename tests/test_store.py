@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cloister.aggregation.keys import Agreements
 from cloister.clients.resident import Resident
 from cloister.clients.site import preparation_of
 from cloister.lm.data import Preparation, Prepared
@@ -18,6 +20,8 @@ from cloister.lm.tokenizer import load_tokenizer
 from cloister.privacy.claims import not_covered
 from cloister.protocol import storage
 from cloister.protocol.errors import DataError
+from cloister.server.folder import RunFolder
+from cloister.server.run import run
 from cloister.simulations import federation as federations
 from cloister.simulations import store
 from cloister.simulations.federation import make_client_app, open_site
@@ -71,6 +75,27 @@ def test_a_simulated_site_uses_them_and_reads_no_file(
     site = open_site(federation.sites_folder, federation.plan, 0, Resident())
     site.join(federation.join_request())
     assert site.sequences(federation.plan) > 0
+
+
+def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> None:
+    """Those read their own files and share nothing; the simulated ones share sequences, and agree once on a secret."""
+    found = []
+    for way in ("deployed", "simulated"):
+        federation = Federation(tmp_path / way, tiny("run.rounds=1", "simulation.durable=false"))
+        plan, folder = federation.plan, federation.sites_folder
+        if way == "simulated":
+            made(federation)
+            federations._store.cache_clear()
+            agreements = Agreements()
+            for index, name in enumerate(federation.names):
+                site = partial(open_site, folder, plan, index, federation.resident, agreements)
+                federation.channel.sites[name] = site
+        RunFolder.create(tmp_path / f"run-{way}", plan).close()
+        with RunFolder.reopen(tmp_path / f"run-{way}") as run_folder:
+            outcome = run(run_folder, federation.channel, lambda _event: None, roster=federation.roster)
+        found.append((outcome.params_sha256, outcome.final_loss))
+    assert found[0] == found[1]
+    assert found[0][1] is not None
 
 
 def test_a_site_whose_records_cannot_be_used_says_so_itself(tmp_path: Path) -> None:

@@ -1,0 +1,437 @@
+"""The engine `flower` on a real Ray cluster of two nodes on this machine: the weights, a killed worker, what is sent,
+and what is refused before a run begins."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from cloister.protocol.errors import EngineError
+from cloister.protocol.messages import TRAIN, Contribute, Request
+from cloister.server.app import GridChannel
+from cloister.simulations.flower import run_on_flower
+from cloister.tests.command import found, lone_refusal, ran, refusal
+from cloister.tests.test_flower_engine import needs_ray, raw, ray_leaves
+
+SITES = 6
+PATIENCE_S = 60
+IDLE = "ray::_Worker"
+
+pytestmark = [needs_ray, *ray_leaves]
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """A cluster whose nodes are called one and two, with a CPU each."""
+
+    address: str
+    raylets: Mapping[str, int]
+    """By name of the node, the process of its raylet."""
+
+    def workers(self, node: str, does: str = r"ray::_Worker\b.*") -> list[int]:
+        """The processes of workers on a node, with a title that says what they do."""
+        raylet = self.raylets[node]
+        children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+        return [int(child) for child in children if re.fullmatch(does, title(int(child)))]
+
+
+def title(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0].decode()
+    except OSError:
+        return ""
+
+
+def await_(condition: Callable[[], Any]) -> Any:
+    """The first true value of a condition on other processes, which offer no event."""
+    last = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < last
+        threading.Event().wait(0.02)
+    return value
+
+
+def importable() -> Any:
+    """This module under a name by which other processes can import it; pytest's own name for it is not one."""
+    return importlib.import_module("cloister.tests.test_cluster")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoNodes]:
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"node_name": "one", "include_dashboard": False}
+        )
+        try:
+            nodes = {"one": cluster.head_node, "two": cluster.add_node(node_name="two")}
+            raylets = {name: node.all_processes["raylet"][0].process.pid for name, node in nodes.items()}
+            yield TwoNodes(cluster.address, raylets)
+        finally:
+            cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates no result
+            del cluster
+            gc.collect()
+
+
+@pytest.fixture
+def flower(two: TwoNodes) -> Iterator[list[str]]:
+    """The options that choose the cluster."""
+    yield ["--engine", "flower", "--ray-address", two.address]
+    gc.collect()  # what Ray leaves, inside the test that ignores its warnings
+
+
+def test_two_nodes_give_the_weights_of_one_process_and_stay(
+    whole: dict[str, Any],
+    small_plan: Path,
+    two: TwoNodes,
+    flower: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at_work: set[str] = set()
+    ask = GridChannel.ask
+
+    def watched(self: GridChannel, *arguments: Any, **options: Any) -> Any:
+        await_(lambda: all(map(two.workers, two.raylets)))
+        at_work.update(node for node in two.raylets if two.workers(node))
+        return ask(self, *arguments, **options)
+
+    monkeypatch.setattr(GridChannel, "ask", watched)
+    monkeypatch.chdir(tmp_path)  # the nodes have another working directory
+    outcome = found(capsys, "simulate", str(small_plan), "--out", "run", *flower)
+    assert outcome["params_sha256"] == whole["params_sha256"]
+    assert at_work == {"one", "two"}
+    assert not list(Path("run").glob(".nodes-*"))
+    await_(
+        lambda: not any(two.workers(node) for node in two.raylets)
+    )  # the cluster is left, the workers are not
+    assert all(title(raylet) for raylet in two.raylets.values())
+
+
+def test_a_worker_that_is_killed_on_one_node_is_a_dropout(
+    small_plan: Path,
+    two: TwoNodes,
+    flower: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The worker is stopped before a round, so that it keeps the message that it gets, and killed in it."""
+    from cloister.simulations.ray_workers import RayWorkers
+
+    stopped: list[int] = []
+    killed: list[int] = []
+    ask, process = GridChannel.ask, RayWorkers.process_message
+
+    def stop_one(self: GridChannel, requests: Mapping[int, Request], *rest: Any, **options: Any) -> Any:
+        training = any(isinstance(r, Contribute) and r.sum.purpose == TRAIN for r in requests.values())
+        if training and not stopped:
+            stopped.extend(await_(lambda: two.workers("two", IDLE)))
+            os.kill(stopped[0], signal.SIGSTOP)
+        return ask(self, requests, *rest, **options)
+
+    def kill_it(self: RayWorkers, message: Message, context: Context) -> Any:
+        reply = process(self, message, context)
+        if stopped and not killed:
+            killed.extend(stopped)
+            os.kill(killed[0], signal.SIGKILL)
+        return reply
+
+    monkeypatch.setattr(GridChannel, "ask", stop_one)
+    monkeypatch.setattr(RayWorkers, "process_message", kill_it)
+    out = tmp_path / "run"
+    quorum = ["--set", "cohort.quorum=0.5", "--rounds", "2"]
+    code, printed, err = ran(capsys, "simulate", str(small_plan), "--out", str(out), *quorum, *flower)
+    assert code == 0, err
+    assert killed
+    assert "the site's worker process ended" in printed + err
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["attempts"], row["sites"], row["dropouts"]) for row in rows[1:]] == [(1, 3, 1), (1, 4, 0)]
+
+
+def asking(grid: Grid, timeout_s: float) -> list[Message]:
+    return list(
+        grid.send_and_receive(
+            [Message(RecordDict(), node, "train") for node in grid.get_node_ids()], timeout=timeout_s
+        )
+    )
+
+
+def make_endless() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        threading.Event().wait()
+        raise AssertionError
+
+    return app
+
+
+def make_nothing() -> ClientApp:
+    raise LookupError("no such app")
+
+
+def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str]) -> None:
+    app = ServerApp()
+    busy: list[int] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        for _ in range(2):  # the second message of each site waits for a worker
+            assert asking(grid, 0.1) == []
+        busy.extend(await_(lambda: two.workers("two", r"ray::_Worker\.answer")))
+
+    begun = time.monotonic()
+    run_on_flower(app, importable().make_endless, SITES, address=two.address)
+    assert time.monotonic() - begun < PATIENCE_S
+    await_(lambda: not any(map(title, busy)))
+
+
+def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -> None:
+    app = ServerApp()
+    replies: list[Message] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        replies.extend(asking(grid, PATIENCE_S))
+
+    run_on_flower(app, importable().make_nothing, 2, address=two.address)
+    assert len(replies) == 2
+    assert all("LookupError: no such app" in str(reply.error.reason) for reply in replies)
+
+
+def test_as_many_sites_work_at_once_as_there_are_workers(
+    two: TwoNodes, flower: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's own pool of threads would be the limit; a thread stands for a worker here."""
+    from cloister.simulations import cluster
+    from cloister.simulations.ray_workers import RayWorkers
+
+    together = threading.Barrier(40)
+
+    def process(self: RayWorkers, message: Message, context: Context) -> tuple[Message, Context]:
+        together.wait(PATIENCE_S)
+        return Message(RecordDict(), reply_to=message), context
+
+    monkeypatch.setattr(cluster, "room", lambda *_: cluster.Room(40, 1.0, 0.0))
+    monkeypatch.setattr(RayWorkers, "build", lambda *_: None)
+    monkeypatch.setattr(RayWorkers, "process_message", process)
+    app = ServerApp()
+    replies: list[Message] = []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        replies.extend(asking(grid, PATIENCE_S))
+
+    run_on_flower(app, make_app, 40, address=two.address)
+    assert [reply.has_content() for reply in replies] == [True] * 40
+
+
+# What is sent.
+
+
+def make_app() -> ClientApp:
+    """Sites that say on which node they are, and how they have got the vector."""
+    import ray
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        vector = np.frombuffer(cast(ArrayRecord, message.content["model"])["vector"].data, np.float32)
+        start = vector.ctypes.data
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        spans = [(line[0].split("-"), line[5:]) for line in maps]
+        ((mapped, *_),) = [name for (first, last), name in spans if int(first, 16) <= start < int(last, 16)]
+        node = ray.get_runtime_context().get_node_id()
+        said: dict[str, Any] = {"node": node, "mapped": mapped, "sum": float(vector.sum())}
+        return Message(RecordDict({"said": ConfigRecord(said)}), reply_to=message)
+
+    return app
+
+
+def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
+    two: TwoNodes, flower: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray._private import internal_api
+
+    def memory_summary() -> str:
+        return str(internal_api.memory_summary())  # type: ignore[no-untyped-call]  # Ray annotates no result
+
+    stored: dict[str, int] = {}
+    said: list[dict[str, Any]] = []
+    put = ray.put
+
+    def counted(value: Any) -> Any:
+        ref = put(value)
+        stored[ref.hex()] = value.nbytes
+        return ref
+
+    monkeypatch.setattr(ray, "put", counted)
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        await_(lambda: all(two.workers(node, IDLE) for node in two.raylets))
+        for factor in (1, 2):
+            record = ArrayRecord()
+            record["vector"] = raw(np.full(100_000, factor, np.float32))
+            content = RecordDict({"model": record})
+            messages = [Message(content, node, "train") for node in grid.get_node_ids()]
+            replies = grid.send_and_receive(messages, timeout=PATIENCE_S)
+            said.extend(dict(cast(ConfigRecord, reply.content["said"])) for reply in replies)
+        first, second = stored
+        await_(lambda: first not in memory_summary())
+        assert second in memory_summary()
+
+    run_on_flower(app, importable().make_app, SITES, address=two.address)
+    assert list(stored.values()) == [400_000, 400_000]  # one for each round
+    assert sorted(answer["sum"] for answer in said) == [100_000.0] * SITES + [200_000.0] * SITES
+    assert all("plasma" in answer["mapped"] for answer in said)
+    assert len({answer["node"] for answer in said}) == 2
+
+
+# What is refused, before a run begins.
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--ray-address", "10.0.0.1:6379"], "expected --engine flower with it"),
+        (["--engine", "flower", "--ray-address", "10.0.0.1"], "expected HOST:PORT of a running Ray cluster"),
+    ],
+)
+def test_an_address_is_for_the_engine_flower_and_has_a_port(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
+) -> None:
+    out = tmp_path / "run"
+    assert expected in lone_refusal(capsys, "simulate", str(small_plan), "--out", str(out), *options)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_cluster_that_does_not_answer_is_refused_soon(
+    small_plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    listening: bool,
+) -> None:
+    monkeypatch.setattr("cloister.simulations.cluster.ANSWER_S", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listening:
+            silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = ["--engine", "flower", "--ray-address", address, "--out", str(tmp_path / "run")]
+        begun = time.monotonic()
+        line = lone_refusal(capsys, "simulate", str(small_plan), *options)
+        assert time.monotonic() - begun < 30  # Ray itself takes minutes
+    assert f"--ray-address is '{address}': expected a Ray cluster that answers within 0.2 s" in line
+
+
+def test_a_cluster_of_another_ray_is_refused(
+    small_plan: Path,
+    flower: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "__version__", "1.0.0")
+    line = refusal(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), *flower)
+    assert "expected a cluster with the same Ray and Python" in line
+    assert "Ray: 1.0.0" in line
+
+
+def test_a_node_that_does_not_see_the_run_folder_is_refused(
+    small_plan: Path,
+    flower: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The path means another place in each process, as it would on another machine."""
+    monkeypatch.chdir(tmp_path)
+    out = Path("/proc/self/cwd/run")
+    line = refusal(capsys, "simulate", str(small_plan), "--out", str(out), *flower)
+    assert f"node one ({socket.gethostname()}): expected it to share the run folder {out}" in line
+    assert "it is not there" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_is_refused_for_its_software_a_late_change_and_a_lock_that_does_not_hold(
+    two: TwoNodes, flower: list[str], tmp_path: Path
+) -> None:
+    from cloister.simulations import cluster as module
+
+    def refused() -> str:
+        with pytest.raises(EngineError) as raised:
+            module.check_nodes(tmp_path)
+        assert not list(tmp_path.iterdir())
+        return str(raised.value)
+
+    torch = metadata.version("torch").partition("+")[0]
+    real = metadata.version
+    with module.cluster(two.address):
+        module.check_nodes(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(metadata, "version", lambda name: "0.1" if name == "torch" else real(name))
+            assert f"is 'torch {torch}, not 0.1'" in refused()
+        with pytest.MonkeyPatch.context() as patch:  # what this process writes later does not arrive
+            patch.setattr(os, "replace", lambda _old, _new: None)
+            assert "a change is seen there too late" in refused()
+        for lock in ("flock", "lockf"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fcntl, lock, lambda _file, _how: None)
+                assert f"a lock that is taken here ({lock}) does not hold there" in refused()
+
+
+def test_workers_are_counted_by_gpus_where_a_node_has_some_else_by_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    from cloister.simulations.cluster import Room, room
+
+    def nodes(*resources: dict[str, float]) -> None:
+        described = [
+            {"Alive": True, "NodeName": "n", "NodeManagerHostname": "h", "Resources": each}
+            for each in resources
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: described)
+
+    nodes({"CPU": 3.0}, {"CPU": 8.0})
+    assert room(2, 1) == Room(1 + 4, 2.0, 0.0)
+    nodes({"CPU": 1.0}, {"CPU": 2.0})
+    assert room(4, 1) == Room(1, 2.0, 0.0)
+    nodes({"CPU": 16.0}, {"CPU": 16.0, "GPU": 2.0})
+    assert room(4, 3) == Room(6, 0.0, 1 / 3)
+    nodes({"node:10.0.0.1": 1.0})
+    with pytest.raises(EngineError, match="a node with a CPU or a GPU"):
+        room(1, 1)
