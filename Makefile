@@ -1,7 +1,8 @@
 # make simulate   train a language model across eight simulated sites
 # make test       run the tests
 # make check      lint, types, import directions
-# Everything is installed into $(VENV) first; nothing else on the machine is touched.
+# make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
+# Everything else is installed into $(VENV) first; nothing else on the machine is touched.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test check clean
+.PHONY: simulate test check peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
@@ -24,6 +25,16 @@ check: $(READY)
 	$(BIN)/mypy -p cloister
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
+# pfl-research requires an older dp-accounting, so it has an environment of its own, with the versions that matter here.
+PEERS = .venv-pfl
+peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet pfl==0.6.0 \
+		$$(grep -E '^(torch|transformers|numpy|tokenizers|safetensors)==' constraints.txt)
+	@touch $@
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "make: $(PYTHON) is older than Python 3.11; name a newer one with PYTHON=" >&2; exit 2; }
@@ -33,4 +44,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

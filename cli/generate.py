@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from cloister.cli.shared_options import add_run
-from cloister.protocol.errors import CloisterError, RunFolderError
+from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 
 HELP = "write text with the final model of a run"
 
@@ -42,26 +42,28 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
-    from cloister.server.folder import read_plan
+    from cloister.server.folder import RunFiles, read_plan
 
     folder = Path(arguments.run)
     read_plan(folder)  # refuses a folder that holds no run
-    if not (folder / "final").is_dir():
+    final, resume = RunFiles(folder).final, f"cloister resume {shlex.quote(str(folder))}"
+    if not final.is_dir():
         raise RunFolderError(
-            str(folder),
-            expected="a finished run, with final/ in it",
-            fix=f"finish it: cloister resume {shlex.quote(str(folder))}",
+            str(folder), expected="a finished run, with final/ in it", fix=f"finish it: {resume}"
         )
     from cloister.lm.generate import generate
-    from cloister.server.folder import RunFiles
 
-    print(
-        generate(
-            RunFiles(folder).final,
+    try:
+        text = generate(
+            final,
             arguments.prompt,
             max_new_tokens=arguments.tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,
         )
-    )
+    except ModelError as error:
+        if not error.field.startswith("model"):
+            raise
+        raise RunFolderError(str(final), expected=error.expected, fix=f"make it again: {resume}") from error
+    print(text)
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cloister.lm import saved
 from cloister.lm.model import from_pretrained, locate, seeded
 from cloister.protocol.errors import ModelError
 
@@ -37,7 +38,7 @@ def generate(
         The prompt and its continuation, without special tokens.
 
     Raises:
-        ModelError: the folder has no model, or prompt and new tokens together exceed its positions.
+        ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
     """
     if temperature < 0 or max_new_tokens < 1:
         raise ModelError(
@@ -83,6 +84,9 @@ def generate(
 def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
+    damage = saved.damage(folder)
+    if damage:
+        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
     adapter = folder / "adapter_config.json"
     module: Any
     if adapter.is_file():

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from cloister.lm import saved
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.tokenizer import load_tokenizer, looks_like_path, on_hub
 from cloister.protocol.errors import ModelError
@@ -430,7 +431,7 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     saved in `folder/base`, and the adapter's configuration names them by the absolute path of the final folder. If the
     folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
 
-    The folder is replaced as a whole (`protocol.storage.write_folder`).
+    The folder is replaced as a whole (`protocol.storage.write_folder`), and has a record of its files (`saved.py`).
 
     Raises:
         StorageError: the disk is full or refuses the write; an existing folder is unchanged.
@@ -459,6 +460,7 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
             module.peft_config["default"].base_model_name_or_path = base
             module.save_pretrained(staging, save_embedding_layers=False)
         model.tokenizer.save_pretrained(staging)
+        saved.record(staging)
     finally:
         module.config.use_cache = False
 

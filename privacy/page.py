@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     import jinja2
 
 
+MOST_POINTS = 200
+"""Points of a plotted line, the first and the last round among them; `report.json` has every round."""
+
+
 @dataclass(frozen=True)
 class Tick:
     """A mark on an axis."""
@@ -80,7 +84,7 @@ def plot(
     Args:
         title: What is plotted.
         axis: What the vertical axis counts.
-        values: (round, value), in order of round.
+        values: (round, value), in order of round; at most `MOST_POINTS` of them are drawn, evenly spread.
         write: How a value is written, beside the last point and in the description.
         from_zero: Whether the vertical axis starts at 0.
         limit: A horizontal line at this value, and its label.
@@ -90,6 +94,8 @@ def plot(
     """
     if not values:
         return None
+    if len(values) > MOST_POINTS:  # more than a drawing of this width can show
+        values = [values[round(at * (len(values) - 1) / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]
     heights = [value for _, value in values] + ([limit.at] if limit else [])
     low, high = (0.0 if from_zero else min(heights)), max(heights)
     step = _step((high - low) or abs(high) or 1.0, 4)

@@ -6,13 +6,15 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cloister.lm import saved
 from cloister.lm.model import load_model, save_pretrained
 from cloister.protocol.errors import RunFolderError
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.folder import RunFiles, RunFolder
+from cloister.server.folder import RunFiles, RunFolder, checkpoint_file
 from cloister.server.journal import Journal
 from cloister.server.phases import added
+from cloister.server.progress import Observer, Preparing
 from cloister.server.public import base_of, public_model
 
 
@@ -91,13 +93,30 @@ def outcome(files: RunFiles) -> Outcome:
     )
 
 
-def finish(folder: RunFolder) -> None:
-    """Write the final model from the last checkpoint of a finished run.
+_LARGE = 10**9  # bytes, which take a second to read where they are not in memory
+
+
+def finish(folder: RunFolder, observe: Observer) -> None:
+    """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
+
+    A final model without a record of its files, from before there was one, stays as it is if there is no checkpoint.
 
     Raises:
         RunFolderError: the checkpoint is missing or damaged.
         StorageError: the disk is full.
     """
-    model = load_model(folder.plan, base_of(folder.plan, public_model(folder, lambda _event: None)))
+    final, last = folder.final, outcome(folder).rounds
+    if not final.is_dir():
+        why = "it is missing"
+    elif saved.recorded(final):
+        if saved.size(final) > _LARGE:
+            observe(Preparing(f"the check of the final model, {saved.size(final) / 1e9:.1f} GB"))
+        why = saved.damage(final)
+    else:
+        why = f"{saved.RECORD} is missing" if checkpoint_file(folder.checkpoints, last).exists() else ""
+    if not why:
+        return
+    observe(Preparing(f"the final model again, from the last checkpoint: {why}"))
+    model = load_model(folder.plan, base_of(folder.plan, public_model(folder, observe)))
     checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
-    save_pretrained(model, checkpoints.load(outcome(folder).rounds).weights, folder.final)
+    save_pretrained(model, checkpoints.load(last).weights, final)

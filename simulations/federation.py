@@ -86,8 +86,7 @@ def simulate(
         raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
     if reached(folder, FINISHED):
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
-        if not folder.final.is_dir():
-            finish(folder)
+        finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
     phases = Phases()
     with phases.during(Phase.PREPARE):

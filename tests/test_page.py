@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from cloister.cli import report as command
 from cloister.privacy import page as privacy_page
-from cloister.privacy.page import Tick, plot, to_html
+from cloister.privacy.page import MOST_POINTS, Tick, plot, to_html
 from cloister.privacy.report import RunReport, from_json, to_json, verdict
 from cloister.protocol.errors import CloisterError
 from cloister.tests.test_report import OBJECTIONS, SENTENCE, realistic, without_privacy
@@ -207,6 +207,19 @@ def test_ticks_say_what_the_line_says() -> None:
     at = {tick.label: tick.at for tick in found.y_ticks}
     assert (found.points[0][1], found.points[1][1]) == (at["2.50"], at["2.70"])
     assert plot("Loss", "nats", [], write=str, from_zero=False) is None
+
+
+def test_a_plot_of_many_rounds_has_few_points_with_the_first_and_the_last() -> None:
+    rows = [(number, 5.0 + number) for number in range(1, 5001)]
+    found = plot("Loss", "nats", rows, write=str, from_zero=False)
+    assert found is not None
+    assert len(found.points) == MOST_POINTS
+    assert list(found.points) == sorted(set(found.points), key=lambda point: point[0])
+    assert (found.points[0][0], found.points[-1][0]) == (found.left, found.right)
+    assert (found.last, found.description) == ("5005.0", "Loss: 6.0 after round 1, 5005.0 after round 5000.")
+    few = plot("Loss", "nats", rows[:MOST_POINTS], write=str, from_zero=False)
+    assert few is not None
+    assert len(few.points) == MOST_POINTS
 
 
 def test_the_same_report_gives_the_same_bytes() -> None:

@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE, FINISHED, UNMASKING, Journal
 from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
 from cloister.simulations.federation import simulate
-from cloister.tests.command import found, ran, refusal
+from cloister.tests.command import found, lone_refusal, ran, refusal
 from cloister.tests.kills import Moment, die, kill_while, killed_run
 
 
@@ -137,6 +138,71 @@ def test_what_was_lost_from_a_folder_is_rebuilt_or_named_and_nothing_more_is_los
         if "journal" not in path.name and path.name != "workers.log"
     }
     assert all(before[path] == content for path, content in kept.items())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-50] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "why"),
+    [
+        (cut, "model.safetensors", "bytes, and"),
+        (flip, "model.safetensors", "model.safetensors is not as it was saved"),
+        (Path.unlink, "config.json", "config.json is missing"),
+        (cut, "saved.json", "saved.json cannot be read"),
+    ],
+)
+def test_a_damaged_final_model_is_refused_and_rebuilt(
+    spoil: Callable[[Path], None],
+    name: str,
+    why: str,
+    whole: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["run"], run)
+    intact = files_of(run / "final")
+    spoil(run / "final" / name)
+    line = lone_refusal(capsys, "generate", str(run), "--prompt", "patient")
+    assert why in line
+    assert f"cloister resume {run}" in line
+    code, out, err = ran(capsys, "resume", str(run), "--json")
+    assert code == 0
+    assert json.loads(out)["params_sha256"] == whole["params_sha256"]
+    assert "final model again" in err
+    assert why in err
+    assert files_of(run / "final") == intact
+    assert "final model" not in ran(capsys, "resume", str(run), "--json")[2]
+
+
+def test_a_final_model_from_before_there_were_records_goes_on_to_work(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["run"], run)
+    intact = files_of(run / "final")
+    (run / "final" / "saved.json").unlink()
+    old = files_of(run / "final")
+    (run / "checkpoints").rename(tmp_path / "checkpoints")
+    assert found(capsys, "resume", str(run))["params_sha256"] == whole["params_sha256"]
+    assert files_of(run / "final") == old
+    (tmp_path / "checkpoints").rename(run / "checkpoints")
+    cut(run / "final" / "model.safetensors")
+    assert f"cloister resume {run}" in lone_refusal(capsys, "generate", str(run), "--prompt", "patient")
+    assert found(capsys, "resume", str(run))["params_sha256"] == whole["params_sha256"]
+    assert files_of(run / "final") == intact
 
 
 def test_a_damaged_checkpoint_is_named(

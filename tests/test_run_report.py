@@ -6,18 +6,22 @@ import json
 import math
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from cloister.cli.main import main
-from cloister.privacy.accounting import composed, spent
-from cloister.privacy.events import SampledGaussian, to_json
+from cloister.privacy.accounting import Spent, composed, spent
+from cloister.privacy.events import Event, SampledGaussian, to_json
 from cloister.privacy.events import from_json as events_from_json
 from cloister.privacy.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.page import to_html
@@ -29,10 +33,13 @@ from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import load
 from cloister.server import report as server_report
-from cloister.server.folder import RunFiles, RunFolder, read_plan
-from cloister.server.journal import LEFT_OUT, REFUSED, Journal
-from cloister.server.report import gather
+from cloister.server.folder import RunFiles, RunFolder, checkpoint_file, read_plan
+from cloister.server.history import identity
+from cloister.server.journal import DONE, LEFT_OUT, REFUSED, Journal
+from cloister.server.report import COMPOSED, gather
+from cloister.server.spending import Spending
 from cloister.simulations.federation import simulate
+from cloister.tests.federation import CENTRAL, tiny
 
 PRIVATE = (
     "data.held_out=0.0",
@@ -476,6 +483,94 @@ def test_a_folder_that_is_no_run_or_has_not_begun_is_refused(tmp_path: Path, sma
     Journal(tmp_path / "new" / "journal.sqlite").__exit__()
     with pytest.raises(RunFolderError, match="a run that has begun"):
         gather(tmp_path / "new")
+
+
+# a run of many rounds
+
+MANY = 60
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of many rounds, as a run leaves it, with a mechanism that is composed in closed form."""
+    plan = tiny(*CENTRAL, f"run.rounds={MANY}", "privacy.noise_multiplier=20.0")
+    out = tmp_path_factory.mktemp("report") / "long"
+    with RunFolder.create(out, plan) as folder, Journal(folder.journal) as journal:
+        terms, run = terms_of(plan, 16), identity(folder)
+        assert terms is not None
+        spending = Spending(terms, run, folder.ledger)
+        folder.checkpoints.mkdir()
+        save_file({"model/w": np.zeros((4, 4), np.float32)}, checkpoint_file(folder.checkpoints, MANY))
+        for number in range(1, MANY + 1):
+            sites = [f"site-{site:03d}" for site in range(4) if (number + site) % 7]
+            spending.before_opening(number, sites)
+            facts = {"round": number, "sites": len(sites), "epsilon": spending.epsilon()}
+            journal.record(number, 1, DONE, facts)
+            folder.add_metrics({"round": number, "loss": 1.0})
+    return out
+
+
+def after_rounds(folder: Path) -> list[float | None]:
+    """For each round the largest epsilon of a site, each composed anew from the ledger's charges."""
+    terms = terms_of(read_plan(folder), 16)
+    assert terms is not None
+    entries = read_history(folder / "ledger.sqlite").entries
+    sites = {entry.charge.dataset for entry in entries}
+    counts = [
+        max(sum(e.charge.dataset == site and e.charge.round <= number for e in entries) for site in sites)
+        for number in range(1, MANY + 1)
+    ]
+    return [terms.epsilon(count) for count in counts]
+
+
+def test_a_report_of_many_rounds_composes_few_figures_and_shows_all(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed: list[int] = []
+
+    def counted(events: Sequence[Event], *rest: Any) -> Spent:
+        composed.append(len(events))
+        return spent(events, *rest)
+
+    monkeypatch.setattr(server_report, "spent", counted)
+    report = gather(long)
+    assert len(composed) <= COMPOSED + 1, "and once more the claim itself"
+    assert verdict(report).holds
+    expected = after_rounds(long)
+    assert [row.epsilon for row in report.rounds] == expected
+    assert report.epsilon == expected[-1]
+    assert len(set(expected)) > 3 * COMPOSED
+    paid: Counter[str] = Counter()
+    by_count = dict(enumerate(sorted({0.0, *(each for each in expected if each)})))
+    for row in report.ledger.rows:
+        paid[row.site] += 1
+        assert row.epsilon == by_count[paid[row.site]]
+    assert {row.name: row.epsilon for row in report.sites} == {
+        site: by_count[count] for site, count in paid.items()
+    }
+    monkeypatch.setattr(server_report, "COMPOSED", 10 * MANY)
+    assert replace(gather(long), created=report.created) == report
+
+
+@pytest.mark.parametrize("number", [1, 31, MANY - 1, MANY])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_journal_that_lies_about_one_of_many_rounds_carries_no_claim(
+    long: Path, tmp_path: Path, number: int, factor: float
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(long, run)
+    lie = (after_rounds(run)[number - 1] or 0.0) * factor
+    where = f"step = 'done' AND round = {number}"
+    edit(
+        run / "journal.sqlite",
+        f"UPDATE entries SET detail = json_set(detail, '$.epsilon', {lie}) WHERE {where}",
+    )
+    assert f"epsilon after round {number} is" in no_claim(run)
+    edit(
+        run / "journal.sqlite",
+        f"UPDATE entries SET detail = json_remove(detail, '$.epsilon') WHERE {where}",
+    )
+    assert [row.epsilon for row in gather(run).rounds] == after_rounds(run)
 
 
 # the command
