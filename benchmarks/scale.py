@@ -179,7 +179,7 @@ class Memory(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        while not self.ended.wait(0.2):
+        while not self.ended.wait(0.5):  # the kernel adds up a process's pages, which takes time
             self.peak = max(self.peak, sum(map(_pss, _session())))
 
 
@@ -212,6 +212,10 @@ def one(plan: str, started: float) -> dict[str, Any]:
     from cloister.protocol.soundness import parse
     from cloister.server.folder import RunFolder
     from cloister.server.progress import RoundDone, Started
+    from cloister.simulations import fork_server
+
+    parsed = parse(plan)
+    fork_server.start(parsed)  # as the command does, before its own imports
     from cloister.simulations.federation import simulate
 
     memory = Memory()
@@ -231,7 +235,7 @@ def one(plan: str, started: float) -> dict[str, Any]:
 
     with (
         tempfile.TemporaryDirectory() as out,
-        RunFolder.create(Path(out) / "run", parse(plan)) as folder,
+        RunFolder.create(Path(out) / "run", parsed) as folder,
     ):
         simulate(folder, observe)
     memory.ended.set()
