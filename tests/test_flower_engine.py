@@ -6,12 +6,10 @@ import gc
 import importlib
 import importlib.util
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +23,7 @@ from cloister.protocol.errors import DataError, EngineError
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
 from cloister.tests.command import found
+from cloister.tests.kills import ended, family
 
 SITES = 3
 VECTOR = np.arange(100_000, dtype=np.float32)
@@ -132,16 +131,6 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
     assert "site.data is 'nowhere': expected a file" in repr(local)
 
 
-def processes_of(session: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
-                found.append(int(stat.parent.name))
-    return found
-
-
 @needs_ray
 def test_ctrl_c_stops_the_run_and_all_its_processes_and_it_can_be_resumed(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -157,7 +146,7 @@ def test_ctrl_c_stops_the_run_and_all_its_processes_and_it_can_be_resumed(
     ) as process:
         assert process.stdout is not None
         assert any(line.startswith("round 1: 4 sites") for line in process.stdout)
-        ends = [os.pidfd_open(pid) for pid in processes_of(process.pid)]
+        ends = [os.pidfd_open(pid) for pid in family(process.pid)]
         assert len(ends) > 3, "Ray's own processes are among them"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         try:
@@ -167,9 +156,7 @@ def test_ctrl_c_stops_the_run_and_all_its_processes_and_it_can_be_resumed(
     assert process.returncode == 130
     assert printed.splitlines()[-1] == f"stopped; continue with: cloister resume {out}"
     assert errors == "cloister: interrupted\n"
-    for end in ends:
-        assert select.select([end], [], [], 30)[0], "the process has ended"
-        os.close(end)
+    assert all(map(ended, ends))
     assert found(capsys, "resume", str(out))["params_sha256"] == whole["params_sha256"]
 
 
