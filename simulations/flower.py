@@ -8,6 +8,7 @@ is faster.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import threading
@@ -28,6 +29,7 @@ from cloister.protocol.errors import EngineError, one_line
 from cloister.simulations.process import environment
 
 _REGISTRATION_S = 60
+_END_S = 60  # for a coordinator that was interrupted in a long call to stop
 
 
 def run_on_flower(
@@ -61,6 +63,7 @@ def run_on_flower(
     Raises:
         EngineError: Ray is not installed, the cluster does not answer or is unfit, or the runtime failed.
         Exception: the exception that the `ServerApp` raised, the same object.
+        KeyboardInterrupt: the process was interrupted; the `ServerApp` has stopped.
     """
     if importlib.util.find_spec("ray") is None:
         raise EngineError(
@@ -72,12 +75,14 @@ def run_on_flower(
         from cloister.simulations.ray_workers import RayWorkers
 
     raised: list[BaseException] = []
-    over = threading.Event()
+    over, ended = threading.Event(), threading.Event()
+    coordinator: list[int] = []
     guarded = ServerApp()
 
     # Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
     @guarded.main()
     def main(grid: Grid, context: Context) -> None:
+        coordinator.append(threading.get_ident())
         try:
             _await_nodes(grid, sites)
             server_app(grid=grid, context=context)
@@ -85,6 +90,7 @@ def run_on_flower(
             raised.append(error)
         finally:
             over.set()
+            ended.set()
 
     with _quietly(), cluster(address):
         if address is not None and shared is not None:
@@ -96,6 +102,12 @@ def run_on_flower(
         try:
             with _backend(partial(RayWorkers, make_client_app, count, place, over), count):
                 run_simulation(guarded, ClientApp(), sites)
+        except KeyboardInterrupt:
+            # Flower leaves its thread alone, which would go on in the run folder, and keep the process from its exit.
+            if coordinator and not ended.is_set():
+                _interrupt(coordinator[0])
+                ended.wait(_END_S)
+            raise
         except RuntimeError as error:
             if not raised:
                 cause = _root(error)
@@ -134,6 +146,11 @@ def _await_nodes(grid: Grid, sites: int) -> None:
                 "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
             )
         pause.wait(0.02)
+
+
+def _interrupt(thread: int) -> None:
+    """Raise KeyboardInterrupt in a thread, where it is, as Ctrl-C does in the main thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
 
 
 def _root(error: BaseException) -> BaseException:

@@ -6,10 +6,12 @@ the same time; a pool of workers starts it if it does not run.
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, resource_tracker
 from types import ModuleType
 
@@ -85,3 +87,20 @@ def _main_module(*, needed: bool) -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+# In the fork server.
+
+
+@atexit.register
+def _remove_socket() -> None:
+    """Remove the fork server's socket and its folder, which a process that was killed cannot remove.
+
+    Only the fork server has an address and no process id of one.
+    """
+    state = vars(forkserver._forkserver)
+    address = state["_forkserver_address"]
+    if address is not None and state["_forkserver_pid"] is None:
+        with suppress(OSError):
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,23 @@ def kill_while(target: Callable[..., None], *arguments: Any) -> None:
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
+
+
+def family(process: int) -> list[int]:
+    """The id of a process and those of its descendants."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for parent in found:
+        found += [pid for pid, its in parents.items() if its == parent]
+    return found
+
+
+def ended(process: int) -> bool:
+    """Whether a process, given by a file descriptor of `os.pidfd_open`, ends within 30 s; closes the descriptor."""
+    try:
+        return bool(select.select([process], [], [], 30)[0])
+    finally:
+        os.close(process)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +22,8 @@ from flwr.serverapp import Grid, ServerApp
 from cloister.protocol.errors import DataError, EngineError
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
+from cloister.tests.command import found
+from cloister.tests.kills import ended, family
 
 SITES = 3
 VECTOR = np.arange(100_000, dtype=np.float32)
@@ -122,6 +129,35 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
     assert local == flower
     assert len(local) == 2
     assert "site.data is 'nowhere': expected a file" in repr(local)
+
+
+@needs_ray
+def test_ctrl_c_stops_the_run_and_all_its_processes_and_it_can_be_resumed(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "stopped"
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
+    with subprocess.Popen(
+        [*command, "--engine", "flower"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1: 4 sites") for line in process.stdout)
+        ends = [os.pidfd_open(pid) for pid in family(process.pid)]
+        assert len(ends) > 3, "Ray's own processes are among them"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        try:
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert printed.splitlines()[-1] == f"stopped; continue with: cloister resume {out}"
+    assert errors == "cloister: interrupted\n"
+    assert all(map(ended, ends))
+    assert found(capsys, "resume", str(out))["params_sha256"] == whole["params_sha256"]
 
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

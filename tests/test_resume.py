@@ -1,8 +1,11 @@
 """A run that is killed, or that the disk refuses, goes on to the same weights; real processes, real crashes."""
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +21,7 @@ from cloister.server.journal import DONE, FINISHED, UNMASKING, Journal
 from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found, lone_refusal, ran, refusal
-from cloister.tests.kills import Moment, die, kill_while, killed_run
+from cloister.tests.kills import Moment, die, ended, family, kill_while, killed_run
 
 
 def at(kind: type, number: int, event: Event) -> bool:
@@ -35,6 +38,31 @@ MOMENTS: dict[str, Moment] = {
     "round evaluated, not reported": partial(at, Evaluated, 2),
     "finished": partial(at, Finished, 3),
 }
+
+
+def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(small_plan: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--workers", "1"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "killed")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1: 4 sites") for line in process.stdout)
+        assert list(temporary.glob("pymp-*")), "the fork server has its socket there"
+        ends = [os.pidfd_open(pid) for pid in family(process.pid)]
+        process.kill()
+        printed, errors = process.communicate(timeout=60)
+    assert len(ends) == 4, "coordinator, fork server, its resource tracker, worker"
+    assert all(map(ended, ends))
+    assert not list(temporary.glob("pymp-*"))
+    assert errors == ""
+    assert "warn" not in printed.lower()
 
 
 def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
