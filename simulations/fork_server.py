@@ -98,9 +98,9 @@ def _remove_socket() -> None:
 
     Only the fork server has an address and no process id of one.
     """
-    state = vars(forkserver._forkserver)
-    address = state["_forkserver_address"]
-    if address is not None and state["_forkserver_pid"] is None:
+    state = vars(forkserver._forkserver)  # Python has no public name for either
+    address = state.get("_forkserver_address")
+    if address is not None and state.get("_forkserver_pid") is None:
         with suppress(OSError):
             os.unlink(address)
             os.rmdir(os.path.dirname(address))
