@@ -1,4 +1,4 @@
-"""A saved model's folder, and the record of its files in it: their sizes and BLAKE3 hashes, in `saved.json`.
+"""A folder of a saved model, or of data, and the record of its files in it: sizes and BLAKE3 hashes, in `saved.json`.
 
 The record is written with the files and put in place with them, so that a file that was truncated, changed or removed
 later is found. It detects accidents, not an attack: a party that can write the folder can write the record as well.

@@ -331,7 +331,8 @@ class ServerSection(Section):
     """Rounds between evaluations; the initial and the last model are always evaluated."""
     evaluation_sequences: Count | None = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
-    pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared. None: all of them."""
+    pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared; bits per byte are then
+    an estimate. None: all of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
 

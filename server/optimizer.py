@@ -55,7 +55,7 @@ class ServerOptimizer:
             mean_update: (d,) float32; overwritten.
 
         Raises:
-            UpdateError: the step gives a non-finite value; the model is unchanged.
+            UpdateError: the step gives a non-finite value; the model is unchanged, the moments are not.
         """
         weights, moved = torch.from_numpy(self._weights), torch.from_numpy(mean_update)
         after: dict[str, torch.Tensor] = {}

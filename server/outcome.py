@@ -45,7 +45,7 @@ class Outcome:
     `refused`; empty if it did not."""
     coordinator_rss: int | None = None
     """Largest resident set of the coordinator's process, in bytes: the kernel's VmHWM, which counts pages that several
-    processes share in each of them. Of the last process that worked on the run; None if not known."""
+    processes share in each of them. Of the process that returns this; None if not known."""
     worker_rss: int | None = None
     """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
 

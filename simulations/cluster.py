@@ -215,7 +215,7 @@ def _on_each(nodes: Mapping[str, str], function: Callable[..., Any], folder: str
         except GetTimeoutError as error:
             raise EngineError(nodes[node], expected=f"an answer within {_CHECK_S:g} s") from error
         except RayError as error:
-            reason = str(error).strip().splitlines()[-1]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise EngineError(nodes[node], expected=f"this package to run there ({reason})") from error
     return results
 

@@ -25,6 +25,7 @@ from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.kept import base_path, save_vector
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.lm import saved
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
@@ -218,7 +219,7 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
     if not sites.exists():
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(lay_out, plan), durable=plan.simulation.durable)
-    if not folder.sites.sequences.exists():
+    if not saved.recorded(folder.sites.sequences) or saved.damage(folder.sites.sequences):
         _make_sequences(plan, folder.sites, observe)
     public = public_model(folder, observe)
     base = base_of(plan, public)

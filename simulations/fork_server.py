@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, resource_tracker
 from types import ModuleType
 
+from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.plan import Plan
 from cloister.simulations.process import environment
 
@@ -23,7 +24,7 @@ def start(plan: Plan) -> None:
     """Start the fork server for the sites of a plan and do not wait for its imports; none is started if one runs.
 
     Raises:
-        OSError: it cannot be started.
+        EngineError: it cannot be started.
     """
     with running(modules(plan), variables(plan)):
         pass
@@ -54,13 +55,20 @@ def running(
         needs_main: Whether new processes import the `__main__` of this one.
 
     Raises:
-        OSError: it cannot be started.
+        EngineError: it cannot be started, or what is done in the context says that it does not answer.
     """
     get_context("forkserver").set_forkserver_preload(list(preload))
-    with environment(variables), _main_module(needed=needs_main):
-        with _interrupts_held():
-            forkserver.ensure_running()
-        yield
+    try:
+        with environment(variables), _main_module(needed=needs_main):
+            with _interrupts_held():
+                forkserver.ensure_running()
+            yield
+    except (EOFError, OSError) as error:
+        raise EngineError(
+            "worker process",
+            expected=f"one that starts, but its fork server does not answer ({one_line(error)})",
+            fix=f"import {', '.join(preload)} in a fresh interpreter to see why",
+        ) from error
 
 
 @contextmanager
@@ -89,18 +97,19 @@ def _main_module(*, needed: bool) -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-# In the fork server.
-
-
 @atexit.register
-def _remove_socket() -> None:
-    """Remove the fork server's socket and its folder, which a process that was killed cannot remove.
+def _end() -> None:
+    """End the fork server with the process that started it, and remove its socket if that process was killed.
 
-    Only the fork server has an address and no process id of one.
+    At exit Python waits for the fork server, which does not end before its imports have: seconds after a Ctrl-C. In
+    the fork server itself, the address is known and the process id is not.
     """
     state = vars(forkserver._forkserver)  # Python has no public name for either
-    address = state.get("_forkserver_address")
-    if address is not None and state.get("_forkserver_pid") is None:
+    address, process = state.get("_forkserver_address"), state.get("_forkserver_pid")
+    if process is not None:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    elif address is not None:
         with suppress(OSError):
             os.unlink(address)
             os.rmdir(os.path.dirname(address))

@@ -101,7 +101,7 @@ class RayWorkers(Backend):
             # It may be out of reach, and alive.
             ray.kill(worker)
             self._start()
-            reason = visible(str(error).strip().splitlines()[-1])[:300]
+            reason = visible((str(error).strip().splitlines() or [type(error).__name__])[-1])[:300]
             lost = Error(ErrorCode.CLIENT_APP_CRASHED, f"the site's worker process ended ({reason})")
             return Message(lost, reply_to=message), context
         self._idle.put(worker)

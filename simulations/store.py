@@ -2,7 +2,8 @@
 
 A deployed site makes its sequences itself (`lm/data.py`). For thousands of sites on one machine that costs a reader, a
 folder and several synced files for each. Here one process makes those of all sites, from the same records in the same
-way, and a worker that plays a site slices what is mapped. Nothing is synced, because it can be made again.
+way, and a worker that plays a site slices what is mapped. Nothing is synced, because it can be made again: a run that
+goes on checks the files by their record (`lm/saved.py`) first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from cloister.lm import saved
 from cloister.lm.data import Prepared, Sequences, prepare, unit_rule
 from cloister.lm.records import Record, Unusable
 from cloister.protocol.errors import DataError
@@ -68,6 +70,7 @@ def make(
                 left_out.update({} if prepared is None else prepared.left_out)
                 progress(done)
         (temporary / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+        saved.record(temporary)
 
     write_folder(folder, fill, durable=False)
     return left_out

@@ -290,15 +290,8 @@ class WorkerPool:
         common = set.intersection(*(set(variables.items()) for variables in self._environments))
         # The pickle names the main module __main__, or __mp_main__ if multiprocessing spawned this process.
         needs_main = b"_main__" in self._factory
-        try:
-            with fork_server.running(self._preload, dict(common), needs_main=needs_main):
-                return act()
-        except (EOFError, OSError) as error:
-            raise EngineError(
-                "worker process",
-                expected=f"one that starts, but its fork server does not answer ({one_line(error)})",
-                fix=f"import {', '.join(self._preload)} in a fresh interpreter to see why",
-            ) from error
+        with fork_server.running(self._preload, dict(common), needs_main=needs_main):
+            return act()
 
 
 def _end_all(workers: list[Worker | None]) -> None:

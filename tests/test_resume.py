@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,36 @@ def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(small_plan: Pat
     assert not list(temporary.glob("pymp-*"))
     assert errors == ""
     assert "warn" not in printed.lower()
+
+
+def test_ctrl_c_does_not_wait_for_what_is_imported(small_plan: Path, tmp_path: Path) -> None:
+    """The coordinator and the fork server of its workers import at the same time; here neither would ever end."""
+    package = tmp_path / "endless" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import threading\nprint('importing', flush=True)\nthreading.Event().wait()\n"
+    )
+    paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan)]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["importing\n"] * 2
+        ends = [os.pidfd_open(pid) for pid in family(process.pid)]
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert errors == "cloister: interrupted\n"
+    assert all(map(ended, ends))
 
 
 def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:

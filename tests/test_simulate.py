@@ -276,6 +276,18 @@ def test_what_cannot_be_run_is_refused_and_can_be_mended(
     assert not out.exists()
 
 
+def test_a_fork_server_that_cannot_start_is_one_line_and_leaves_no_folder(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", refuse)
+    line = refusal(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "refused"))
+    assert "its fork server does not answer (AF_UNIX path too long)" in line
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_folder_with_another_run_is_left_alone(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

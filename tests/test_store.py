@@ -25,7 +25,7 @@ from cloister.server.run import run
 from cloister.simulations import federation as federations
 from cloister.simulations import store
 from cloister.simulations.federation import make_client_app, open_site
-from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
+from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny, write_records
 
 PLANS: dict[str, list[str]] = {
     "none": ["data.held_out=0.2"],
@@ -122,6 +122,28 @@ def test_a_store_that_is_damaged_is_one_line(tmp_path: Path, harm: Callable[[Pat
 
 
 # What may be lost in a power cut.
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "tokens.bin").write_bytes(bytes((folder / "tokens.bin").stat().st_size)),
+        lambda folder: (folder / "tokens.bin").write_bytes(b""),
+        lambda folder: (folder / "saved.json").unlink(),
+    ],
+    ids=["zeros", "empty", "no record"],
+)
+def test_a_run_that_goes_on_makes_a_damaged_store_again(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    plan = tiny(f"simulation.source={write_records(tmp_path / 'records.jsonl')}")
+    with RunFolder.create(tmp_path / "run", plan) as run_folder:
+        federations._prepare(run_folder, lambda _event: None)
+        made_once = (run_folder.sites.sequences / "tokens.bin").read_bytes()
+        assert any(made_once)
+        harm(run_folder.sites.sequences)
+        federations._prepare(run_folder, lambda _event: None)
+        assert (run_folder.sites.sequences / "tokens.bin").read_bytes() == made_once
 
 
 def test_only_a_simulation_that_says_so_does_not_sync(
