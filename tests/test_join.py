@@ -530,7 +530,8 @@ def test_a_plan_that_fits_no_record_is_refused_before_a_simulation(
     plan.write_text(
         f'[cohort]\nsites = 3\n[data]\ntext_field = "note"\n[simulation]\nsource = "{data}"\npartition = "iid"\n'
         '[privacy]\nunit = "record"\nnoise_multiplier = 1.0\nsampling_rate = 0.5\n[server]\nevaluation = "none"\n'
-        '[aggregation]\nweighting = "uniform"\n'
+        '[aggregation]\nweighting = "uniform"\n[model.config]\nhidden_size = 16\n'
+        "num_hidden_layers = 1\nnum_attention_heads = 2\nnum_key_value_heads = 2\n"
     )
     assert main(["simulate", str(plan), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err

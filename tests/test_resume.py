@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,9 +42,11 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
-def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(small_plan: Path, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(
+    small_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    temporary = Path(tempfile.mkdtemp())  # the path of a socket has at most 107 characters
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--workers", "1"]
     with subprocess.Popen(
         [*command, "--out", str(tmp_path / "killed")],

@@ -518,7 +518,7 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
     sum_id = SumId(RUN, bytes.fromhex(run.plan.digest()), TRAIN, 1, 1)
-    others: list[Any] = [inboxes[name], sum_id, ()]
+    others: list[Any] = [inboxes[name], sum_id, None]
     for told in others:
         with pytest.raises(EncodingError, match=r"Agree\.told .* Begin or Peers or Survivors or Unmask"):
             decode_request(encode(Agree(sum_id, told)))
