@@ -213,11 +213,13 @@ def one(plan: str, started: float) -> dict[str, Any]:
     from cloister.server.folder import RunFolder
     from cloister.server.progress import RoundDone, Started
     from cloister.simulations import fork_server
+    from cloister.simulations.process import collect_rarely
 
     parsed = parse(plan)
     fork_server.start(parsed)  # as the command does, before its own imports
     from cloister.simulations.federation import simulate
 
+    collect_rarely()  # as the command does
     memory = Memory()
     memory.start()
     joined, rounds, tokens = 0.0, list[float](), list[int | None]()

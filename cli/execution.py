@@ -20,6 +20,7 @@ from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE
 from cloister.simulations import fork_server
+from cloister.simulations.process import collect_rarely
 
 if TYPE_CHECKING:
     from cloister.server.outcome import Outcome
@@ -44,6 +45,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             fork_server.start(folder.plan)
         from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
 
+        collect_rarely()
         with display:
             outcome = simulate(
                 folder,

@@ -32,7 +32,7 @@ from flwr.clientapp import ClientApp
 
 from cloister.protocol.errors import EngineError, one_line
 from cloister.simulations import fork_server
-from cloister.simulations.process import identify
+from cloister.simulations.process import collect_rarely, identify
 from cloister.simulations.segments import Channel, LentSegments, PushSegments, Segments
 
 T = TypeVar("T")
@@ -316,6 +316,7 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_coordinator, daemon=True).start()
     os.environ.update(variables)
+    collect_rarely()
     if log:
         _append_output(log)
     channel = Channel(theirs)

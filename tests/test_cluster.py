@@ -25,10 +25,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from cloister.protocol.errors import EngineError
+from cloister.protocol.errors import DataError, EngineError
 from cloister.protocol.messages import TRAIN, Contribute, Request
 from cloister.server.app import GridChannel
 from cloister.simulations.flower import run_on_flower
+from cloister.simulations.grid import LocalGrid
 from cloister.tests.command import found, lone_refusal, ran, refusal
 from cloister.tests.test_flower_engine import needs_ray, raw, ray_leaves
 
@@ -251,11 +252,85 @@ def test_as_many_sites_work_at_once_as_there_are_workers(
     assert [reply.has_content() for reply in replies] == [True] * 40
 
 
+# The same two apps on both engines.
+
+VECTOR = np.arange(100_000, dtype=np.float32)
+
+
+def make_counting() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number = cast(int, context.node_config["partition-id"])
+        if number == 1:
+            raise DataError("site.data", "nowhere", expected="a file")
+        data = cast(ArrayRecord, message.content["model"])["vector"].data
+        record = ArrayRecord()
+        record["vector"] = raw(np.frombuffer(data, np.float32) * number)
+        calls = cast(ConfigRecord, context.state.setdefault("calls", ConfigRecord({"count": 0})))
+        calls["count"] = cast(int, calls["count"]) + 1
+        fields = ConfigRecord({"number": number, "calls": calls["count"]})
+        return Message(RecordDict({"model": record, "fields": fields}), reply_to=message)
+
+    return app
+
+
+def server_app(heard: list[object], error: Exception) -> ServerApp:
+    """Two rounds, then `error`; the answers of the sites are put in `heard`, sorted."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        nodes = list(grid.get_node_ids())
+        assert len(nodes) == SITES  # on Flower too, which registers them after it has started this app
+        record = ArrayRecord()
+        record["vector"] = raw(VECTOR)
+        for _ in range(2):
+            replies = list(
+                grid.send_and_receive([Message(RecordDict({"model": record}), n, "train") for n in nodes])
+            )
+            heard.append(sorted(map(digest, replies), key=repr))
+        raise error
+
+    return app
+
+
+def digest(reply: Message) -> object:
+    if reply.has_error():
+        return reply.error.code, reply.error.reason
+    array = cast(ArrayRecord, reply.content["model"])["vector"]
+    fields = dict(cast(ConfigRecord, reply.content["fields"]))
+    return fields, array.dtype, array.shape, array.stype, bytes(array.data)
+
+
+def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception(
+    two: TwoNodes, flower: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    app, error = importable().make_counting, DataError("plan", expected="another one")
+    local: list[object] = []
+    with (
+        pytest.raises(DataError) as raised_locally,
+        LocalGrid(app, [{"partition-id": n} for n in range(SITES)], workers=[{}, {}]) as grid,
+    ):
+        server_app(local, error)(grid, Context(1, 0, {}, RecordDict(), {}))
+    capfd.readouterr()  # drops the traceback of the site's exception, which its worker prints
+    replied: list[object] = []
+    with pytest.raises(DataError) as raised_on_flower:
+        run_on_flower(server_app(replied, error), app, SITES, address=two.address)
+    assert raised_locally.value is raised_on_flower.value is error
+    out = capfd.readouterr()
+    assert "Traceback" not in out.out + out.err
+    assert local == replied
+    assert len(local) == 2
+    assert "site.data is 'nowhere': expected a file" in repr(local)
+
+
 # What is sent.
 
 
 def make_app() -> ClientApp:
-    """Sites that say on which node they are, and how they have got the vector."""
+    """Sites that say on which node they are, and how they have got the vector, when sites are at work on two nodes."""
     import ray
 
     app = ClientApp()
@@ -268,6 +343,9 @@ def make_app() -> ClientApp:
         spans = [(line[0].split("-"), line[5:]) for line in maps]
         ((mapped, *_),) = [name for (first, last), name in spans if int(first, 16) <= start < int(last, 16)]
         node = ray.get_runtime_context().get_node_id()
+        nodes = Path(cast(str, cast(ConfigRecord, message.content["nodes"])["folder"]))
+        (nodes / node).touch()
+        await_(lambda: len(list(nodes.iterdir())) == 2)
         said: dict[str, Any] = {"node": node, "mapped": mapped, "sum": float(vector.sum())}
         return Message(RecordDict({"said": ConfigRecord(said)}), reply_to=message)
 
@@ -275,7 +353,7 @@ def make_app() -> ClientApp:
 
 
 def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
-    two: TwoNodes, flower: list[str], monkeypatch: pytest.MonkeyPatch
+    two: TwoNodes, flower: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
     from ray._private import internal_api
@@ -297,11 +375,11 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        await_(lambda: all(two.workers(node, IDLE) for node in two.raylets))
         for factor in (1, 2):
             record = ArrayRecord()
             record["vector"] = raw(np.full(100_000, factor, np.float32))
-            content = RecordDict({"model": record})
+            nodes = ConfigRecord({"folder": str(tmp_path)})
+            content = RecordDict({"model": record, "nodes": nodes})
             messages = [Message(content, node, "train") for node in grid.get_node_ids()]
             replies = grid.send_and_receive(messages, timeout=PATIENCE_S)
             said.extend(dict(cast(ConfigRecord, reply.content["said"])) for reply in replies)

@@ -285,11 +285,11 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
     """The kernel refuses this process's large writes from round 2 on, as a full disk would; workers are not touched."""
     out = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (Path(whole["run"]) / "checkpoints" / "round-00003.safetensors").stat().st_size
+    size = (Path(whole["run"]) / "checkpoints" / "round-00003.safetensors").stat().st_size // 2
 
     def fill_disk(event: Event) -> None:
         if isinstance(event, RoundStarted) and event.round == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
     try:
         with (
