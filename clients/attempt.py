@@ -27,8 +27,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cloister.aggregation import keys
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import Answered, Contract
-from cloister.aggregation.span import Manifest, Piece, manifest_digest, manifest_of
+from cloister.aggregation.span import Piece, manifest_digest
 from cloister.clients.attempt_files import AttemptFiles, Kept, State
+from cloister.clients.kept import Written
 from cloister.protocol.errors import StaleError, StepError
 from cloister.protocol.messages import (
     Advertise,
@@ -51,6 +52,8 @@ _MASKED = 0
 _TOLD: dict[int, type[Told]] = {kind.STEP: kind for kind in get_args(Told)}
 
 Answer: TypeAlias = Advertise | Shares | Confirm | Reveal
+Mask: TypeAlias = Callable[[SecureSite, list[Piece]], Written]
+"""Masks the pieces of a whole vector, each element once."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +134,19 @@ class Attempts:
             return answer
 
     def mask(
-        self, inbox: Inbox, round_number: int, model: bytes, threads: int, make: Callable[[], list[Piece]]
-    ) -> tuple[Masked, Manifest, list[Piece]]:
+        self, inbox: Inbox, round_number: int, model: bytes, make: Callable[[], list[Piece]], mask: Mask
+    ) -> tuple[Masked, Written]:
         """Step 4: mask the site's vector.
 
         Args:
             inbox: The step's message.
             round_number: The round that the vector is for.
             model: Hash of the global model and the clipping norm, as the site computed it (`digest.basis`).
-            threads: Threads that mask.
-            make: Makes the vector in pieces that tile it; called after the message was checked. The pieces are
-                masked in place.
+            make: Makes the vector in pieces that tile it; called after the message was checked.
+            mask: Masks those pieces with the seeds of the site's side of the attempt.
 
         Returns:
-            The masked vector: the signed statement of its manifest's digest, its manifest, and its pieces.
+            The signed statement of the masked vector's manifest, and that vector.
 
         Raises:
             SecureSumError: the site refuses.
@@ -166,13 +168,11 @@ class Attempts:
                 )
             # Nothing leaves before the digest is kept, and its sync includes this message.
             begun = files.keep(state, (int(Step.UPDATE), to_bytes(inbox)), durable=False)
-            for offset, vector in pieces:
-                site.mask(vector, model=model, offset=offset, threads=threads)
-            manifest = manifest_of(pieces)
-            digest = manifest_digest(manifest)
+            masked = mask(site, pieces)
+            digest = manifest_digest(masked.manifest)
             statement = site.masked(digest)
             self._remember(files.keep(begun, (_MASKED, digest)), site)
-        return statement, manifest, pieces
+        return statement, masked
 
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
         return AttemptFiles.turn(self._folder, self._contract.run)

@@ -9,15 +9,15 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.ring import RingVector
-from cloister.aggregation.span import Piece, check_received, manifest_of
+from cloister.aggregation.span import Manifest, Piece, check_received, manifest_of
 from cloister.lm.layout import Vector
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import vector_hash
@@ -26,6 +26,16 @@ from cloister.protocol.messages import Join
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import disk_refusal, write_bytes, write_file
+
+
+@dataclass(frozen=True)
+class Written:
+    """A vector in pieces that tile it, in their order."""
+
+    manifest: Manifest
+    """Offset, length and hash of each piece that is not empty."""
+    pieces: list[Piece]
+    """The pieces."""
 
 
 class Kept:
@@ -159,9 +169,18 @@ class Kept:
                 ) from None
             yield
 
+    def update_path(self, round_number: int) -> Path:
+        """Where the finished update of a round is kept."""
+        return update_path(self._state, round_number)
+
     def keep_update(
-        self, round_number: int, pieces: Sequence[Piece], facts: Mapping[str, str], *, durable: bool
-    ) -> None:
+        self,
+        round_number: int,
+        write: Callable[[Path], Written],
+        facts: Mapping[str, str],
+        *,
+        durable: bool,
+    ) -> list[Piece]:
         """Keep the finished update of a round, and remove those of other rounds.
 
         The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
@@ -169,27 +188,35 @@ class Kept:
 
         Args:
             round_number: The round.
-            pieces: The vector that is summed, before its masks, in pieces that tile it.
+            write: Writes the vector that is summed, before its masks, into a new file that only its owner may read
+                (`write_pieces`).
             facts: The inputs that the update depends on; `update` returns it for the same facts only.
             durable: Sync it before this returns.
+
+        Returns:
+            The pieces that `write` returned.
 
         Raises:
             StorageError: the disk is full.
         """
         path = update_path(self._state, round_number)
-        write_file(path, lambda temporary: _write_pieces(temporary, pieces), durable=durable)
-        entries = [[offset, size, digest.hex()] for offset, size, digest in manifest_of(pieces)]
+        written: list[Written] = []
+        write_file(path, lambda temporary: written.append(write(temporary)), durable=durable)
+        entries = [[offset, size, digest.hex()] for offset, size, digest in written[0].manifest]
         sealed = json.dumps({"facts": dict(facts), "manifest": entries}).encode()
         write_bytes(path.with_suffix(".json"), sealed, durable=durable)
         kept = (path, path.with_suffix(".json"))
         for old in self._state.glob("update-*"):
             if old not in kept:
                 old.unlink(missing_ok=True)
+        return written[0].pieces
 
     def update(
         self, round_number: int, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
-    ) -> RingVector | None:
+    ) -> list[Piece] | None:
         """The finished update of a round if it is whole, of this length and type; None if there is none.
+
+        Its pieces are mapped from the file, copied on a write; a change does not reach the file.
 
         Raises:
             StaleError: the site has made an update of this round in the same run from other facts.
@@ -209,12 +236,17 @@ class Kept:
             manifest = tuple(
                 (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
             )
-            vector: RingVector = np.fromfile(path, dtype)
-            spans = [vector[offset : offset + size] for offset, size, _ in manifest]
-            check_received(manifest, spans, length, dtype)
+            vector = np.memmap(path, dtype, "c")
+            if vector.shape != (length,):
+                return None
+            return check_received(
+                manifest,
+                [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest],
+                length,
+                dtype,
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
             return None  # missing, torn by a crash, or of another model: the site trains
-        return vector if vector.shape == (length,) else None
 
 
 def checked_base(request: Join) -> Vector | None:
@@ -240,11 +272,13 @@ def update_path(state: Path, round_number: int) -> Path:
     return state / f"update-{round_number:05d}.ring"
 
 
-def _write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+def write_pieces(path: Path, pieces: list[Piece]) -> Written:
+    """Write the pieces of a vector into a new file, which only its owner may read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         for offset, vector in pieces:
             file.seek(offset * vector.itemsize)
             file.write(vector.data)
+    return Written(manifest_of(pieces), pieces)
 
 
 def base_path(folder: Path, base_hash: bytes) -> Path:

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.clients.attempt import Live
 from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.work import Here, Work
 from cloister.lm.data import Prepared
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, device_for, load_model
@@ -29,14 +30,13 @@ _MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A plan's model on a device, and its trainer."""
+    """A plan's model, and who works with it."""
 
     plan: Plan
     base_hash: bytes
     """Hash of the frozen parameters that the model was built on; empty: those of the plan."""
     model: LanguageModel
-    trainer: Trainer | PrivateTrainer
-    device: torch.device
+    work: Work
     terms: Terms | None
     """The plan's privacy; None without a privacy unit."""
     live: Live = field(default_factory=dict)
@@ -110,7 +110,8 @@ class Resident:
             model = load_model(plan, read_base())
             model.module.to(device)
             terms = terms_of(plan, model.layout.size)
-            loaded = Loaded(plan, base_hash, model, self.trainer(plan, model, device), device, terms)
+            work = Here(model, device, self.trainer(plan, model, device), terms)
+            loaded = Loaded(plan, base_hash, model, work, terms)
             self._loaded = key, loaded
         return self._loaded[1]
 

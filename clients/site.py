@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
+from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Piece, manifest_of
 from cloister.aggregation.sums import (
     BYTES,
@@ -32,13 +33,13 @@ from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
-from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.kept import Kept, checked_base
-from cloister.clients.release import Finished, code_for, contribution
+from cloister.clients.kept import Kept, Written, checked_base
+from cloister.clients.release import Finished, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
-from cloister.lm.data import Preparation, Prepared, cached
-from cloister.lm.evaluate import HeldOut, evaluate, subset
+from cloister.clients.work import Task, masking
+from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
+from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
@@ -188,7 +189,13 @@ class Site:
             if purpose == EVALUATE:
                 return [(0, self._totals(loaded, request))]
             with self._kept.turn():
-                return [(0, self._update(loaded, request))]
+                return self._update(loaded, request)
+
+        def mask(site: SecureSite, pieces: list[Piece]) -> Written:
+            if purpose == EVALUATE:
+                return masking(model)(site, pieces)
+            path = self._kept.update_path(request.sum.round)
+            return loaded.work.mask(site, pieces, path, model=model, threads=plan.local.threads)
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -197,14 +204,13 @@ class Site:
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
             model = basis(request.model_hash, request.clip)
-            statement, manifest, pieces = self._attempts(loaded, request.sum).mask(
-                request.inbox, request.sum.round, model, plan.local.threads, make
-            )
+            attempts = self._attempts(loaded, request.sum)
+            statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
         else:
             pieces = make()
-            manifest = manifest_of(pieces)
-        spans = tuple(vector for _, vector in pieces)
-        return Contribution(self.name, request.sum, request.model_hash, statement, manifest, spans)
+            sent = Written(manifest_of(pieces), pieces)
+        spans = tuple(vector for _, vector in sent.pieces if vector.size)
+        return Contribution(self.name, request.sum, request.model_hash, statement, sent.manifest, spans)
 
     # For the site alone: not sent.
 
@@ -215,10 +221,7 @@ class Site:
             CloisterError: the model or the data cannot be loaded.
         """
         loaded = self._load(plan, base_hash)
-        loaded.model.layout.scatter(weights, loaded.model.module)
-        held_out, local = self._prepared(loaded).held_out, plan.local
-        sequences = subset(held_out, plan.server.evaluation_sequences, plan.run.seed)
-        return evaluate(loaded.model.module, sequences, local.batch_size, loaded.device, local.precision)
+        return loaded.work.held_out(plan, weights, self._opener(loaded))
 
     def sequences(self, plan: Plan, base_hash: bytes = b"") -> int:
         """Number of the site's training sequences."""
@@ -286,6 +289,16 @@ class Site:
 
         return loaded.prepared(self.config.folder, key, lambda: cached(preparation.folder, key, make))
 
+    def _opener(self, loaded: Loaded) -> Callable[[], Prepared]:
+        """Opens the site's sequences, and can be sent to another process if the work is done there."""
+        if not loaded.work.elsewhere:
+            return partial(self._prepared, loaded)
+        self._prepared(loaded)  # so that they are on disk
+        if self._made_before() is not None:
+            return partial(_made, self._made_before)
+        preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
+        return partial(load_prepared, prepared_path(preparation.folder, preparation.key()))
+
     # Contributions to a sum.
 
     def _totals(self, loaded: Loaded, request: Contribute) -> RingVector:
@@ -300,7 +313,7 @@ class Site:
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.counters])
 
-    def _update(self, loaded: Loaded, request: Contribute) -> RingVector:
+    def _update(self, loaded: Loaded, request: Contribute) -> list[Piece]:
         """The update of the round: kept from an earlier attempt, or trained now.
 
         Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
@@ -329,14 +342,6 @@ class Site:
             rounds, policy = self._admission.rounds(plan), self._admission.policy()
             self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
             noise = self._noise(round_number)
-        try:
-            finished = self._trained(loaded, request, noise)
-        except UpdateError as error:
-            if terms is None or terms.mechanism is None:
-                raise
-            # Whether an update is finite depends on the data, and a failure would reveal it: send zeros with noise.
-            _log.warning("round %d: sending zeros: %s", round_number, error)
-            finished = Finished(np.zeros_like(request.model), 0, 0.0)
         code = code_for(
             plan,
             terms,
@@ -345,36 +350,25 @@ class Site:
             clip_norm=request.clip,
             noise=noise,
         )
-        vector = contribution(code, finished)
-        self._trained_to(round_number, finished)
-        self._kept.keep_update(round_number, [(0, vector)], facts, durable=terms is not None)
-        return vector
+        seed = (self._seed(plan, "training", round_number),)
+        task = Task(round_number, self._opener(loaded), self.config.folder, seed, code, noise)
+        trained = partial(self._trained_to, round_number)
 
-    def _trained(self, loaded: Loaded, request: Contribute, noise: NoiseStream | None) -> Finished:
-        sequences, round_number = self._prepared(loaded).train, request.sum.round
-        trainer, terms, state = loaded.trainer, loaded.terms, self.config.folder
-        if isinstance(trainer, PrivateTrainer):
-            assert noise is not None
-            assert terms is not None
-            local = trainer.train(
-                request.model,
-                sequences,
-                round=round_number,
-                noise=noise,
-                noise_multiplier=terms.noise_multiplier,
-                state=state,
-            )
-        elif terms is not None and not len(sequences):
-            return Finished(np.zeros_like(request.model), 0, 0.0)  # its code adds the noise
-        else:
-            seed = (self._seed(loaded.plan, "training", round_number),)
-            local = trainer.train(request.model, sequences, round=round_number, site_seed=seed, state=state)
-        return Finished(local.vector, local.tokens, local.loss)
+        def write(path: Path) -> Written:
+            return loaded.work.update(task, request.model, path, trained)
+
+        return self._kept.keep_update(round_number, write, facts, durable=terms is not None)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""
         text = f"{what}/{plan.run.seed}/{self.name}/{round_number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def _made(sequences: Callable[[], Prepared | None]) -> Prepared:
+    made = sequences()
+    assert made is not None
+    return made
 
 
 def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Preparation:

@@ -339,6 +339,11 @@ def load_prepared(folder: Path) -> Prepared:
         ) from error
 
 
+def prepared_path(folder: Path, key: str) -> Path:
+    """Where `cached` keeps the sequences with a key."""
+    return folder / f"tokens-{key[:32]}"
+
+
 def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
     """Return the sequences cached under `key` in `folder`, mapped from disk; make them on a cache miss.
 
@@ -353,7 +358,7 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
         DataError: the cached folder is damaged.
         StorageError: the disk is full or refuses the write.
     """
-    filed = folder / f"tokens-{key[:32]}"
+    filed = prepared_path(folder, key)
     if not filed.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)

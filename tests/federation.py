@@ -21,6 +21,7 @@ from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.serve import Served, serve
 from cloister.clients.site import Noise, Site
+from cloister.clients.work import masking
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import load_model
 from cloister.privacy.accounting import composed
@@ -345,13 +346,15 @@ class VectorSite:
                 statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    statement, _, pieces = self.attempts.mask(
+                    model = basis(vector_hash(request.model), request.clip)
+                    statement, masked = self.attempts.mask(
                         request.inbox,
                         request.sum.round,
-                        basis(vector_hash(request.model), request.clip),
-                        1,
+                        model,
                         lambda: [(0, self._vector())],
+                        masking(model),
                     )
+                    pieces = masked.pieces
                 spans = tuple(vector for _, vector in pieces)
                 return Contribution(
                     self.name, request.sum, request.model_hash, statement, manifest_of(pieces), spans

@@ -65,12 +65,12 @@ DECODED = "mean, context.clip = context.mechanism.decode(mean, sites, clip, cont
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
-        "clients.site:Site._trained",
+        "clients.work:train",
         "noise_multiplier=terms.noise_multiplier",
         "noise_multiplier=0.5 * terms.noise_multiplier",
     ),
     Mutant(
-        "clients.site:Site._trained",
+        "clients.work:train",
         "noise_multiplier=terms.noise_multiplier",
         "noise_multiplier=1e-6 * terms.noise_multiplier",
     ),
@@ -80,7 +80,7 @@ LESS_NOISE_IN_STEPS = [
 ]
 """Half of the noise, or less, on the way to a step of DP-SGD."""
 OTHER_STEPS = [
-    Mutant("clients.site:Site._trained", "noise_multiplier=terms.noise_multiplier", "noise_multiplier=1.0"),
+    Mutant("clients.work:train", "noise_multiplier=terms.noise_multiplier", "noise_multiplier=1.0"),
     Mutant(STEPS, "n_places, self._rate", "n_places, 2 * self._rate"),
     Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"),
     Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'),

@@ -188,8 +188,7 @@ def test_an_audit_takes_noise_and_terms_from_where_a_run_has_them(
         assert asked == [("site-000", 1), ("site-000", 2)]
         assert not found.row.problem
     with RunFolder.reopen(run) as folder, monkeypatch.context() as patch:
-        wrong = "loaded.plan.privacy.noise_multiplier or 0.01"
-        Mutant("clients.site:Site._trained", "terms.noise_multiplier", wrong).plant(patch)
+        Mutant("clients.work:train", "terms.noise_multiplier", "0.01").plant(patch)
         found = honest(folder, canaries=1000)
         assert "standard deviation of the noise" in str(found.row.problem)
 

@@ -25,6 +25,7 @@ from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.release import Clipped, Code, Finished, InClear, Protected, code_for, contribution
+from cloister.clients.work import masking
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
@@ -141,14 +142,14 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         for number, update in enumerate(updates)
     ]
     for number in left:
-        statement, _, masked = attempts[names[number]].mask(
+        statement, masked = attempts[names[number]].mask(
             inboxes[names[number]],
             1,
             model,
-            1,
             lambda vector=vectors[number]: [(0, vector.copy())],  # type: ignore[misc]  # bound now
+            masking(model),
         )
-        coordinator.fold(statement, masked)
+        coordinator.fold(statement, masked.pieces)
     survivors = coordinator.survivors()
     for number in left:
         confirm = attempts[names[number]].agree(survivors, 1)

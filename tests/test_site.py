@@ -22,6 +22,7 @@ from cloister.clients.app import site_of_node
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.clients.work import Here
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
@@ -371,15 +372,15 @@ def test_two_processes_make_one_update(federation: Federation, monkeypatch: pyte
     clear = Federation(federation.folder / "clear", tiny(*CENTRAL))
     slow, fast = clear.joined(), clear.site(resident=Resident())
     inside, released = threading.Event(), threading.Event()
-    train = Site._trained  # the guard is around it
+    train = Here.update  # the guard is around it
 
-    def trained(self: Site, *arguments: Any) -> Any:
-        if self is slow:
+    def trained(self: Here, *arguments: Any) -> Any:
+        if not inside.is_set():
             inside.set()
             assert released.wait(60)
         return train(self, *arguments)
 
-    monkeypatch.setattr(Site, "_trained", trained)
+    monkeypatch.setattr(Here, "update", trained)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(slow.contribute, clear.request())
         assert inside.wait(60)

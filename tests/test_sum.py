@@ -26,6 +26,7 @@ from cloister.aggregation.span import Piece, manifest_digest, manifest_of
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Live, Member
 from cloister.clients.attempt_files import AttemptFiles
+from cloister.clients.work import masking
 from cloister.lm.layout import Layout
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import (
@@ -451,13 +452,13 @@ def begun(open_run: Callable[..., Run]) -> tuple[Run, dict[str, Inbox]]:
 def test_a_vector_is_masked_once_in_an_attempt_even_by_another_process(open_run: Callable[..., Run]) -> None:
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
-    statement, manifest, pieces = run.attempts(name).mask(
-        inboxes[name], 1, model, 1, lambda: run.pieces(name)
+    statement, masked = run.attempts(name).mask(
+        inboxes[name], 1, model, lambda: run.pieces(name), masking(model)
     )
-    assert manifest == manifest_of(pieces)
-    assert statement.digest == manifest_digest(manifest)
+    assert masked.manifest == manifest_of(masked.pieces)
+    assert statement.digest == manifest_digest(masked.manifest)
     with pytest.raises(StepError, match="one request in an attempt"):
-        run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+        run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
 
 
 def test_a_crash_while_masking_never_leads_to_a_second_vector_under_one_mask(
@@ -472,9 +473,9 @@ def test_a_crash_while_masking_never_leads_to_a_second_vector_under_one_mask(
     with monkeypatch.context() as patch:
         patch.setattr("cloister.aggregation.masks.apply", crash)
         with pytest.raises(KeyboardInterrupt):
-            run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+            run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
     with pytest.raises(StepError, match="one request in an attempt"):
-        run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+        run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
 
 
 def test_secrets_are_readable_by_the_site_alone_and_wiped_when_it_has_answered(
@@ -508,7 +509,7 @@ def test_a_vector_of_one_round_is_not_masked_for_another(open_run: Callable[...,
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
     with pytest.raises(StaleError, match="the round of the attempt"):
-        run.attempts(name).mask(inboxes[name], 2, model, 1, lambda: run.pieces(name))
+        run.attempts(name).mask(inboxes[name], 2, model, lambda: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="the round of the attempt"):
         run.attempts(name).agree(Begin(5, 1, model), 1)
 
@@ -522,7 +523,7 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     for told in others:
         with pytest.raises(EncodingError, match=r"Agree\.told .* Begin or Peers or Survivors or Unmask"):
             decode_request(encode(Agree(sum_id, told)))
-    assert run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    assert run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
 
 
 def test_two_messages_at_once_mask_one_vector(open_run: Callable[..., Run]) -> None:
@@ -532,11 +533,13 @@ def test_two_messages_at_once_mask_one_vector(open_run: Callable[..., Run]) -> N
     inside: list[object] = []
 
     def make() -> list[Piece]:
-        inside.append(run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name)))
+        inside.append(
+            run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
+        )
         return run.pieces(name)
 
     with pytest.raises(StepError, match="unchanged since before the vector was made"):
-        run.attempts(name).mask(inboxes[name], 1, model, 1, make)
+        run.attempts(name).mask(inboxes[name], 1, model, make, masking(model))
     assert len(inside) == 1
 
 
@@ -912,14 +915,14 @@ def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callabl
     """The marks of two attempts at one round would be written by turns."""
     run, inboxes = begun(open_run)
     name, model = run.names[0], vector_hash(MODEL)
-    run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+    run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
     later = SecureCoordinator(run.contract, 1, 2, model)
     run.attempts(name).agree(later.begin, 1)
     first = SecureCoordinator(run.contract, 1, 1, model)
     with pytest.raises(StepError, match="upload of this site first"):
         run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
     with pytest.raises(StepError, match="share first"):
-        run.attempts(name).mask(inboxes[name], 1, model, 1, lambda: run.pieces(name))
+        run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
         run.attempts(name).agree(first.begin, 1)
 
@@ -1002,8 +1005,9 @@ def answer(run: Run, attempts: Attempts, name: str, message: Told | Inbox) -> tu
     """A site's answer to a message of round 1, and its masked vector."""
     if not isinstance(message, Inbox):
         return attempts.agree(message, 1), []
-    statement, _, pieces = attempts.mask(message, 1, vector_hash(MODEL), 1, lambda: run.pieces(name))
-    return statement, pieces
+    model = vector_hash(MODEL)
+    statement, masked = attempts.mask(message, 1, model, lambda: run.pieces(name), masking(model))
+    return statement, masked.pieces
 
 
 def asked(run: Run, message: Told | Inbox) -> tuple[Signed, list[Piece]]:

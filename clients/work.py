@@ -1,0 +1,184 @@
+"""The heavy part of a site's work: train, code, mask and evaluate, in this process (`Here`) or in ranks (`team.py`).
+
+What is here has the model. `site.py`, which combines it with keys, ledger and attempts, does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cloister.aggregation.secure_site import SecureSite
+from cloister.aggregation.span import Piece, manifest_of
+from cloister.clients.attempt import Mask
+from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.kept import Written, write_pieces
+from cloister.clients.release import Code, Finished, Protected, contribution
+from cloister.lm.data import Prepared
+from cloister.lm.evaluate import HeldOut, evaluate, subset
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel
+from cloister.lm.train import Trainer
+from cloister.privacy.noise import NoiseStream
+from cloister.privacy.terms import Terms
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One update: from what it is trained, and how it leaves."""
+
+    round: int
+    """The round, from 1."""
+    sequences: Callable[[], Prepared]
+    """Opens the site's sequences; picklable."""
+    state: Path
+    """The site's state folder, for kept optimizer state."""
+    seed: tuple[int, ...]
+    """The public seed of the site's batches in this round; not used where batches are secret."""
+    code: Code
+    """How the update becomes ring integers."""
+    noise: NoiseStream | None
+    """The secret stream of batches and noise of this update, with a privacy unit."""
+
+
+class Work(Protocol):
+    """Who does the heavy part of a site's work."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other processes do it, to which a task is sent."""
+
+    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
+        """Train one update, and write what is summed into a file.
+
+        Args:
+            task: The update.
+            start: The global model, float32, shape (layout.size,).
+            path: The new file.
+            trained: Receives the update as it was trained, where one process has all of it.
+
+        Raises:
+            CloisterError: the site cannot train.
+        """
+
+    def mask(
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+    ) -> Written:
+        """Mask a finished update; each element once.
+
+        Args:
+            site: The site's side of the attempt, which has the seeds.
+            pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
+            path: The file in which it is kept.
+            model: What the attempt's masks are bound to.
+            threads: Threads that mask.
+
+        Raises:
+            SecureSumError: the attempt has another model, or its seeds were used.
+        """
+
+    def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
+        """A model's sums on held-out records, or on the subset of `server.evaluation_sequences`.
+
+        Args:
+            plan: The plan.
+            weights: The model, float32, shape (layout.size,).
+            sequences: Opens the site's sequences; picklable.
+        """
+
+
+def train(
+    trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
+) -> Finished:
+    """One site's update, without what its code adds.
+
+    Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
+    a failure would reveal it.
+
+    Raises:
+        CloisterError: the site cannot train.
+    """
+    sequences, protected = prepared.train, isinstance(task.code, Protected)
+    try:
+        if isinstance(trainer, PrivateTrainer):
+            assert task.noise is not None
+            assert terms is not None
+            local = trainer.train(
+                start,
+                sequences,
+                round=task.round,
+                noise=task.noise,
+                noise_multiplier=terms.noise_multiplier,
+                state=task.state,
+            )
+        elif protected and not len(sequences):
+            return Finished(np.zeros_like(start), 0, 0.0)  # its code adds the noise
+        else:
+            local = trainer.train(start, sequences, round=task.round, site_seed=task.seed, state=task.state)
+    except UpdateError as error:
+        if not protected:
+            raise
+        _log.warning("round %d: sending zeros: %s", task.round, error)
+        return Finished(np.zeros_like(start), 0, 0.0)
+    return Finished(local.vector, local.tokens, local.loss)
+
+
+@dataclass(frozen=True)
+class Here:
+    """The model of a plan in this process, on one device."""
+
+    model: LanguageModel
+    device: torch.device
+    trainer: Trainer | PrivateTrainer
+    terms: Terms | None
+
+    @property
+    def elsewhere(self) -> bool:
+        """False: it is done in this process."""
+        return False
+
+    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
+        """As `Work.update`."""
+        finished = train(self.trainer, self.terms, task, start, task.sequences())
+        vector = contribution(task.code, finished)
+        trained(finished)
+        return write_pieces(path, [(0, vector)])
+
+    def mask(
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+    ) -> Written:
+        """As `Work.mask`, in place."""
+        return masking(model, threads)(site, pieces)
+
+    def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
+        """As `Work.held_out`."""
+        self.model.layout.scatter(weights, self.model.module)
+        local, module = plan.local, self.model.module
+        chosen = subset(sequences().held_out, plan.server.evaluation_sequences, plan.run.seed)
+        return evaluate(module, chosen, local.batch_size, self.device, local.precision)
+
+
+def masking(model: bytes, threads: int = 1) -> Mask:
+    """Masks the pieces of a vector in place, in this process.
+
+    Args:
+        model: What the attempt's masks are bound to.
+        threads: Threads that mask.
+    """
+
+    def mask(site: SecureSite, pieces: list[Piece]) -> Written:
+        for offset, vector in pieces:
+            site.mask(vector, model=model, offset=offset, threads=threads)
+        return Written(manifest_of(pieces), pieces)
+
+    return mask
