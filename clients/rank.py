@@ -87,15 +87,14 @@ def main(theirs: socket.socket) -> None:  # pragma: no cover - in a rank's proce
     pipe, work = Pipe(theirs), _Work(rendezvous)
     with suppress(ConnectionError):  # the site's process ends
         while True:
+            command: Any = None
             try:
                 try:
                     command = pipe.receive()
                 except (EOFError, ConnectionError):
                     return
                 said = packed(Answered(work(command)))
-            except (
-                Exception
-            ) as error:  # any exception is the site's error, and this process waits for its end
+            except Exception as error:  # any exception is the site's error; this process waits for its end
                 traceback.print_exc()
                 said = packed(Raised(one_line(error), error if _travels(error) else None))
             pipe.send(said)

@@ -147,9 +147,8 @@ class Ranks(Generic[Command, Answer]):
                 files += [log.fileno(), log.fileno()]
             else:
                 files += [1, 2]
-            needs_main = (
-                b"_main__" in self._factory
-            )  # __main__, or __mp_main__ in a process of multiprocessing
+            # The pickle names the main module __main__, or __mp_main__ in a process of multiprocessing.
+            needs_main = b"_main__" in self._factory
             with fork_server.running(self._preload, needs_main=needs_main):
                 for number, device in enumerate(self._devices):
                     self._ranks.append(self._launched(f"rank {number} of {len(self)} on {device}", files))
@@ -259,7 +258,7 @@ def _end_all(ranks: list[_Rank], patience: float = 0.0) -> None:
         with suppress(ProcessLookupError):  # it did not lead a group yet, or the group is empty
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.kill()
-    for rank in ranks:
-        rank.process.join()
-        rank.process.close()
-    ranks.clear()
+    while ranks:
+        process = ranks.pop().process
+        process.join()
+        process.close()

@@ -1,4 +1,4 @@
-"""What the ranks of tests do; it imports little, because every rank that is started imports it."""
+"""What the ranks of tests do, and sites that have such ranks; the fork server imports it once for all of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from torch import distributed
 
 from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place
+from cloister.clients.ranks import Ranks
 from cloister.protocol.errors import DataError
 
 
@@ -52,6 +57,11 @@ class Work:
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def fork_and_die(self) -> None:
+        if os.fork():
+            self.die()
+        threading.Event().wait()
+
     def leave(self) -> None:
         raise SystemExit(7)
 
@@ -86,11 +96,59 @@ class Work:
         return found.rank, found.count, str(found.device), threads, variable
 
 
+class Unreadable:
+    """A command that a rank cannot build."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
 def tell(folder: Path, rank: int, pid: int | None = None) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
         events.sendto(f"{rank} {pid or os.getpid()}".encode(), str(folder / "events"))
 
 
+TWO = ["cpu", "cpu"]
+
+
+def opened(
+    folder: Path, devices: Sequence[str] = TWO, *, fails: str = "", threads: int = 1
+) -> Ranks[Any, Any]:
+    """Ranks for `Work`; `fails` is what the factory of the second does."""
+    work = partial(Work, folder, fails)
+    return Ranks(work, devices, threads=threads, preload=[__name__], log=folder / "log")
+
+
 def never_connect(theirs: object) -> None:
     """In the place of a rank's main function."""
     threading.Event().wait()
+
+
+# A site's process of its own.
+
+
+def hanging_site(folder: Path) -> None:
+    os.setsid()  # it leads a group, as a worker does
+    ranks = opened(folder)
+    ranks.call("hang", "tell_and_sum")
+
+
+_forgotten: list[Ranks[Any, Any]] = []
+
+
+def forgetful_site(folder: Path) -> None:
+    _forgotten.append(opened(folder))
+    _forgotten[0].call("tell_and_sum")
+
+
+def site_app(folder: Path) -> ClientApp:
+    """An app whose sites take turns at the same ranks."""
+    app, ranks = ClientApp(), opened(folder)
+
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
+        answers = ranks.call("sum")
+        found = {"sums": [total for total, _, _ in answers], "pids": [pid for _, _, pid in answers]}
+        return Message(RecordDict({"out": ConfigRecord({**found, "worker": os.getpid()})}), reply_to=message)
+
+    return app

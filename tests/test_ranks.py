@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkServerProcess
@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Message, RecordDict
 
 from cloister.clients import ranks as ranks_module
 from cloister.clients.pipe import SharedVector
@@ -35,17 +34,14 @@ from cloister.simulations.grid import LocalGrid
 from cloister.tests.grid_sites import Events, said
 from cloister.tests.grid_sites import ended as ended_pid
 from cloister.tests.kills import ended
-from cloister.tests.rank_work import Work, never_connect
-
-TWO = ["cpu", "cpu"]
-
-
-def opened(
-    folder: Path, devices: Sequence[str] = TWO, *, fails: str = "", threads: int = 1
-) -> Ranks[Any, Any]:
-    """Ranks for `Work`; `fails` is what the factory of the second does."""
-    work = partial(Work, folder, fails)
-    return Ranks(work, devices, threads=threads, preload=["cloister.tests.rank_work"], log=folder / "log")
+from cloister.tests.rank_work import (
+    TWO,
+    forgetful_site,
+    hanging_site,
+    never_connect,
+    opened,
+    site_app,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +72,7 @@ def watched(ranks: Ranks[Any, Any]) -> list[int]:
     return [os.pidfd_open(pid) for pid in pids(ranks)]
 
 
-def fails(ranks: Ranks[Any, Any], *commands: str) -> RankError:
+def fails(ranks: Ranks[Any, Any], *commands: Any) -> RankError:
     """The error of a call that must fail soon and leave no process, after which the next call works."""
     processes, begun = watched(ranks), time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -122,10 +118,10 @@ def test_commands_are_one_or_one_for_each_rank(ranks: Ranks[Any, Any], folder: P
 
 
 def test_place_and_process_are_as_the_site_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder, ["cpu"], threads=2) as ranks:
+    with opened(folder, ["cpu"], threads=3) as ranks:
         monkeypatch.setenv("CLOISTER_TEST", "of this process")  # not of the fork server, which runs already
         ((answer, _, _),) = ranks.call("place", timeout_s=60)
-    assert answer == (0, 1, "cpu", 2, "of this process")
+    assert answer == (0, 1, "cpu", 3, "of this process")
 
 
 def test_rank_killed_while_idle_is_named(ranks: Ranks[Any, Any]) -> None:
@@ -143,6 +139,10 @@ def test_rank_killed_while_idle_is_named(ranks: Ranks[Any, Any]) -> None:
     ("commands", "error"),
     [
         (("sum", "die"), "rank 1 of 2 on cpu: expected an answer, but it was killed by SIGKILL; see"),
+        (
+            ("sum", "fork_and_die"),
+            "rank 1 of 2 on cpu: expected an answer, but it was killed by SIGKILL; see",
+        ),
         (("leave", "sum"), "rank 0 of 2 on cpu: expected an answer, but it exited with status 7; see"),
         (("sum", "cannot_be_pickled"), "rank 1 of 2 on cpu: expected an answer, but it raised site.data is "),
         (
@@ -152,7 +152,7 @@ def test_rank_killed_while_idle_is_named(ranks: Ranks[Any, Any]) -> None:
     ],
 )
 def test_rank_that_fails_while_its_peer_waits_in_a_collective_is_named(
-    ranks: Ranks[Any, Any], commands: tuple[str, str], error: str
+    ranks: Ranks[Any, Any], commands: tuple[Any, Any], error: str
 ) -> None:
     assert str(fails(ranks, *commands)).startswith(error)
 
@@ -212,7 +212,7 @@ def test_rank_that_hangs_is_late_and_ends_with_what_it_has_started(
 
 
 def test_rank_that_does_not_connect_is_late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children = multiprocessing.active_children()
+    children = set(multiprocessing.active_children())
     monkeypatch.setattr("cloister.clients.rank.main", never_connect)
     monkeypatch.setattr(ranks_module, "CONNECT_SECONDS", 1.0)
     with opened(folder, ["cpu"]) as ranks:
@@ -220,7 +220,31 @@ def test_rank_that_does_not_connect_is_late(folder: Path, monkeypatch: pytest.Mo
             RankError, match=r"^rank 0 of 1 on cpu: .* one that connects to its peers within 1 s"
         ):
             ranks.call("sum")
-        assert multiprocessing.active_children() == children
+        assert set(multiprocessing.active_children()) == children
+
+
+def test_call_that_is_interrupted_leaves_no_answer_for_the_next(
+    ranks: Ranks[Any, Any], events: Events
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def send() -> None:
+        events.next(), events.next()
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    main, before = threading.get_ident(), signal.signal(signal.SIGUSR1, interrupt)
+    sender = threading.Thread(target=send)
+    processes = watched(ranks)
+    try:
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            ranks.call("hang", "tell_and_sum", timeout_s=60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    sender.join()
+    assert all(map(ended, processes))
+    assert [answer for answer, _, _ in ranks.call("sum", timeout_s=60)] == [3.0, 3.0]
 
 
 def test_device_that_is_not_there_is_an_error(folder: Path) -> None:
@@ -237,12 +261,12 @@ def test_device_that_is_not_there_is_an_error(folder: Path) -> None:
 def test_factory_that_fails_is_an_error_and_leaves_nothing(
     folder: Path, events: Events, fault: str, kind: type[Exception]
 ) -> None:
-    children, files = multiprocessing.active_children(), len(os.listdir("/proc/self/fd"))
+    children, files = set(multiprocessing.active_children()), len(os.listdir("/proc/self/fd"))
     ranks = opened(folder, fails=fault)
     with pytest.raises(kind):
         ranks.call("sum", timeout_s=60)
     assert ended_pid(events.next()[1])
-    assert multiprocessing.active_children() == children
+    assert set(multiprocessing.active_children()) == children
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -266,14 +290,12 @@ def test_large_vectors_are_shared(ranks: Ranks[Any, Any]) -> None:
 
 
 def test_only_this_machine_can_connect_to_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", OTHER_INTERFACE)
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[0] if others else "lo")
     with opened(folder) as ranks:
         addresses = [address for pid in pids(ranks) for address in listening(pid)]
     assert len(addresses) >= 2
     assert set(addresses) == {"0100007F"}  # 127.0.0.1
-
-
-OTHER_INTERFACE = next((name for _, name in socket.if_nameindex() if name == "eth0"), "")
 
 
 def listening(pid: int) -> list[str]:
@@ -297,7 +319,7 @@ def test_ctrl_c_does_not_reach_ranks(ranks: Ranks[Any, Any], folder: Path) -> No
 
 
 def test_close_may_be_repeated_and_leaves_nothing(folder: Path) -> None:
-    children, files = multiprocessing.active_children(), len(os.listdir("/proc/self/fd"))
+    children, files = set(multiprocessing.active_children()), len(os.listdir("/proc/self/fd"))
     ranks = opened(folder)
     processes, log = watched(ranks), (folder / "log").read_bytes()
     begun = time.monotonic()
@@ -305,7 +327,7 @@ def test_close_may_be_repeated_and_leaves_nothing(folder: Path) -> None:
     ranks.close()
     assert time.monotonic() - begun < 2
     assert all(map(ended, processes))
-    assert multiprocessing.active_children() == children
+    assert set(multiprocessing.active_children()) == children
     assert len(os.listdir("/proc/self/fd")) == files
     assert (folder / "log").read_bytes() == log
     with pytest.raises(ValueError, match="ranks are closed"):
@@ -313,17 +335,6 @@ def test_close_may_be_repeated_and_leaves_nothing(folder: Path) -> None:
 
 
 # A site's process of its own.
-
-
-def hanging_site(folder: Path) -> None:
-    os.setsid()  # it leads a group, as a worker does
-    ranks = opened(folder)
-    ranks.call("hang", "tell_and_sum")
-
-
-def forgetful_site(folder: Path) -> None:
-    ranks = opened(folder)
-    ranks.call("tell_and_sum")
 
 
 def site(target: Callable[[Path], None], folder: Path) -> ForkServerProcess:
@@ -348,19 +359,6 @@ def test_site_that_forgets_to_close_its_ranks_still_exits(folder: Path, events: 
     assert process.exitcode == 0
     process.close()
     assert all(ended_pid(events.next()[1]) for _ in TWO)
-
-
-def site_app(folder: Path) -> ClientApp:
-    """An app whose sites take turns at the same ranks."""
-    app, ranks = ClientApp(), opened(folder)
-
-    @app.query()
-    def answer(message: Message, context: Context) -> Message:
-        answers = ranks.call("sum")
-        found = {"sums": [total for total, _, _ in answers], "pids": [pid for _, _, pid in answers]}
-        return Message(RecordDict({"out": ConfigRecord({**found, "worker": os.getpid()})}), reply_to=message)
-
-    return app
 
 
 def parent(pid: int) -> int:
@@ -395,12 +393,9 @@ def test_ranks_of_a_worker_come_from_its_fork_server_and_end_with_it(folder: Pat
 SITE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
-from functools import partial
 from pathlib import Path
-from cloister.clients.ranks import Ranks
-from cloister.tests.rank_work import Work
-work = partial(Work, Path({folder!r}), "")
-Ranks(work, ["cpu", "cpu"], preload=["cloister.tests.rank_work"]).call("hang", "tell_and_sum")
+from cloister.tests.rank_work import opened
+opened(Path({folder!r})).call("hang", "tell_and_sum")
 """
 
 
@@ -408,10 +403,10 @@ def test_ctrl_c_ends_a_site_and_its_ranks_with_one_traceback(folder: Path, event
     """In a process that multiprocessing has not started, as Flower's or Ray's; its fork server ends too."""
     command = [sys.executable, "-c", SITE.format(folder=str(folder))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
-        ranks = [events.next()[1] for _ in TWO]
-        processes = [os.pidfd_open(pid) for pid in {*ranks, *map(parent, ranks)}]
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         try:
+            ranks = [events.next()[1] for _ in TWO]
+            processes = [os.pidfd_open(pid) for pid in {*ranks, *map(parent, ranks)}]
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             told = process.communicate(timeout=60)[1].decode()
         finally:
             process.kill()
