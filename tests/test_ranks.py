@@ -36,6 +36,7 @@ from cloister.tests.grid_sites import ended as ended_pid
 from cloister.tests.kills import ended
 from cloister.tests.rank_work import (
     TWO,
+    Unreadable,
     forgetful_site,
     hanging_site,
     never_connect,
@@ -145,6 +146,7 @@ def test_rank_killed_while_idle_is_named(ranks: Ranks[Any, Any]) -> None:
         ),
         (("leave", "sum"), "rank 0 of 2 on cpu: expected an answer, but it exited with status 7; see"),
         (("sum", "cannot_be_pickled"), "rank 1 of 2 on cpu: expected an answer, but it raised site.data is "),
+        (("sum", Unreadable()), "rank 1 of 2 on cpu: expected an answer, but it raised UnpicklingError: Val"),
         (
             ("answers_a_lock", "sum"),
             "rank 0 of 2 on cpu: expected an answer, but it raised TypeError: cannot",
