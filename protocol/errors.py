@@ -7,6 +7,9 @@ exception of any other class is a defect and shows its traceback.
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class CloisterError(Exception):
     """An error that a user can fix; `str()` is one line for that user.
@@ -30,6 +33,10 @@ class CloisterError(Exception):
         if fix:
             parts.append(fix)
         super().__init__(visible("; ".join(parts)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the finished text with the attributes, not as a call of `__init__`, which takes other arguments."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # no stub
 
 
 class PlanError(CloisterError):
@@ -66,6 +73,10 @@ class FaultError(CloisterError):
 
 class EngineError(CloisterError):
     """An engine cannot start, or has lost something that it needs to continue."""
+
+
+class RankError(CloisterError):
+    """A rank, one of the processes in which a site trains, has ended, is late, or has raised a defect."""
 
 
 class SecureSumError(CloisterError):

@@ -14,7 +14,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from multiprocessing import connection, get_context, parent_process, util
+from multiprocessing import connection, get_context, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TypeVar
@@ -30,9 +29,9 @@ from typing import TypeVar
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from cloister.protocol import fork_server
 from cloister.protocol.errors import EngineError, one_line
-from cloister.simulations import fork_server
-from cloister.simulations.process import collect_rarely, identify
+from cloister.simulations.process import collect_rarely, environment, identify
 from cloister.simulations.segments import Channel, LentSegments, PushSegments, Segments
 
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class Worker:
             self.process.join()
             code = -signal.SIGKILL
         self.process.close()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return fork_server.ending(code)
 
 
 class WorkerPool:
@@ -290,7 +289,7 @@ class WorkerPool:
         common = set.intersection(*(set(variables.items()) for variables in self._environments))
         # The pickle names the main module __main__, or __mp_main__ if multiprocessing spawned this process.
         needs_main = b"_main__" in self._factory
-        with fork_server.running(self._preload, dict(common), needs_main=needs_main):
+        with environment(dict(common)), fork_server.running(self._preload, needs_main=needs_main):
             return act()
 
 
@@ -311,10 +310,7 @@ def _work(
     theirs: socket.socket, factory: bytes, variables: Mapping[str, str], log: Path | None
 ) -> None:  # pragma: no cover - in a worker process
     """The main function of a worker process."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides what Ctrl-C does
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_die_with_coordinator, daemon=True).start()
+    fork_server.begin()
     os.environ.update(variables)
     collect_rarely()
     if log:
@@ -345,13 +341,6 @@ def _work(
             traceback.print_exc()
             channel.send(Raised(one_line(error)), PushSegments())
         del message, context, reply  # frees their memory while the worker waits
-
-
-def _die_with_coordinator() -> None:
-    coordinator = parent_process()
-    assert coordinator is not None
-    connection.wait([coordinator.sentinel])
-    os.killpg(0, signal.SIGKILL)  # includes this process, even if it is busy
 
 
 def _append_output(log: Path) -> None:

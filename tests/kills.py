@@ -12,10 +12,8 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from cloister.protocol.soundness import load, parse
 from cloister.server.folder import RunFolder
@@ -56,17 +54,10 @@ def kill_while(target: Callable[..., None], *arguments: Any) -> None:
     """Run something in a process that dies of SIGKILL in it; the arguments are pickled."""
     context = multiprocessing.get_context("forkserver")
     fork_server.start(parse(""))  # it serves the grids of later tests too
-    process = context.Process(target=_beside, args=(target, *arguments))
+    process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-
-
-def _beside(target: Callable[..., None], *arguments: Any) -> None:
-    """In the process that dies: take workers from the server that it comes from, and start no other."""
-    for place in (forkserver, forkserver._forkserver):  # it knows the address, and thinks that none runs
-        mock.patch.object(place, "ensure_running").start()
-    target(*arguments)
 
 
 def family(process: int) -> list[int]:
