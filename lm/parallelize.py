@@ -9,7 +9,9 @@ Gradients are summed over ranks and not averaged, because each rank's loss is di
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from cloister.lm.mesh import Mesh, check_styles, degrees
 from cloister.lm.model import LanguageModel
@@ -32,7 +35,7 @@ from cloister.protocol.errors import ModelError
 
 def parallelize(
     model: LanguageModel,
-    ranks: DeviceMesh,
+    ranks: DeviceMesh | None,
     device: torch.device,
     *,
     checkpointing: bool = False,
@@ -43,7 +46,7 @@ def parallelize(
     Args:
         model: The model on the CPU, whose parameters have the same values in every rank; or without values
             (`load_model(empty=True)`), which the first round's global model then gives.
-        ranks: The mesh, from `mesh.build`.
+        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 2, 3 and 5 do anything.
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
@@ -51,14 +54,14 @@ def parallelize(
     Raises:
         ModelError: the mesh does not fit the model.
     """
-    mesh = degrees(ranks)
+    mesh = Mesh() if ranks is None else degrees(ranks)
     # transformers and PEFT know the model without its adapter by these names.
     get_base: Any = getattr(model.module, "get_base_model", None)
     inner: Any = model.module if get_base is None else get_base()
     blocks = list(_blocks(inner))
 
     # 1. Tensor parallelism.
-    if mesh.tensor > 1:
+    if ranks is not None and mesh.tensor > 1:
         if inner is not model.module:
             raise ModelError(
                 "mesh.tensor",
@@ -71,11 +74,8 @@ def parallelize(
 
     # 2. Activation checkpointing.
     if checkpointing:
-        if not getattr(inner, "supports_gradient_checkpointing", False):
-            raise ModelError(
-                "mesh.checkpointing", checkpointing, expected="false, because the model does not support it"
-            )
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for block in blocks:  # `forward`, because the hooks of sharding must not run again with it
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     # 3. Compilation.
     if compile:
@@ -83,7 +83,11 @@ def parallelize(
             block.compile()
 
     # 4. Sharding and replication.
-    if mesh.data > 1:
+    if ranks is not None and mesh.data > 1:
+        # The logits are a view, which only an operation in place could harm.
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
+        )
         data = ranks["replicate", "shard"] if mesh.replicate > 1 else ranks["shard"]
         for part in (*blocks, model.module):
             sharded: Any = fully_shard(part, mesh=data)

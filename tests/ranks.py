@@ -29,54 +29,69 @@ class RankError(Exception):
     """A rank raised; the text is its traceback."""
 
 
-def run_ranks(mesh: Mesh, folder: Path, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(
+    mesh: Mesh, folder: Path, work: Callable[..., Any], *arguments: Any, processes: int | None = None
+) -> list[Any]:
     """Run `work(ranks, *arguments)` in every rank of a mesh; return the results, in the order of the ranks.
 
     Args:
         mesh: The mesh.
         folder: An existing folder for the ranks' meeting point.
         work: A function of a module; it and its arguments are pickled.
+        processes: Number of processes, if not that of the mesh.
     """
     context = multiprocessing.get_context("forkserver")
     fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))  # it serves the grids of later tests too
     meeting = folder / f"meeting-{len(list(folder.glob('meeting-*')))}"
-    processes, pipes = [], []
-    for rank in range(mesh.size):
+    size = mesh.size if processes is None else processes
+    started, pipes = [], []
+    for rank in range(size):
         here, there = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(mesh, rank, meeting, there, work, arguments), daemon=True
+            target=_rank, args=(mesh, rank, size, meeting, there, work, arguments), daemon=True
         )
         process.start()
         there.close()
-        processes.append(process)
+        started.append(process)
         pipes.append(here)
     try:
         return _results(pipes)
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
             process.join(10)
 
 
 def _results(pipes: list[Connection]) -> list[Any]:
     found: dict[int, Any] = {}
-    while len(found) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], TIMEOUT_S)
+    while waiting := {rank: pipe for rank, pipe in enumerate(pipes) if rank not in found}:
+        ready = wait(list(waiting.values()), TIMEOUT_S)
         if not ready:
-            raise RankError(f"no rank but {sorted(found)} has answered in {TIMEOUT_S} s")
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]  # `wait` gives what it was given
-            try:
-                failed, found[rank] = pipe.recv()  # type: ignore[union-attr]  # likewise
-            except EOFError:
-                failed, found[rank] = True, "it ended without an answer"
-            if failed:
-                raise RankError(f"rank {rank}: {found[rank]}")
+            raise RankError(f"ranks {sorted(waiting)} have not answered in {TIMEOUT_S} s")
+        for rank, pipe in waiting.items():
+            if pipe in ready:
+                found[rank] = _answer(rank, pipe)
     return [found[rank] for rank in range(len(pipes))]
 
 
+def _answer(rank: int, pipe: Connection) -> Any:
+    try:
+        failed, answer = pipe.recv()
+    except EOFError:
+        failed, answer = True, "it ended without an answer"
+    if failed:
+        raise RankError(f"rank {rank}: {answer}")
+    return answer
+
+
 def _rank(
-    mesh: Mesh, rank: int, meeting: Path, pipe: Connection, work: Callable[..., Any], arguments: Any
+    mesh: Mesh,
+    rank: int,
+    size: int,
+    meeting: Path,
+    pipe: Connection,
+    work: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -84,7 +99,7 @@ def _rank(
             "gloo",
             init_method=f"file://{meeting}",
             rank=rank,
-            world_size=mesh.size,
+            world_size=size,
             timeout=datetime.timedelta(seconds=TIMEOUT_S),
         )
         ranks: DeviceMesh = build(mesh, "cpu")

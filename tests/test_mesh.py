@@ -1,0 +1,319 @@
+"""A model trained by the ranks of a mesh against the same model trained by one process, and what a mesh refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.aggregation.span import check_pieces
+from cloister.lm.mesh import Mesh, choose
+from cloister.lm.model import configuration, load_model
+from cloister.lm.shards import Region, between, region
+from cloister.lm.train import LocalUpdate
+from cloister.protocol.blocks import Span
+from cloister.protocol.errors import ModelError
+from cloister.tests.rank_rounds import (
+    UNUSED,
+    Job,
+    change,
+    forward_passes,
+    held,
+    refused_update,
+    tiny,
+    train,
+    train_after_a_forward_pass,
+)
+from cloister.tests.ranks import RankError, run_ranks
+
+# PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2)]
+DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
+TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
+KEEP = "local.optimizer_state=keep"
+DIVIDED = ("local.batch_size=5", "local.accumulation=2", "local.proximal=30")
+"""Rows that two ranks do not share equally, in several micro-batches. The penalty shows a gradient of the loss that has
+another length, which clipping hides."""
+
+
+def by_degrees(mesh: Mesh) -> str:
+    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}"
+
+
+on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
+on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@cache
+def one_process(folder: Path, kind: str, *overrides: str) -> tuple[Job, LocalUpdate]:
+    """A round from the plan's initial model, and its result."""
+    plan = tiny(kind, *overrides)
+    model = load_model(plan)
+    path = folder / f"start-{len(list(folder.glob('start-*')))}.npy"
+    np.save(path, model.layout.flatten(model.module))
+    job = Job(plan.to_json(), path)
+    return job, train(None, [job])[0]
+
+
+def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
+    check_pieces([(part.offset, part.vector) for part in parts], size, np.float32)
+    return np.concatenate([part.vector for part in parts])
+
+
+def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
+    """Check that the ranks' results are that of one process."""
+    vector = joined(parts, whole.vector.size)
+    assert np.abs(vector - whole.vector).max() < 1e-4 * np.abs(whole.vector).max()
+    assert {part.loss for part in parts} == {parts[0].loss}
+    assert parts[0].loss == pytest.approx(whole.loss, abs=1e-5)
+    assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
+
+
+def same_rounds(mesh: Mesh, folder: Path, *plans: tuple[str, ...]) -> None:
+    rounds = [one_process(folder, *plan) for plan in plans]
+    found = run_ranks(mesh, folder, train, [job for job, _ in rounds])
+    for parts, (_, whole) in zip(zip(*found, strict=True), rounds, strict=True):
+        same_round(parts, whole)
+
+
+# --- the same round ---------------------------------------------------------------------------------------------------
+
+
+@on_all
+def test_ranks_train_as_one_process(mesh: Mesh, folder: Path) -> None:
+    same_rounds(mesh, folder, ("llama",), ("llama", *DIVIDED))
+
+
+@on_tensor
+def test_norms_of_heads_and_tied_embeddings_under_tensor_parallelism(mesh: Mesh, folder: Path) -> None:
+    same_rounds(mesh, folder, ("qwen3",), ("llama", "model.config.tie_word_embeddings=true"))
+
+
+@on_data
+def test_adapters_and_tied_embeddings_under_data_parallelism(mesh: Mesh, folder: Path) -> None:
+    """Rank 1 of two shards has nothing of an A of rank 1."""
+    ffa = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+    rolora = ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED)
+    same_rounds(mesh, folder, ffa, rolora, ("gpt2",))
+
+
+def test_a_rank_without_rows_takes_part(folder: Path) -> None:
+    same_rounds(Mesh(1, 3, 1), folder, ("llama", "local.batch_size=2"), ("llama", "local.batch_size=1"))
+
+
+def test_bfloat16_and_kept_activations_change_little(folder: Path) -> None:
+    job, whole = one_process(folder, "llama", "local.precision=bfloat16")
+    found = run_ranks(Mesh(1, 2, 2), folder, train, [job, replace(job, checkpointing=True)])
+    for parts in zip(*found, strict=True):
+        vector = joined(parts, whole.vector.size)
+        assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
+        assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+def test_checkpointing_computes_activations_again(folder: Path) -> None:
+    job, whole = one_process(folder, "llama")
+    checkpointed = replace(job, checkpointing=True)
+    assert run_ranks(Mesh(1, 2, 1), folder, forward_passes, job) == [3, 3]
+    assert run_ranks(Mesh(1, 2, 1), folder, forward_passes, checkpointed) == [6, 6]
+    found = run_ranks(Mesh(1, 2, 1), folder, train, [checkpointed])
+    same_round([parts[0] for parts in found], whole)
+
+
+@on_all
+def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    start = np.load(job.start)
+    end = start + np.random.default_rng(1).normal(0, 1e-3, start.size).astype(np.float32)
+    np.save(tmp_path / "end.npy", end)
+    found = run_ranks(mesh, folder, change, job, tmp_path / "end.npy")
+    check_pieces(found, start.size, np.float32)
+    assert all(vector.size for _, vector in found)
+    assert b"".join(vector.tobytes() for _, vector in found) == (end - start).tobytes()
+
+
+def test_weights_that_were_gathered_before_are_not_used(folder: Path) -> None:
+    job, whole = one_process(folder, "llama")
+    same_round(run_ranks(Mesh(1, 2, 1), folder, train_after_a_forward_pass, job), whole)
+
+
+@on_all
+def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    whole = held(None, job)
+    for found in run_ranks(mesh, folder, held, job):
+        assert found.names == whole.names
+        assert found.buffers.keys() == whole.buffers.keys() != set()
+        for name, buffer in whole.buffers.items():
+            np.testing.assert_array_equal(found.buffers[name], buffer)
+        part = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}[mesh]
+        assert found.elements <= part * whole.elements
+
+
+# --- kept optimizer state ---------------------------------------------------------------------------------------------
+
+
+def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, tmp_path: Path) -> None:
+    """A crash after round 2 may come when one rank has written its state and the other has not."""
+    job, _ = one_process(folder, "llama", "model.adapter.scheme=lora", "model.adapter.rank=1", KEEP)
+    alone, mesh = tmp_path / "alone", tmp_path / "mesh"
+    expected = train(None, [replace(job, round=each, state=alone) for each in (1, 3)])
+    rounds = [replace(job, round=each, state=mesh) for each in (1, 2)]
+    first = run_ranks(Mesh(1, 2, 1), folder, train, rounds)
+    same_round([parts[0] for parts in first], expected[0])
+    newest = sorted(mesh.rglob("optimizer-2.safetensors"))
+    assert len(newest) == 2
+    newest[1].unlink()
+    third = run_ranks(Mesh(1, 2, 1), folder, train, [replace(job, round=3, state=mesh)])
+    same_round([parts[0] for parts in third], expected[1])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Path, tmp_path: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    start = np.load(job.start)
+    layout = load_model(tiny("llama")).layout
+    layout.split(start)["model.embed_tokens.weight"][UNUSED] = np.inf
+    np.save(tmp_path / "start.npy", start)
+    refused = run_ranks(Mesh(1, 2, 1), folder, refused_update, replace(job, start=tmp_path / "start.npy"))
+    assert all("round 1 is 'non-finite'" in error for error in refused)
+
+
+def test_another_number_of_processes_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    with pytest.raises(
+        RankError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
+    ):
+        run_ranks(Mesh(2, 1, 1), folder, train, [job], processes=1)
+
+
+def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+    with pytest.raises(RankError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
+        run_ranks(Mesh(1, 1, 2), folder, train, [job])
+
+
+MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "overrides", "message"),
+    [
+        (Mesh(4, 2, 1), "llama", (), r"mesh is 'replicate 4, shard 2, tensor 1'.*at most 4.*it is 8.*'auto'"),
+        (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
+        (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.config.intermediate_size=69",),
+            r"mesh\.tensor is 2.*intermediate_size = 69",
+        ),
+        (
+            Mesh(tensor=2),
+            "gpt2",
+            (),
+            r"mesh\.tensor is 2: expected 1.*model type gpt2 is missing.*mesh\.shard",
+        ),
+        (Mesh(tensor=2), "qwen3_moe", MOE, r"mesh\.tensor is 2: expected 1.*qwen3_moe has.*packed_colwise"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.adapter.scheme=ffa-lora",),
+            r"mesh\.tensor is 2: expected 1 with model\.adapter\.scheme = 'ffa-lora'; set mesh\.shard",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(mesh: Mesh, kind: str, overrides: tuple[str, ...], message: str) -> None:
+    plan = tiny(kind, *overrides)
+    with pytest.raises(ModelError, match=message):
+        mesh.check(4, configuration(plan), plan.model.adapter.scheme)
+
+
+def test_meshes_that_fit() -> None:
+    for mesh, kind in ((Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")):
+        mesh.check(4, configuration(tiny(kind)), "full")
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, True, "2"])
+def test_a_degree_is_a_number_of_ranks(degree: Any) -> None:
+    with pytest.raises(ModelError, match=r"mesh\.shard is .*1 or more"):
+        Mesh(shard=degree)
+
+
+def test_what_auto_means() -> None:
+    card = 80 * 2**30
+    assert choose(1, card, 10**11) == Mesh()
+    assert choose(8, card, 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 8 * 10**9) == Mesh(shard=8)
+    assert choose(8, card, 10**7, frozen=8 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 10**7, frozen=7 * 10**10) == Mesh(shard=8)
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    mesh=st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 3)),
+    tensor=st.sampled_from([None, 0, 1]),
+)
+def test_a_region_is_what_torch_gives_a_rank(shape: list[int], mesh: Mesh, tensor: int | None) -> None:
+    if tensor == 1 and len(shape) != 2:
+        tensor = 0
+    whole = torch.arange(int(np.prod(shape))).reshape(shape)
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        part = whole
+        for dimension, parts, index in ((tensor, mesh.tensor, at.tensor), (0, mesh.shard, at.shard)):
+            if dimension is not None:
+                chunks = torch.chunk(part, parts, dimension)
+                part = chunks[index] if index < len(chunks) else part[:0]
+        rows, columns = region(shape, tensor, 0, mesh, at)
+        found = whole.reshape(shape[0], -1)[rows.start : rows.stop, columns.start : columns.stop]
+        assert torch.equal(found.flatten(), part.flatten())
+
+
+@given(
+    rows=st.integers(1, 7),
+    columns=st.integers(1, 7),
+    edges=st.lists(st.integers(0, 49), min_size=2, max_size=2).map(sorted),
+    cuts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+)
+def test_regions_have_each_element_of_a_span_once(
+    rows: int, columns: int, edges: list[int], cuts: tuple[int, int]
+) -> None:
+    begin, end = (min(edge, rows * columns) for edge in edges)
+    row, column = min(cuts[0], rows), min(cuts[1], columns)
+    seen = np.zeros((rows, columns), int)
+    for across in (Span(0, row), Span(row, rows)):
+        for along in (Span(0, column), Span(column, columns)):
+            for each in between(Region(across, along), columns, begin, end):
+                seen[each.rows.start : each.rows.stop, each.columns.start : each.columns.stop] += 1
+    expected = np.zeros(rows * columns, int)
+    expected[begin:end] = 1
+    np.testing.assert_array_equal(seen.reshape(-1), expected)
