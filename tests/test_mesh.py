@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.span import check_pieces
 from cloister.lm.mesh import Mesh, choose
-from cloister.lm.model import configuration, load_model
+from cloister.lm.model import configuration, load_model, save_pretrained
 from cloister.lm.shards import Region, between, region
 from cloister.lm.train import LocalUpdate
 from cloister.protocol.blocks import Span
 from cloister.protocol.errors import ModelError
+from cloister.protocol.soundness import parse
 from cloister.tests.rank_rounds import (
     UNUSED,
     Job,
@@ -317,3 +318,39 @@ def test_regions_have_each_element_of_a_span_once(
     expected = np.zeros(rows * columns, int)
     expected[begin:end] = 1
     np.testing.assert_array_equal(seen.reshape(-1), expected)
+
+
+# --- a model without memory -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_laid_out_without_its_weights(tmp_path: Path) -> None:
+    plan = tiny("llama", "model.config.tie_word_embeddings=true")
+    model = load_model(plan)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    empty = load_model(here, empty=True)
+    assert all(parameter.is_meta for parameter in empty.module.parameters())
+    assert not any(buffer.is_meta for buffer in empty.module.buffers())
+    assert empty.layout == model.layout
+
+
+def test_buffers_of_a_checkpoint_are_read_from_it(tmp_path: Path) -> None:
+    """Such as the bias of a router, which the global model does not have."""
+    plan = tiny("deepseek_v3", *(f"model.config.{setting}" for setting in ROUTED))
+    model = load_model(plan)
+    for name, buffer in model.module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.fill_(0.25)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    found = dict(load_model(here, empty=True).module.named_buffers())
+    biases = [buffer for name, buffer in found.items() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bool((buffer == 0.25).all()) for buffer in biases)
+
+
+ROUTED = [
+    *("n_routed_experts=4", "n_group=1", "topk_group=1", "num_experts_per_tok=2", "first_k_dense_replace=1"),
+    *("q_lora_rank=8", "kv_lora_rank=8", "qk_rope_head_dim=4", "qk_nope_head_dim=4", "v_head_dim=4"),
+    *("moe_intermediate_size=8", "num_key_value_heads=4"),
+]
