@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,12 @@ def start_of(job: Job) -> Vector:
     return start
 
 
-def train(ranks: DeviceMesh | None, jobs: Sequence[Job]) -> list[LocalUpdate]:
+def several(ranks: DeviceMesh, *works: Callable[[DeviceMesh], Any]) -> list[Any]:
+    """The results of several works; ranks that do more are started less often."""
+    return [work(ranks) for work in works]
+
+
+def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]:
     """Train each job, with a model of its own."""
     updates = []
     with short_blocks():
@@ -114,7 +119,7 @@ def short_blocks() -> Iterator[None]:
         yield
 
 
-def change(ranks: DeviceMesh, job: Job, end: Path) -> tuple[int, Vector]:
+def change(ranks: DeviceMesh, *, job: Job, end: Path) -> tuple[int, Vector]:
     """Offset and elements of this rank's span of the update between two models."""
     with short_blocks():
         weights = Shards(model_of(ranks, job), ranks)
@@ -134,7 +139,7 @@ class Held:
     """Buffers, as NumPy arrays."""
 
 
-def held(ranks: DeviceMesh | None, job: Job) -> Held:
+def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
     """What this rank has of a model."""
     model = model_of(ranks, job)
     local = [
@@ -148,7 +153,7 @@ def held(ranks: DeviceMesh | None, job: Job) -> Held:
     )
 
 
-def train_after_a_forward_pass(ranks: DeviceMesh, job: Job) -> LocalUpdate:
+def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:
     """Train other weights, evaluate them, and train the job with the same trainer."""
     model, plan = model_of(ranks, job), from_json(job.plan)
     trainer = Trainer(plan, model, CPU, ranks)
@@ -158,16 +163,16 @@ def train_after_a_forward_pass(ranks: DeviceMesh, job: Job) -> LocalUpdate:
         return trainer.train(start_of(job), some(), round=job.round, site_seed=SITE)
 
 
-def refused_update(ranks: DeviceMesh, job: Job) -> str:
+def refused_update(ranks: DeviceMesh, *, job: Job) -> str:
     """The error of a round."""
     try:
-        train(ranks, [job])
+        train(ranks, jobs=[job])
     except UpdateError as error:
         return str(error)
     return ""
 
 
-def forward_passes(ranks: DeviceMesh, job: Job) -> int:
+def forward_passes(ranks: DeviceMesh, *, job: Job) -> int:
     """How often the first block's feed-forward layers run in a round."""
     model, count = model_of(ranks, job), [0]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from cloister.protocol.errors import ModelError
 from cloister.protocol.soundness import parse
 from cloister.tests.rank_rounds import (
     UNUSED,
+    Held,
     Job,
     change,
     forward_passes,
     held,
     refused_update,
+    several,
     tiny,
     train,
     train_after_a_forward_pass,
@@ -55,6 +57,15 @@ on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
 on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
+LLAMA = ("llama",)
+ALL = [LLAMA, ("llama", *DIVIDED)]
+WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
+WITH_DATA = [
+    ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2"),
+    ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
+    ("gpt2",),
+]
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
@@ -77,7 +88,43 @@ def one_process(folder: Path, kind: str, *overrides: str) -> tuple[Job, LocalUpd
     path = folder / f"start-{len(list(folder.glob('start-*')))}.npy"
     np.save(path, model.layout.flatten(model.module))
     job = Job(plan.to_json(), path)
-    return job, train(None, [job])[0]
+    return job, train(None, jobs=[job])[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a mesh have found, for each rank."""
+
+    rounds: dict[tuple[str, ...], list[LocalUpdate]]
+    changes: list[tuple[int, Any]]
+    held: list[Held]
+
+
+@cache
+def on(mesh: Mesh, folder: Path) -> Found:
+    """Everything that needs this mesh, done by the same ranks."""
+    plans = ALL + (WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)
+    job, _ = one_process(folder, *LLAMA)
+    np.save(folder / "end.npy", end_of(job))
+    rounds, changes, parts = zip(
+        *run_ranks(
+            mesh,
+            folder,
+            several,
+            partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
+            partial(change, job=job, end=folder / "end.npy"),
+            partial(held, job=job),
+        ),
+        strict=True,
+    )
+    by_plan = [list(updates) for updates in zip(*rounds, strict=True)]
+    return Found(dict(zip(plans, by_plan, strict=True)), list(changes), list(parts))
+
+
+def end_of(job: Job) -> Any:
+    """A model not far from the job's global model."""
+    start = np.load(job.start)
+    return start + np.random.default_rng(1).normal(0, 1e-3, start.size).astype(np.float32)
 
 
 def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
@@ -94,84 +141,86 @@ def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
     assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
 
 
-def same_rounds(mesh: Mesh, folder: Path, *plans: tuple[str, ...]) -> None:
-    rounds = [one_process(folder, *plan) for plan in plans]
-    found = run_ranks(mesh, folder, train, [job for job, _ in rounds])
-    for parts, (_, whole) in zip(zip(*found, strict=True), rounds, strict=True):
-        same_round(parts, whole)
-
-
 # --- the same round ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("plan", ALL, ids=["plain", "divided"])
 @on_all
-def test_ranks_train_as_one_process(mesh: Mesh, folder: Path) -> None:
-    same_rounds(mesh, folder, ("llama",), ("llama", *DIVIDED))
+def test_ranks_train_as_one_process(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
+@pytest.mark.parametrize("plan", WITH_TENSOR, ids=["norms-of-heads", "tied"])
 @on_tensor
-def test_norms_of_heads_and_tied_embeddings_under_tensor_parallelism(mesh: Mesh, folder: Path) -> None:
-    same_rounds(mesh, folder, ("qwen3",), ("llama", "model.config.tie_word_embeddings=true"))
+def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
+@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied"])
 @on_data
-def test_adapters_and_tied_embeddings_under_data_parallelism(mesh: Mesh, folder: Path) -> None:
+def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
     """Rank 1 of two shards has nothing of an A of rank 1."""
-    ffa = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
-    rolora = ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED)
-    same_rounds(mesh, folder, ffa, rolora, ("gpt2",))
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@on_all
+def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    expected = end_of(job) - np.load(job.start)
+    found = on(mesh, folder).changes
+    check_pieces(found, expected.size, np.float32)
+    assert all(vector.size for _, vector in found)
+    assert b"".join(vector.tobytes() for _, vector in found) == expected.tobytes()
+
+
+@on_all
+def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
+    whole = held(None, job=one_process(folder, *LLAMA)[0])
+    most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}[mesh]
+    for found in on(mesh, folder).held:
+        assert found.names == whole.names
+        assert found.buffers.keys() == whole.buffers.keys() != set()
+        for name, buffer in whole.buffers.items():
+            np.testing.assert_array_equal(found.buffers[name], buffer)
+        assert found.elements <= most * whole.elements
 
 
 def test_a_rank_without_rows_takes_part(folder: Path) -> None:
-    same_rounds(Mesh(1, 3, 1), folder, ("llama", "local.batch_size=2"), ("llama", "local.batch_size=1"))
+    plans = [(*LLAMA, f"local.batch_size={rows}") for rows in (1, 2)]
+    jobs = [one_process(folder, *plan)[0] for plan in plans]
+    found = run_ranks(Mesh(1, 3, 1), folder, partial(train, jobs=jobs))
+    for plan, parts in zip(plans, zip(*found, strict=True), strict=True):
+        same_round(parts, one_process(folder, *plan)[1])
 
 
-def test_bfloat16_and_kept_activations_change_little(folder: Path) -> None:
-    job, whole = one_process(folder, "llama", "local.precision=bfloat16")
-    found = run_ranks(Mesh(1, 2, 2), folder, train, [job, replace(job, checkpointing=True)])
+def test_bfloat16_changes_little(folder: Path) -> None:
+    job, whole = one_process(folder, *LLAMA, "local.precision=bfloat16")
+    found = run_ranks(Mesh(1, 2, 2), folder, partial(train, jobs=[job, replace(job, checkpointing=True)]))
     for parts in zip(*found, strict=True):
         vector = joined(parts, whole.vector.size)
         assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
         assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
 
 
-def test_checkpointing_computes_activations_again(folder: Path) -> None:
-    job, whole = one_process(folder, "llama")
+def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> None:
+    """Activations are computed again, and a round does not use the weights of an evaluation before it."""
+    job, whole = one_process(folder, *LLAMA)
     checkpointed = replace(job, checkpointing=True)
-    assert run_ranks(Mesh(1, 2, 1), folder, forward_passes, job) == [3, 3]
-    assert run_ranks(Mesh(1, 2, 1), folder, forward_passes, checkpointed) == [6, 6]
-    found = run_ranks(Mesh(1, 2, 1), folder, train, [checkpointed])
-    same_round([parts[0] for parts in found], whole)
-
-
-@on_all
-def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    job, _ = one_process(folder, "llama")
-    start = np.load(job.start)
-    end = start + np.random.default_rng(1).normal(0, 1e-3, start.size).astype(np.float32)
-    np.save(tmp_path / "end.npy", end)
-    found = run_ranks(mesh, folder, change, job, tmp_path / "end.npy")
-    check_pieces(found, start.size, np.float32)
-    assert all(vector.size for _, vector in found)
-    assert b"".join(vector.tobytes() for _, vector in found) == (end - start).tobytes()
-
-
-def test_weights_that_were_gathered_before_are_not_used(folder: Path) -> None:
-    job, whole = one_process(folder, "llama")
-    same_round(run_ranks(Mesh(1, 2, 1), folder, train_after_a_forward_pass, job), whole)
-
-
-@on_all
-def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
-    job, _ = one_process(folder, "llama")
-    whole = held(None, job)
-    for found in run_ranks(mesh, folder, held, job):
-        assert found.names == whole.names
-        assert found.buffers.keys() == whole.buffers.keys() != set()
-        for name, buffer in whole.buffers.items():
-            np.testing.assert_array_equal(found.buffers[name], buffer)
-        part = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}[mesh]
-        assert found.elements <= part * whole.elements
+    once, twice, rounds, after = zip(
+        *run_ranks(
+            Mesh(1, 2, 1),
+            folder,
+            several,
+            partial(forward_passes, job=job),
+            partial(forward_passes, job=checkpointed),
+            partial(train, jobs=[checkpointed]),
+            partial(train_after_a_forward_pass, job=job),
+        ),
+        strict=True,
+    )
+    assert (once, twice) == ((3, 3), (6, 6))
+    same_round([parts[0] for parts in rounds], whole)
+    same_round(after, whole)
 
 
 # --- kept optimizer state ---------------------------------------------------------------------------------------------
@@ -181,14 +230,14 @@ def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, 
     """A crash after round 2 may come when one rank has written its state and the other has not."""
     job, _ = one_process(folder, "llama", "model.adapter.scheme=lora", "model.adapter.rank=1", KEEP)
     alone, mesh = tmp_path / "alone", tmp_path / "mesh"
-    expected = train(None, [replace(job, round=each, state=alone) for each in (1, 3)])
+    expected = train(None, jobs=[replace(job, round=each, state=alone) for each in (1, 3)])
     rounds = [replace(job, round=each, state=mesh) for each in (1, 2)]
-    first = run_ranks(Mesh(1, 2, 1), folder, train, rounds)
+    first = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=rounds))
     same_round([parts[0] for parts in first], expected[0])
     newest = sorted(mesh.rglob("optimizer-2.safetensors"))
     assert len(newest) == 2
     newest[1].unlink()
-    third = run_ranks(Mesh(1, 2, 1), folder, train, [replace(job, round=3, state=mesh)])
+    third = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=[replace(job, round=3, state=mesh)]))
     same_round([parts[0] for parts in third], expected[1])
 
 
@@ -201,7 +250,9 @@ def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Pat
     layout = load_model(tiny("llama")).layout
     layout.split(start)["model.embed_tokens.weight"][UNUSED] = np.inf
     np.save(tmp_path / "start.npy", start)
-    refused = run_ranks(Mesh(1, 2, 1), folder, refused_update, replace(job, start=tmp_path / "start.npy"))
+    refused = run_ranks(
+        Mesh(1, 2, 1), folder, partial(refused_update, job=replace(job, start=tmp_path / "start.npy"))
+    )
     assert all("round 1 is 'non-finite'" in error for error in refused)
 
 
@@ -210,13 +261,13 @@ def test_another_number_of_processes_is_refused(folder: Path) -> None:
     with pytest.raises(
         RankError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
     ):
-        run_ranks(Mesh(2, 1, 1), folder, train, [job], processes=1)
+        run_ranks(Mesh(2, 1, 1), folder, partial(train, jobs=[job]), processes=1)
 
 
 def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
     with pytest.raises(RankError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
-        run_ranks(Mesh(1, 1, 2), folder, train, [job])
+        run_ranks(Mesh(1, 1, 2), folder, partial(train, jobs=[job]))
 
 
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
