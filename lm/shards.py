@@ -238,13 +238,18 @@ class Shards:
         if self._sharded and self._mesh.replicate > 1:
             self._sharded[0].set_requires_all_reduce(last)
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
         """Move each gradient from the module's parameter to the tensor that the optimizer steps on."""
         for parameter, local in self._steps_on:
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor):
                 assert isinstance(parameter, DTensor)
-                gradient = gradient.redistribute(placements=parameter.placements).to_local()
+                if (
+                    gradient.placements != parameter.placements
+                ):  # of a norm of heads: not summed over them yet
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
             local.grad = gradient
 
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:
