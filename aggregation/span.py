@@ -1,4 +1,4 @@
-"""Spans: contiguous ranges of the flat vector, how they tile it, and the hashes of the spans of a vector.
+"""A vector in spans (`protocol/blocks.py`): whether they tile it, and the hashes of its spans.
 
 After training, no code depends on which device holds which parameter: a rank has a span, and rounding, clipping, noise
 and masks are keyed by the offset in the whole vector. A vector that is sent in spans is named by its manifest: offset,
@@ -9,16 +9,14 @@ because manifests are short and receivers check each span as it arrives.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from cloister.protocol.blocks import BLOCK
+from cloister.protocol.blocks import Span
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import UpdateError
@@ -33,50 +31,6 @@ HASH = 32
 """Bytes of a span's hash."""
 
 _MANIFEST = "cloister/manifest/1"
-
-
-@dataclass(frozen=True, order=True)
-class Span:
-    """Elements [start, stop) of a vector; it may be empty.
-
-    Raises:
-        ValueError: it is not 0 <= start <= stop.
-    """
-
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ValueError(f"span is [{self.start}, {self.stop}): expected 0 <= start <= stop")
-
-    @property
-    def size(self) -> int:
-        """Elements in the span."""
-        return self.stop - self.start
-
-    def of(self, vector: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The span's elements of the whole vector, as a view."""
-        return vector[self.start : self.stop]
-
-
-def tile(length: int, parts: int) -> tuple[Span, ...]:
-    """Cut a vector into `parts` spans that meet at block boundaries and differ in length by at most a block.
-
-    A vector with fewer blocks than parts leaves some spans empty.
-
-    Args:
-        length: Elements of the vector, 0 or more.
-        parts: Spans, 1 or more.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    if length < 0 or parts < 1:
-        raise ValueError(f"length is {length}, parts is {parts}: expected 0 or more, and 1 or more")
-    blocks = -(-length // BLOCK)
-    edges = [min(length, part * blocks // parts * BLOCK) for part in range(parts + 1)]
-    return tuple(Span(start, stop) for start, stop in itertools.pairwise(edges))
 
 
 def check_tiles(spans: Iterable[Span], length: int) -> None:

@@ -61,7 +61,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import Forward, next_tokens, to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.train import Bench, LocalUpdate, Named, add_proximal, learning_rate, set_learning_rate
+from cloister.lm.train import Bench, LocalUpdate, add_proximal, learning_rate, set_learning_rate
+from cloister.lm.weights import Named
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import Plan

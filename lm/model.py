@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm import saved
 from cloister.lm.layout import Layout, Vector
@@ -71,13 +72,15 @@ class LanguageModel:
         return [(name, parameters[name]) for name in self.layout.names if half in name]
 
 
-def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
+def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
     """Build or load the plan's model on the CPU in float32, the same on every party.
 
     Args:
         plan: The plan.
         base: Every parameter of the model without its adapter, in layout order; replaces the weights that the plan
             gives.
+        empty: Where every parameter is trained, leave them without memory and values (device `meta`): each round's
+            global model gives the values, and a rank needs memory for its part only. Buffers have their values.
 
     Raises:
         ModelError: the model does not exist, its files are incomplete, or it does not fit the plan.
@@ -86,7 +89,14 @@ def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
     config, place = _configure(plan)
     tokenizer = load_tokenizer(plan.model)
     _check_fits(plan, config, tokenizer)
+    own = plan.model.name.startswith(BUILTIN) or base is not None
     module: nn.Module
+    if empty and plan.model.adapter.scheme == "full":
+        with _without_memory():
+            module = _build(plan.model, config)
+        if place is None or not _stored_buffers(module):
+            module, layout = _adapt(module, plan)
+            return LanguageModel(module, tokenizer, layout, plan.model, own)
     with seeded("weights", plan.run.seed):
         module = _build(plan.model, config) if place is None else from_pretrained(place, config)
     if place is None:
@@ -95,7 +105,6 @@ def load_model(plan: Plan, base: Vector | None = None) -> LanguageModel:
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
     module, layout = _adapt(module, plan)
-    own = plan.model.name.startswith(BUILTIN) or base is not None
     return LanguageModel(module, tokenizer, layout, plan.model, own)
 
 
@@ -110,6 +119,16 @@ def count_parameters(plan: Plan) -> tuple[int, int]:
     with torch.device("meta"):
         module, layout = _adapt(_build(plan.model, config), plan)
     return sum(parameter.numel() for parameter in module.parameters()), layout.size
+
+
+def configuration(plan: Plan) -> PreTrainedConfig:
+    """The configuration of the plan's model.
+
+    Raises:
+        ModelError: the model does not exist, or its configuration does not fit the plan.
+    """
+    config, _ = _configure(plan)
+    return config
 
 
 def device_for(name: str) -> torch.device:
@@ -289,6 +308,29 @@ def _build(section: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
         return _from_config(config)
     except Exception as error:  # see `_builtin_config`
         raise _inconsistent(section, error) from error
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """A context in which new parameters have no memory (device `meta`), one after the other; buffers are as always."""
+
+    def emptied(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    replace: Any = emptied  # torch's type for such a hook has no result
+    hook = register_module_parameter_registration_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _stored_buffers(module: nn.Module) -> set[str]:
+    """The buffers that a checkpoint has values of; the others are functions of the configuration."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return set(module.state_dict()) - parameters
 
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import safetensors
@@ -28,21 +28,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
+from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 BLOCK_TOKENS = 2**22
 """Tokens that are moved to the device at once (32 MB), so that a usual round has no transfer between its steps."""
-Named = list[tuple[str, nn.Parameter]]
-"""Parameters with their names, in layout order."""
 _T = TypeVar("_T")
 
 
@@ -51,30 +52,41 @@ class LocalUpdate:
     """The result of one site's round."""
 
     vector: Vector
-    """Local minus global, finite float32, shape (layout.size,); zero where the round trains nothing."""
+    """Local minus global, finite float32; zero where the round trains nothing. Of one process the whole vector, shape
+    (layout.size,); of a rank its span, whose elements begin at `offset`."""
     tokens: int
     """Number of labels learned from; a label counts each time it is used."""
     loss: float
     """Mean training loss over those labels, in nats per token, without the proximal term."""
     steps: int
     """Optimizer steps taken."""
+    offset: int = 0
+    """Where `vector` begins in the flat vector."""
 
 
 class Bench:
-    """The plan's model on one device, reset for each round to the state that it has in a new process.
+    """The plan's model on one device, or in the ranks of a mesh, reset for each round to the state of a new process.
 
     Args:
         plan: The plan.
         model: The plan's model; it is moved to `device` and belongs to the bench afterwards, but its parameters may be
             read or overwritten between rounds.
         device: Where to train.
+        ranks: The mesh that the model was divided on (`parallelize`), in each of its ranks; None for one process.
     """
 
-    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
+    ) -> None:
         self.plan = plan
         self.model = model
         self.device = device
         self.module = model.module.to(device)
+        self.weights: Weights = Whole(model)
+        if ranks is not None:
+            from cloister.lm.shards import Shards  # it takes a second to import, which one process saves
+
+            self.weights = Shards(model, ranks)
         self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def round(
@@ -85,7 +97,7 @@ class Bench:
         round: int,
         state: Path | None,
     ) -> tuple[Vector, _T]:
-        """Set the model to `start`, let `take_steps` train it; return the update and its result.
+        """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
@@ -98,14 +110,15 @@ class Bench:
             StorageError: the optimizer's state cannot be read or written.
             UpdateError: `start` does not have the model's layout, or the update is non-finite.
         """
-        local, layout = self.plan.local, self.model.layout
+        local, layout, weights = self.plan.local, self.model.layout, self.weights
         torch.set_num_threads(local.threads)
         self._reset(start)
-        trained = self.model.trainable_in_round(round)
+        trained = weights.trained(round)
         optimizer = _adamw(trained, local, self.device)
-        kept = state if local.optimizer_state == "keep" else None
-        if kept is not None:
-            _load_state(optimizer, trained, kept, round, layout.digest())
+        kept = weights.state(state) if state is not None and local.optimizer_state == "keep" else None
+        if kept is not None:  # after a crash, some ranks may have a newer state than others
+            newest = weights.least(max((number for number in _states(kept) if number < round), default=0))
+            _load_state(optimizer, trained, kept, newest + 1, layout.digest())
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -117,10 +130,9 @@ class Bench:
             ) from error
         finally:
             self.module.zero_grad(set_to_none=True)
-        update = layout.flatten(self.module)
         with np.errstate(invalid="ignore", over="ignore"):  # a non-finite update is refused below
-            update -= start
-        if not all_finite(update):
+            update = weights.update(start)
+        if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
             _save_state(optimizer, trained, kept, round, layout.digest())
@@ -128,7 +140,7 @@ class Bench:
 
     def _reset(self, start: Vector) -> None:
         """Put the module into the state that it would have in a new process that was given `start`."""
-        self.model.layout.scatter(start, self.module)
+        self.weights.place(start)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(self._buffers[name])
         self.module.zero_grad(set_to_none=True)
@@ -136,18 +148,25 @@ class Bench:
 
 
 class Trainer:
-    """Trains any site's round of one plan on one device.
+    """Trains any site's round of one plan on one device, or in the ranks of a mesh.
+
+    The batch is the plan's, whatever the mesh: every rank draws all rows and computes its part of each micro-batch, and
+    the loss and gradient of a step are those of one process up to rounding. Dropout is equal in law only.
 
     Args:
         plan: The plan.
         model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
+        ranks: As in `Bench`; every rank then calls `train` with the same arguments, and gets its span of the update.
     """
 
-    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
+    ) -> None:
         self._plan = plan
         self._device = device
-        self._bench = Bench(plan, model, device)
+        self._bench = Bench(plan, model, device, ranks)
+        self._weights = self._bench.weights
         self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
@@ -190,14 +209,14 @@ class Trainer:
         seeds = (self._plan.run.seed, round, *site_seed)
 
         def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-            with seeded("train", *seeds, device=self._device):
+            with seeded("train", *seeds, *self._weights.draws, device=self._device):
                 tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
             if not math.isfinite(loss):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
-        return LocalUpdate(update, tokens, loss, steps)
+        return LocalUpdate(update, tokens, loss, steps, self._weights.span.start)
 
     def _steps(
         self,
@@ -217,25 +236,30 @@ class Trainer:
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
             set_learning_rate(optimizer, learning_rate(local, steps_before + step, whole_run))
-            for tokens, targets, positions in micro_batches:
+            for number, (tokens, targets, positions) in enumerate(micro_batches, 1):
+                self._weights.before_backward(last=number == local.accumulation)
                 loss = summed_loss(self._forward(tokens, positions), targets)
                 (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
                 total_loss += loss.detach()
+            self._weights.take_gradients()
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
-                clip_grad_norm_(parameters, local.clip_norm)
+                self._weights.clip(parameters, local.clip_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
-        return total_tokens, total_loss.item() / max(total_tokens, 1)
+        return total_tokens, self._weights.sum(total_loss).item() / max(total_tokens, 1)
 
     def _micro_batches(
         self, sequences: Sequences, seeds: tuple[int, ...]
     ) -> Iterator[tuple[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]]:
-        """For each step: the number of learned labels and (tokens, targets, positions), each (B, L) int64."""
+        """For each step: its learned labels, in all rows, and this process's rows (b, L) int64 of (tokens, targets,
+        positions)."""
         local = self._plan.local
+        part = self._weights.rows(local.batch_size)
+        mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
         drawn = batches(len(sequences), per_step, seeds)
@@ -244,10 +268,16 @@ class Trainer:
             rows = np.concatenate([next(drawn) for _ in range(min(block, local.steps - first))])
             targets = next_tokens(sequences.labels[rows])
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
+            if mine < local.batch_size:
+                rows = rows.reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
+                # A rank without rows takes part with one of which nothing is learned.
+                targets = next_tokens(sequences.labels[rows])
+                if not mine:
+                    targets[:] = NOT_LEARNED
             columns = [to_device(sequences.tokens[rows], self._device), to_device(targets, self._device)]
             if sequences.positions is not None:
                 columns.append(to_device(sequences.positions[rows], self._device))
-            micro_batches = zip(*(torch.split(column, local.batch_size) for column in columns), strict=True)
+            micro_batches = zip(*(torch.split(column, max(mine, 1)) for column in columns), strict=True)
             for count in learned:
                 step = [next(micro_batches) for _ in range(local.accumulation)]
                 yield (
@@ -319,7 +349,7 @@ def _load_state(
     optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
 ) -> None:
     """Load the newest state of an earlier round, if there is one, and remove the states before it."""
-    found = {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
+    found = _states(folder)
     earlier = sorted(number for number in found if number < round)
     if not earlier:
         return
@@ -366,3 +396,8 @@ def _save_state(
 
 
 _STATE = re.compile(r"optimizer-(\d+)\.safetensors")
+
+
+def _states(folder: Path) -> dict[int, Path]:
+    """The states in a folder, by their rounds."""
+    return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}

@@ -1,4 +1,5 @@
-"""Blocks: a flat vector is cut at fixed global offsets, so that a block is the same wherever a part of the vector lies.
+"""Blocks: a flat vector is cut at fixed global offsets, so that a block is the same wherever a part of the vector lies;
+and spans, contiguous ranges of a vector, which meet at blocks.
 
 Noise is seekable at blocks, and a norm is a sum over blocks' sums of squares in their order. Parts of a vector that
 begin and end at blocks therefore have the same noise and the same norm as the whole vector, to the last bit. Refused:
@@ -7,7 +8,9 @@ blocks relative to a part, which would make floating-point sums depend on the nu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,50 @@ import numpy.typing as npt
 BLOCK = 2**15
 """Elements of a block: 256 KiB of float64. They stay in a core's cache, and such small arrays are not mapped again for
 each allocation."""
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Elements [start, stop) of a vector; it may be empty.
+
+    Raises:
+        ValueError: it is not 0 <= start <= stop.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"span is [{self.start}, {self.stop}): expected 0 <= start <= stop")
+
+    @property
+    def size(self) -> int:
+        """Elements in the span."""
+        return self.stop - self.start
+
+    def of(self, vector: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The span's elements of the whole vector, as a view."""
+        return vector[self.start : self.stop]
+
+
+def tile(length: int, parts: int) -> tuple[Span, ...]:
+    """Cut a vector into `parts` spans that meet at block boundaries and differ in length by at most a block.
+
+    A vector with fewer blocks than parts leaves some spans empty.
+
+    Args:
+        length: Elements of the vector, 0 or more.
+        parts: Spans, 1 or more.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if length < 0 or parts < 1:
+        raise ValueError(f"length is {length}, parts is {parts}: expected 0 or more, and 1 or more")
+    blocks = -(-length // BLOCK)
+    edges = [min(length, part * blocks // parts * BLOCK) for part in range(parts + 1)]
+    return tuple(Span(start, stop) for start, stop in itertools.pairwise(edges))
 
 
 def cut(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:

@@ -45,7 +45,8 @@ from cloister.clients.site import Site
 from cloister.lm.data import Sequences
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
-from cloister.lm.train import LocalUpdate, Named
+from cloister.lm.train import LocalUpdate
+from cloister.lm.weights import Named
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.audit import ALARM, Fit, count, guess, lower_bound, problem
 from cloister.privacy.events import SampledGaussian, from_json

@@ -19,7 +19,7 @@ from cloister.cli.main import main
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
-from cloister.lm.train import Named
+from cloister.lm.weights import Named
 from cloister.privacy.audit import FALSE_ALARM, Fit
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of

@@ -20,7 +20,6 @@ from scipy import stats
 from cloister.aggregation.average import WEIGHT, PlainSum, SumLayout
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.span import Span, tile
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.attempt_files import AttemptFiles
@@ -29,7 +28,7 @@ from cloister.clients.work import masking
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
-from cloister.protocol.blocks import BLOCK
+from cloister.protocol.blocks import BLOCK, Span, tile
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages import TRAIN, Advertise, Confirm, Reveal, Shares
 from cloister.protocol.roster import Card, Roster, new_identity

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.span import (
     Manifest,
-    Span,
     check_manifest,
     check_received,
     check_tiles,
     manifest_digest,
     manifest_of,
-    tile,
 )
-from cloister.protocol.blocks import BLOCK, cut
+from cloister.protocol.blocks import BLOCK, Span, cut, tile
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import UpdateError

@@ -1,0 +1,350 @@
+"""A rank's part of a model's parameters, and its part of the flat vector.
+
+A parameter is a matrix of its first dimension by the rest. Tensor parallelism cuts its rows or its columns, then
+sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a rectangle of it (`Region`), which
+every rank can compute for every other one. From this follow, without asking anyone, the part of the global model that a
+rank reads, and which elements which rank sends to which after training, when each rank gets its span of the vector.
+No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
+
+Ranks with equal regions have equal bits: their gradients come out of the same all-reduce. In the norm, a region counts
+once. Refused: `DTensor.full_tensor`, which gathers every parameter in every rank; and the optimizer on DTensors, which
+checks the placement of each tensor in each operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from cloister.lm.layout import Vector
+from cloister.lm.mesh import Coordinates, Mesh, degrees
+from cloister.lm.model import LanguageModel
+from cloister.lm.parallelize import sharded_modules
+from cloister.lm.weights import Named
+from cloister.protocol.blocks import Span, tile
+
+
+class Region(NamedTuple):
+    """A rectangle of a parameter, seen as a matrix."""
+
+    rows: Span
+    """Rows of the matrix: indices of the first dimension."""
+    columns: Span
+    """Columns of the matrix: places in the other dimensions, flattened."""
+
+    @property
+    def size(self) -> int:
+        """Elements in it."""
+        return self.rows.size * self.columns.size
+
+    def within(self, other: Region) -> tuple[slice, slice]:
+        """Where it lies in another region that contains it."""
+        return (
+            slice(self.rows.start - other.rows.start, self.rows.stop - other.rows.start),
+            slice(self.columns.start - other.columns.start, self.columns.stop - other.columns.start),
+        )
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a parameter as a matrix."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
+def region(
+    shape: Sequence[int], tensor: int | None, shard: int | None, mesh: Mesh, at: Coordinates
+) -> Region:
+    """What a rank has of a parameter.
+
+    Args:
+        shape: Shape of the unsharded parameter.
+        tensor: The dimension that tensor parallelism cuts, 0 or 1 of a matrix; None if it does not.
+        shard: The same for sharding.
+        mesh: The mesh.
+        at: The rank's place in it.
+    """
+    sides = [Span(0, size) for size in matrix(shape)]
+    for dimension, parts, part in ((tensor, mesh.tensor, at.tensor), (shard, mesh.shard, at.shard)):
+        if dimension is None:
+            continue
+        if dimension and len(shape) != 2:
+            raise AssertionError(f"dimension {dimension} of a parameter of shape {tuple(shape)} is cut")
+        sides[dimension] = _chunk(sides[dimension], parts, part)
+    return Region(*sides)
+
+
+def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Region]:
+    """The rectangles that a region has of elements [begin, end) of a flattened matrix, in a fixed order.
+
+    Each is a part of one row, or of several rows of which [begin, end) has every element.
+
+    Args:
+        whole: The region.
+        columns: Columns of the matrix.
+        begin: First element.
+        end: End of the elements.
+    """
+    if begin >= end:
+        return
+    (first, skip), (last, rest) = divmod(begin, columns), divmod(end, columns)
+    if first == last:
+        found = [Region(Span(first, first + 1), Span(skip, rest))]
+    else:
+        found = [
+            Region(Span(first, first + 1), Span(skip, columns)),
+            Region(Span(first + 1, last), Span(0, columns)),
+            Region(Span(last, last + 1), Span(0, rest)),
+        ]
+    for each in found:
+        common = Region(_common(each.rows, whole.rows), _common(each.columns, whole.columns))
+        if common.size:
+            yield common
+
+
+@dataclass
+class _Part:
+    """A parameter in this rank, and where its elements go."""
+
+    parameter: nn.Parameter
+    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has."""
+    offset: int
+    """Where it begins in the flat vector."""
+    columns: int
+    """Columns of the matrix."""
+    mine: Region
+    """This rank's region."""
+    counts: bool
+    """Whether this rank is the first of those with this region."""
+    kept: list[Region] = field(default_factory=list)
+    """What of its own region lies in this rank's span."""
+    sent: dict[int, list[Region]] = field(default_factory=dict)
+    """What it sends to other ranks."""
+    received: dict[int, list[Region]] = field(default_factory=dict)
+    """What it receives from other ranks."""
+    moves: bool = False
+    """Whether any rank sends anything to another."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The region's elements: a matrix that shares the parameter's memory."""
+        return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
+
+
+class Shards:
+    """This rank's part of the parameters; `Weights` says what its methods do.
+
+    Args:
+        model: The model, after `parallelize`.
+        ranks: The mesh that it was divided on.
+    """
+
+    def __init__(self, model: LanguageModel, ranks: DeviceMesh) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._rank = dist.get_rank()
+        self._mesh = degrees(ranks)
+        self._at = self._mesh.coordinates(self._rank)
+        self._spans = tile(model.layout.size, self._mesh.size)
+        self._sharded = sharded_modules(model.module)
+        self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._uncounted: set[int] = set()
+        self.span = self._spans[self._rank]
+        self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
+
+    @property
+    def _data_rank(self) -> int:
+        return self._at.replicate * self._mesh.shard + self._at.shard
+
+    @cached_property
+    def _parts(self) -> dict[str, _Part]:
+        """Every trained parameter, in layout order."""
+        parameters, layout = dict(self._model.module.named_parameters()), self._model.layout
+        return {
+            name: self._part(parameters[name], shape, offset)
+            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
+        }
+
+    def _part(self, parameter: nn.Parameter, shape: tuple[int, ...], offset: int) -> _Part:
+        cuts = _cuts(parameter)
+        holders: dict[Region, list[int]] = {}
+        for rank in range(self._mesh.size):
+            at = self._mesh.coordinates(rank)
+            holders.setdefault(
+                region(shape, cuts.get("tensor"), cuts.get("shard"), self._mesh, at), []
+            ).append(rank)
+        mine = next(each for each, having in holders.items() if self._rank in having)
+        if _local(parameter).numel() != mine.size:
+            raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
+        (rows, columns), own = matrix(shape), holders[mine]
+        part = _Part(parameter, offset, columns, mine, counts=own[0] == self._rank)
+        for to, span in enumerate(self._spans):
+            begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
+            for each, having in holders.items():
+                pieces = list(between(each, columns, begin, end))
+                sender = to if to in having else having[to % len(having)]
+                if pieces and sender == to == self._rank:
+                    part.kept += pieces
+                elif pieces and sender != to:
+                    part.moves = True
+                    if sender == self._rank:
+                        part.sent[to] = pieces
+                    elif to == self._rank:
+                        part.received[sender] = pieces
+        return part
+
+    def place(self, start: Vector) -> None:
+        """Copy this rank's part of the global model into its parameters, without communication."""
+        self._model.layout.check(start)
+        for module in self._sharded:
+            module.reshard()  # weights that were gathered for a forward pass are of the model before
+        for part in self._parts.values():
+            rows, columns = part.mine
+            size = matrix(part.parameter.shape)[0] * part.columns
+            whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
+            source = whole[rows.start : rows.stop, columns.start : columns.stop]
+            if part.local.device.type == "cpu":
+                np.copyto(part.local.numpy(), source)
+            else:  # torch has no read-only tensors
+                part.local.copy_(torch.from_numpy(source.copy()))
+
+    def trained(self, round: int) -> Named:
+        """Tensors that share the memory of this rank's parts of the round's parameters."""
+        named = [
+            (name, parameter, nn.Parameter(_local(parameter)))
+            for name, parameter in self._model.trainable_in_round(round)
+        ]
+        self._steps_on = [(parameter, local) for _, parameter, local in named]
+        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
+        return [(name, local) for name, _, local in named]
+
+    def rows(self, batch_size: int) -> slice:
+        """A contiguous part; the parts of all data ranks differ in length by at most one row."""
+        begin, end = (batch_size * part // self._mesh.data for part in (self._data_rank, self._data_rank + 1))
+        return slice(begin, end)
+
+    def before_backward(self, *, last: bool) -> None:
+        """Replicas add up a step's gradients before they exchange them, once."""
+        if self._sharded and self._mesh.replicate > 1:
+            self._sharded[0].set_requires_all_reduce(last)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move each gradient from the module's parameter to the tensor that the optimizer steps on."""
+        for parameter, local in self._steps_on:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                assert isinstance(parameter, DTensor)
+                if (
+                    gradient.placements != parameter.placements
+                ):  # of a norm of heads: not summed over them yet
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            local.grad = gradient
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """The squares of all regions, each once, are summed by one all-reduce of one number."""
+        counted = [each.grad for each in trained if each.grad is not None and id(each) not in self._uncounted]
+        square = get_total_norm(counted).to(self._device, torch.float64).square()
+        dist.all_reduce(square)
+        clip_grads_with_norm_(trained, norm, square.sqrt().float())
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Over the replicas and the shards; ranks of a tensor group have the same rows."""
+        for dimension in ("replicate", "shard"):
+            dist.all_reduce(value, group=self._ranks.get_group(dimension))
+        return value
+
+    def least(self, number: int) -> int:
+        """One all-reduce."""
+        least = torch.tensor(number, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least.item())
+
+    def state(self, folder: Path) -> Path:
+        """One folder for each mesh and rank: on another mesh, a rank has other parts of the moments."""
+        mesh = self._mesh
+        return folder / f"mesh-{mesh.replicate}-{mesh.shard}-{mesh.tensor}" / f"rank-{self._rank}"
+
+    def update(self, start: Vector) -> Vector:
+        """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
+        update: Vector = torch.empty(self.span.size).numpy()  # torch aligns it for every processor
+        for part in self._parts.values():
+            for each in part.kept:
+                _lay(update, part, each, part.local[each.within(part.mine)], self.span.start)
+            if part.moves:
+                self._exchange(part, update)
+        update -= self.span.of(start)
+        return update
+
+    def _exchange(self, part: _Part, update: Vector) -> None:
+        ranks = range(self._mesh.size)
+        pieces = [each for rank in ranks for each in part.sent.get(rank, ())]
+        sent = [part.local[each.within(part.mine)].reshape(-1) for each in pieces]
+        counts = [sum(each.size for each in part.sent.get(rank, ())) for rank in ranks]
+        expected = [sum(each.size for each in part.received.get(rank, ())) for rank in ranks]
+        source = torch.cat([torch.empty(0, device=self._device), *sent])
+        arrived = torch.empty(sum(expected), device=self._device)
+        dist.all_to_all_single(arrived, source, expected, counts)
+        arrived, begin = arrived.cpu(), 0
+        for rank in ranks:
+            for each in part.received.get(rank, ()):
+                values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
+                _lay(update, part, each, values, self.span.start)
+                begin += each.size
+
+    @property
+    def _device(self) -> torch.device:
+        return _local(next(iter(self._parts.values())).parameter).device
+
+
+def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start: int) -> None:
+    """Copy a rectangle of a parameter into the span of the flat vector that begins at `start`."""
+    begin = part.offset - start + where.rows.start * part.columns
+    if where.rows.size == 1:
+        target = update[begin + where.columns.start : begin + where.columns.stop].reshape(1, -1)
+    else:
+        rows = update[begin : begin + where.rows.size * part.columns].reshape(-1, part.columns)
+        target = rows[:, where.columns.start : where.columns.stop]
+    torch.from_numpy(target).copy_(values)
+
+
+def _cuts(parameter: nn.Parameter) -> dict[str, int]:
+    """The dimension of a parameter that each dimension of the mesh cuts, where it cuts one."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return {
+        name: placement.dim
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if hasattr(
+            placement, "dim"
+        )  # Shard, and the kind that sharding makes of a dimension that is cut already
+    }
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter, which shares its memory."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _chunk(side: Span, parts: int, part: int) -> Span:
+    """What `torch.chunk` gives as part `part` of `parts`; the last parts may be shorter or empty."""
+    size = -(-side.size // parts)
+    return Span(*(side.start + min(side.size, size * edge) for edge in (part, part + 1)))
+
+
+def _common(one: Span, other: Span) -> Span:
+    start = max(one.start, other.start)
+    return Span(start, max(start, min(one.stop, other.stop)))

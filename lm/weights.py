@@ -1,0 +1,122 @@
+"""Where the parameters of a model that is trained are: `Whole` in one process, or a part in each rank (`shards.py`).
+
+Training is the same program in both cases. What differs is behind `Weights`: how the global model gets into the
+parameters and the update out of them, which tensors the optimizer steps on, which rows of a micro-batch this process
+computes, and what is summed over processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel
+from cloister.protocol.blocks import Span
+
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters with their names, in layout order."""
+
+
+class Weights(Protocol):
+    """The parameters of a model in one process; every rank calls the same methods in the same order."""
+
+    @property
+    def span(self) -> Span:
+        """This process's part of the flat vector."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """What separates this process's random draws (dropout) from those of processes with other rows."""
+
+    def place(self, start: Vector) -> None:
+        """Copy the global model, float32 (layout.size,), into the parameters.
+
+        Raises:
+            UpdateError: the vector does not have the model's layout.
+        """
+
+    def trained(self, round: int) -> Named:
+        """What the optimizer steps on in a round (from 1): plain tensors on the device, in layout order."""
+
+    def rows(self, batch_size: int) -> slice:
+        """This process's rows of a micro-batch; there may be none."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for the backward pass of a micro-batch, which is or is not the last one of its step."""
+
+    def take_gradients(self) -> None:
+        """After a step's backward passes: set `grad` of what `trained` gave to the gradient of the whole step."""
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """Scale the gradients so that the L2 norm over all parameters of the model is at most `norm`."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a value over the processes that have different rows."""
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the processes give."""
+
+    def state(self, folder: Path) -> Path:
+        """This process's folder of optimizer state, in the site's."""
+
+    def update(self, start: Vector) -> Vector:
+        """The parameters minus the global model, float32 (span.size,): this process's span of the update."""
+
+
+class Whole:
+    """Every parameter is in this process.
+
+    Args:
+        model: The model, on its device.
+    """
+
+    draws: tuple[str, ...] = ()
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.span = Span(0, model.layout.size)
+
+    def place(self, start: Vector) -> None:
+        """See `Weights`."""
+        self._model.layout.scatter(start, self._model.module)
+
+    def trained(self, round: int) -> Named:
+        """See `Weights`."""
+        return self._model.trainable_in_round(round)
+
+    def rows(self, batch_size: int) -> slice:
+        """See `Weights`."""
+        return slice(0, batch_size)
+
+    def before_backward(self, *, last: bool) -> None:
+        """See `Weights`."""
+
+    def take_gradients(self) -> None:
+        """See `Weights`."""
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """See `Weights`."""
+        clip_grad_norm_(trained, norm)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Weights`."""
+        return value
+
+    def least(self, number: int) -> int:
+        """See `Weights`."""
+        return number
+
+    def state(self, folder: Path) -> Path:
+        """See `Weights`."""
+        return folder
+
+    def update(self, start: Vector) -> Vector:
+        """See `Weights`."""
+        update = self._model.layout.flatten(self._model.module)
+        update -= start
+        return update

@@ -1,0 +1,184 @@
+"""What ranks do in tests: rounds of a tiny model, on the mesh that they are given or in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cloister.lm.data import NOT_LEARNED, Sequences
+from cloister.lm.evaluate import evaluate
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel, load_model
+from cloister.lm.parallelize import parallelize
+from cloister.lm.shards import Shards
+from cloister.lm.train import LocalUpdate, Trainer
+from cloister.protocol import blocks
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import from_json, parse
+
+CPU = torch.device("cpu")
+SITE = (7, 1)
+BLOCK = 256
+"""Blocks so short that every rank has a span of a tiny model."""
+UNUSED = 200
+"""A token that no sequence of `some` has."""
+
+
+def tiny(kind: str, *overrides: str) -> Plan:
+    """Three steps of AdamW on a model of two blocks, some of whose parameters no number of ranks divides."""
+    config: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    if kind == "gpt2":
+        config |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    else:
+        config |= {"num_key_value_heads": 2, "intermediate_size": 70}
+    config |= {"head_dim": 8} if kind == "qwen3" else {}
+    settings = [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
+    local = ["local.steps=3", "local.batch_size=4", "run.rounds=3", "data.sequence_length=16", "run.seed=0"]
+    # With so short a gradient, AdamW's epsilon dominates: the update depends on the norm, and rounding is not amplified
+    # where a gradient is near zero.
+    return parse("", [f"model.name=builtin:{kind}", *settings, *local, "local.clip_norm=1e-6", *overrides])
+
+
+def some(n: int = 20) -> Sequences:
+    """Random tokens below 64; sequences differ much in how many of them are learned."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 64, (n, 16)).astype(np.int32)
+    labels = np.where(random.random((n, 16)) < random.random((n, 1)) * 0.9, NOT_LEARNED, tokens).astype(
+        np.int32
+    )
+    labels[:, 0] = NOT_LEARNED
+    return Sequences(tokens, labels, None, n_bytes=1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A round to train."""
+
+    plan: str
+    """The plan as JSON."""
+    start: Path
+    """The global model, a file that every rank maps."""
+    round: int = 1
+    state: Path | None = None
+    """The site's folder of optimizer state."""
+    checkpointing: bool = False
+
+
+def model_of(ranks: DeviceMesh | None, job: Job) -> LanguageModel:
+    """The model of a job, on the mesh."""
+    model = load_model(from_json(job.plan), empty=ranks is not None)
+    if ranks is not None:
+        parallelize(model, ranks, CPU, checkpointing=job.checkpointing)
+    return model
+
+
+def start_of(job: Job) -> Vector:
+    """The job's global model, read-only."""
+    start: Vector = np.load(job.start, mmap_mode="r")
+    return start
+
+
+def several(ranks: DeviceMesh, *works: Callable[[DeviceMesh], Any]) -> list[Any]:
+    """The results of several works; ranks that do more are started less often."""
+    return [work(ranks) for work in works]
+
+
+def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]:
+    """Train each job, with a model of its own."""
+    updates = []
+    with short_blocks():
+        for job in jobs:
+            model = model_of(ranks, job)
+            trainer = Trainer(from_json(job.plan), model, CPU, ranks)
+            updates.append(
+                trainer.train(start_of(job), some(), round=job.round, site_seed=SITE, state=job.state)
+            )
+    return updates
+
+
+@contextmanager
+def short_blocks() -> Iterator[None]:
+    """Cut spans at short blocks."""
+    with mock.patch.object(blocks, "BLOCK", BLOCK):
+        yield
+
+
+def change(ranks: DeviceMesh, *, job: Job, end: Path) -> tuple[int, Vector]:
+    """Offset and elements of this rank's span of the update between two models."""
+    with short_blocks():
+        weights = Shards(model_of(ranks, job), ranks)
+        weights.place(np.load(end, mmap_mode="r"))
+        return weights.span.start, weights.update(start_of(job))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a model."""
+
+    elements: int
+    """Elements of its parameters."""
+    names: list[str]
+    """Names of all parameters."""
+    buffers: dict[str, Any]
+    """Buffers, as NumPy arrays."""
+
+
+def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
+    """What this rank has of a model."""
+    model = model_of(ranks, job)
+    local = [
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in model.module.parameters()
+    ]
+    return Held(
+        sum(each.numel() for each in local),
+        [name for name, _ in model.module.named_parameters()],
+        {name: buffer.numpy() for name, buffer in model.module.named_buffers()},
+    )
+
+
+def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:
+    """Train other weights, evaluate them, and train the job with the same trainer."""
+    model, plan = model_of(ranks, job), from_json(job.plan)
+    trainer = Trainer(plan, model, CPU, ranks)
+    with short_blocks():
+        trainer.train(start_of(job) + np.float32(0.1), some(), round=2, site_seed=(8,))
+        evaluate(model.module, some(2), 2, CPU)
+        return trainer.train(start_of(job), some(), round=job.round, site_seed=SITE)
+
+
+def refused_update(ranks: DeviceMesh, *, job: Job) -> str:
+    """The error of a round."""
+    try:
+        train(ranks, jobs=[job])
+    except UpdateError as error:
+        return str(error)
+    return ""
+
+
+def forward_passes(ranks: DeviceMesh, *, job: Job) -> int:
+    """How often the first block's feed-forward layers run in a round."""
+    model, count = model_of(ranks, job), [0]
+
+    def counted(*_: object) -> None:
+        count[0] += 1
+
+    dict(model.module.named_modules())["model.layers.0.mlp"].register_forward_pre_hook(counted)
+    Trainer(from_json(job.plan), model, CPU, ranks).train(start_of(job), some(), round=1, site_seed=SITE)
+    return count[0]

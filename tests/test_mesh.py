@@ -1,0 +1,407 @@
+"""A model trained by the ranks of a mesh against the same model trained by one process, and what a mesh refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.aggregation.span import check_pieces
+from cloister.lm.mesh import Mesh, choose
+from cloister.lm.model import configuration, load_model, save_pretrained
+from cloister.lm.shards import Region, between, region
+from cloister.lm.train import LocalUpdate
+from cloister.protocol.blocks import Span
+from cloister.protocol.errors import ModelError
+from cloister.protocol.soundness import parse
+from cloister.tests.rank_rounds import (
+    UNUSED,
+    Held,
+    Job,
+    change,
+    forward_passes,
+    held,
+    refused_update,
+    several,
+    tiny,
+    train,
+    train_after_a_forward_pass,
+)
+from cloister.tests.ranks import RankError, run_ranks
+
+# PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2)]
+DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
+TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
+KEEP = "local.optimizer_state=keep"
+DIVIDED = ("local.batch_size=5", "local.accumulation=2", "local.proximal=30")
+"""Rows that two ranks do not share equally, in several micro-batches. The penalty shows a gradient of the loss that has
+another length, which clipping hides."""
+
+
+def by_degrees(mesh: Mesh) -> str:
+    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}"
+
+
+on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
+on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
+
+LLAMA = ("llama",)
+ALL = [LLAMA, ("llama", *DIVIDED)]
+WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
+WITH_DATA = [
+    ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2"),
+    ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
+    ("gpt2",),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@cache
+def one_process(folder: Path, kind: str, *overrides: str) -> tuple[Job, LocalUpdate]:
+    """A round from the plan's initial model, and its result."""
+    plan = tiny(kind, *overrides)
+    model = load_model(plan)
+    path = folder / f"start-{len(list(folder.glob('start-*')))}.npy"
+    np.save(path, model.layout.flatten(model.module))
+    job = Job(plan.to_json(), path)
+    return job, train(None, jobs=[job])[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a mesh have found, for each rank."""
+
+    rounds: dict[tuple[str, ...], list[LocalUpdate]]
+    changes: list[tuple[int, Any]]
+    held: list[Held]
+
+
+@cache
+def on(mesh: Mesh, folder: Path) -> Found:
+    """Everything that needs this mesh, done by the same ranks."""
+    plans = ALL + (WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)
+    job, _ = one_process(folder, *LLAMA)
+    np.save(folder / "end.npy", end_of(job))
+    rounds, changes, parts = zip(
+        *run_ranks(
+            mesh,
+            folder,
+            several,
+            partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
+            partial(change, job=job, end=folder / "end.npy"),
+            partial(held, job=job),
+        ),
+        strict=True,
+    )
+    by_plan = [list(updates) for updates in zip(*rounds, strict=True)]
+    return Found(dict(zip(plans, by_plan, strict=True)), list(changes), list(parts))
+
+
+def end_of(job: Job) -> Any:
+    """A model not far from the job's global model."""
+    start = np.load(job.start)
+    return start + np.random.default_rng(1).normal(0, 1e-3, start.size).astype(np.float32)
+
+
+def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
+    check_pieces([(part.offset, part.vector) for part in parts], size, np.float32)
+    return np.concatenate([part.vector for part in parts])
+
+
+def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
+    """Check that the ranks' results are that of one process."""
+    vector = joined(parts, whole.vector.size)
+    assert np.abs(vector - whole.vector).max() < 1e-4 * np.abs(whole.vector).max()
+    assert {part.loss for part in parts} == {parts[0].loss}
+    assert parts[0].loss == pytest.approx(whole.loss, abs=1e-5)
+    assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
+
+
+# --- the same round ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ALL, ids=["plain", "divided"])
+@on_all
+def test_ranks_train_as_one_process(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@pytest.mark.parametrize("plan", WITH_TENSOR, ids=["norms-of-heads", "tied"])
+@on_tensor
+def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied"])
+@on_data
+def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    """Rank 1 of two shards has nothing of an A of rank 1."""
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@on_all
+def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    expected = end_of(job) - np.load(job.start)
+    found = on(mesh, folder).changes
+    check_pieces(found, expected.size, np.float32)
+    assert all(vector.size for _, vector in found)
+    assert b"".join(vector.tobytes() for _, vector in found) == expected.tobytes()
+
+
+@on_all
+def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
+    whole = held(None, job=one_process(folder, *LLAMA)[0])
+    most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}[mesh]
+    for found in on(mesh, folder).held:
+        assert found.names == whole.names
+        assert found.buffers.keys() == whole.buffers.keys() != set()
+        for name, buffer in whole.buffers.items():
+            np.testing.assert_array_equal(found.buffers[name], buffer)
+        assert found.elements <= most * whole.elements
+
+
+def test_a_rank_without_rows_takes_part(folder: Path) -> None:
+    plans = [(*LLAMA, f"local.batch_size={rows}") for rows in (1, 2)]
+    jobs = [one_process(folder, *plan)[0] for plan in plans]
+    found = run_ranks(Mesh(1, 3, 1), folder, partial(train, jobs=jobs))
+    for plan, parts in zip(plans, zip(*found, strict=True), strict=True):
+        same_round(parts, one_process(folder, *plan)[1])
+
+
+def test_bfloat16_changes_little(folder: Path) -> None:
+    job, whole = one_process(folder, *LLAMA, "local.precision=bfloat16")
+    found = run_ranks(Mesh(1, 2, 2), folder, partial(train, jobs=[job, replace(job, checkpointing=True)]))
+    for parts in zip(*found, strict=True):
+        vector = joined(parts, whole.vector.size)
+        assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
+        assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> None:
+    """Activations are computed again, and a round does not use the weights of an evaluation before it."""
+    job, whole = one_process(folder, *LLAMA)
+    checkpointed = replace(job, checkpointing=True)
+    once, twice, rounds, after = zip(
+        *run_ranks(
+            Mesh(1, 2, 1),
+            folder,
+            several,
+            partial(forward_passes, job=job),
+            partial(forward_passes, job=checkpointed),
+            partial(train, jobs=[checkpointed]),
+            partial(train_after_a_forward_pass, job=job),
+        ),
+        strict=True,
+    )
+    assert (once, twice) == ((3, 3), (6, 6))
+    same_round([parts[0] for parts in rounds], whole)
+    same_round(after, whole)
+
+
+# --- kept optimizer state ---------------------------------------------------------------------------------------------
+
+
+def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, tmp_path: Path) -> None:
+    """A crash after round 2 may come when one rank has written its state and the other has not."""
+    job, _ = one_process(folder, "llama", "model.adapter.scheme=lora", "model.adapter.rank=1", KEEP)
+    alone, mesh = tmp_path / "alone", tmp_path / "mesh"
+    expected = train(None, jobs=[replace(job, round=each, state=alone) for each in (1, 3)])
+    rounds = [replace(job, round=each, state=mesh) for each in (1, 2)]
+    first = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=rounds))
+    same_round([parts[0] for parts in first], expected[0])
+    newest = sorted(mesh.rglob("optimizer-2.safetensors"))
+    assert len(newest) == 2
+    newest[1].unlink()
+    third = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=[replace(job, round=3, state=mesh)]))
+    same_round([parts[0] for parts in third], expected[1])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Path, tmp_path: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    start = np.load(job.start)
+    layout = load_model(tiny("llama")).layout
+    layout.split(start)["model.embed_tokens.weight"][UNUSED] = np.inf
+    np.save(tmp_path / "start.npy", start)
+    refused = run_ranks(
+        Mesh(1, 2, 1), folder, partial(refused_update, job=replace(job, start=tmp_path / "start.npy"))
+    )
+    assert all("round 1 is 'non-finite'" in error for error in refused)
+
+
+def test_another_number_of_processes_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    with pytest.raises(
+        RankError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
+    ):
+        run_ranks(Mesh(2, 1, 1), folder, partial(train, jobs=[job]), processes=1)
+
+
+def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+    with pytest.raises(RankError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
+        run_ranks(Mesh(1, 1, 2), folder, partial(train, jobs=[job]))
+
+
+MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "overrides", "message"),
+    [
+        (Mesh(4, 2, 1), "llama", (), r"mesh is 'replicate 4, shard 2, tensor 1'.*at most 4.*it is 8.*'auto'"),
+        (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
+        (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.config.intermediate_size=69",),
+            r"mesh\.tensor is 2.*intermediate_size = 69",
+        ),
+        (
+            Mesh(tensor=2),
+            "gpt2",
+            (),
+            r"mesh\.tensor is 2: expected 1.*model type gpt2 is missing.*mesh\.shard",
+        ),
+        (Mesh(tensor=2), "qwen3_moe", MOE, r"mesh\.tensor is 2: expected 1.*qwen3_moe has.*packed_colwise"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.adapter.scheme=ffa-lora",),
+            r"mesh\.tensor is 2: expected 1 with model\.adapter\.scheme = 'ffa-lora'; set mesh\.shard",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(mesh: Mesh, kind: str, overrides: tuple[str, ...], message: str) -> None:
+    plan = tiny(kind, *overrides)
+    with pytest.raises(ModelError, match=message):
+        mesh.check(4, configuration(plan), plan.model.adapter.scheme)
+
+
+def test_meshes_that_fit() -> None:
+    for mesh, kind in ((Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")):
+        mesh.check(4, configuration(tiny(kind)), "full")
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, True, "2"])
+def test_a_degree_is_a_number_of_ranks(degree: Any) -> None:
+    with pytest.raises(ModelError, match=r"mesh\.shard is .*1 or more"):
+        Mesh(shard=degree)
+
+
+def test_what_auto_means() -> None:
+    card = 80 * 2**30
+    assert choose(1, card, 10**11) == Mesh()
+    assert choose(8, card, 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 8 * 10**9) == Mesh(shard=8)
+    assert choose(8, card, 10**7, frozen=8 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 10**7, frozen=7 * 10**10) == Mesh(shard=8)
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    mesh=st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 3)),
+    tensor=st.sampled_from([None, 0, 1]),
+)
+def test_a_region_is_what_torch_gives_a_rank(shape: list[int], mesh: Mesh, tensor: int | None) -> None:
+    if tensor == 1 and len(shape) != 2:
+        tensor = 0
+    whole = torch.arange(int(np.prod(shape))).reshape(shape)
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        part = whole
+        for dimension, parts, index in ((tensor, mesh.tensor, at.tensor), (0, mesh.shard, at.shard)):
+            if dimension is not None:
+                chunks = torch.chunk(part, parts, dimension)
+                part = chunks[index] if index < len(chunks) else part[:0]
+        rows, columns = region(shape, tensor, 0, mesh, at)
+        found = whole.reshape(shape[0], -1)[rows.start : rows.stop, columns.start : columns.stop]
+        assert torch.equal(found.flatten(), part.flatten())
+
+
+@given(
+    rows=st.integers(1, 7),
+    columns=st.integers(1, 7),
+    edges=st.lists(st.integers(0, 49), min_size=2, max_size=2).map(sorted),
+    cuts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+)
+def test_regions_have_each_element_of_a_span_once(
+    rows: int, columns: int, edges: list[int], cuts: tuple[int, int]
+) -> None:
+    begin, end = (min(edge, rows * columns) for edge in edges)
+    row, column = min(cuts[0], rows), min(cuts[1], columns)
+    seen = np.zeros((rows, columns), int)
+    for across in (Span(0, row), Span(row, rows)):
+        for along in (Span(0, column), Span(column, columns)):
+            for each in between(Region(across, along), columns, begin, end):
+                seen[each.rows.start : each.rows.stop, each.columns.start : each.columns.stop] += 1
+    expected = np.zeros(rows * columns, int)
+    expected[begin:end] = 1
+    np.testing.assert_array_equal(seen.reshape(-1), expected)
+
+
+# --- a model without memory -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_laid_out_without_its_weights(tmp_path: Path) -> None:
+    plan = tiny("llama", "model.config.tie_word_embeddings=true")
+    model = load_model(plan)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    empty = load_model(here, empty=True)
+    assert all(parameter.is_meta for parameter in empty.module.parameters())
+    assert not any(buffer.is_meta for buffer in empty.module.buffers())
+    assert empty.layout == model.layout
+
+
+def test_buffers_of_a_checkpoint_are_read_from_it(tmp_path: Path) -> None:
+    """Such as the bias of a router, which the global model does not have."""
+    plan = tiny("deepseek_v3", *(f"model.config.{setting}" for setting in ROUTED))
+    model = load_model(plan)
+    for name, buffer in model.module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.fill_(0.25)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    found = dict(load_model(here, empty=True).module.named_buffers())
+    biases = [buffer for name, buffer in found.items() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bool((buffer == 0.25).all()) for buffer in biases)
+
+
+ROUTED = [
+    *("n_routed_experts=4", "n_group=1", "topk_group=1", "num_experts_per_tok=2", "first_k_dense_replace=1"),
+    *("q_lora_rank=8", "kv_lora_rank=8", "qk_rope_head_dim=4", "qk_nope_head_dim=4", "v_head_dim=4"),
+    *("moe_intermediate_size=8", "num_key_value_heads=4"),
+]
