@@ -146,12 +146,17 @@ class LocalSection(Section):
     """Sequences in a micro-batch."""
     accumulation: Count = 1
     """Micro-batches whose gradients are averaged for an optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
+    and biases; needs `model.adapter.scheme = "full"`."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. Muon's steps are scaled to the size of AdamW's, so that one rate serves both."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's Nesterov momentum."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay, on parameters of two or more dimensions."""
+    """Decoupled weight decay of AdamW and Muon, on parameters of two or more dimensions."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Local steps, counted over the whole run, in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -161,7 +166,7 @@ class LocalSection(Section):
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
     optimizer_state: Literal["reset", "keep"] = "reset"
-    """AdamW's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
+    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
