@@ -75,6 +75,10 @@ class AdapterSection(Section):
     """LoRA's scale is alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
+    base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
+    linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
+    stay float32. With either of the last two, arithmetic is in bfloat16."""
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -173,7 +177,8 @@ class LocalSection(Section):
     """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
     `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of forward and backward; `auto` is bfloat16 on a GPU and float32 on a CPU. Weights stay float32."""
+    """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
+    precision (`model.adapter.base_precision`). Trained weights stay float32."""
     threads: Count = 1
     """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
 

@@ -116,6 +116,7 @@ def _check_sound(plan: Plan) -> None:
             fix='set local.optimizer_state = "reset"',
         )
     _check_muon(plan)
+    _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
         raise PlanError(
             "server.optimizer",
@@ -164,6 +165,29 @@ def _check_muon(plan: Plan) -> None:
             local.momentum,
             expected='no value; only valid with local.optimizer = "muon"',
             fix='remove local.momentum, or set local.optimizer = "muon"',
+        )
+
+
+def _check_base_precision(plan: Plan) -> None:
+    """Refuse a base in lower precision that is trained, or that would be computed with in another precision."""
+    adapter = plan.model.adapter
+    if adapter.base_precision == "float32":
+        return
+    if adapter.scheme == "full":
+        raise PlanError(
+            "model.adapter.base_precision",
+            adapter.base_precision,
+            expected='"float32" with model.adapter.scheme = "full", which trains every weight; a lower precision is '
+            "only valid for a frozen base",
+            fix='set model.adapter.scheme = "ffa-lora", or remove model.adapter.base_precision',
+        )
+    if plan.local.precision == "float32":
+        raise PlanError(
+            "local.precision",
+            "float32",
+            expected=f'"auto" or "bfloat16" with model.adapter.base_precision = "{adapter.base_precision}", with which '
+            "arithmetic is in bfloat16",
+            fix='set local.precision = "auto", or model.adapter.base_precision = "float32"',
         )
 
 
