@@ -203,7 +203,7 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
         raise ModelError(
             "model.name",
             section.name,
-            expected="a model that is not quantized, because training is in float32",
+            expected="a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
         )
     return _for_training(config), place
 
