@@ -9,8 +9,8 @@ One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_s
 2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
    an owner, the mean over the records of this mean.
 3. S = sum over the batch of g_u min(1, C / |g_u|), the L2 norm taken over all parameters that are trained.
-4. AdamW steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its moments, weight decay and the proximal
-   term, which depends on weights only.
+4. The plan's optimizer, AdamW or Muon, steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its
+   moments, Muon's orthogonalization, weight decay and the proximal term, which depends on weights only.
 
 Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
 every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
@@ -61,7 +61,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import Forward, next_tokens, to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.train import Bench, LocalUpdate, add_proximal, learning_rate, set_learning_rate
+from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.train import Bench, LocalUpdate, add_proximal
 from cloister.lm.weights import Named
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError
@@ -294,6 +295,8 @@ class PrivateTrainer:
         self._plan = plan
         self._device = device
         self._bench = Bench(plan, model, device)
+        self.weights = self._bench.weights
+        """Where the parameters are."""
         self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
@@ -340,7 +343,7 @@ class PrivateTrainer:
         steps = self._plan.local.steps
         before = (round - 1) * steps if steps_before is None else steps_before
 
-        def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+        def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             mine = noise.child(f"dpsgd/round-{round}")
             with self.per_unit_gradients(trained) as gradients:
                 return self._steps(
@@ -383,7 +386,7 @@ class PrivateTrainer:
         self,
         sequences: Sequences,
         trained: Named,
-        optimizer: torch.optim.Optimizer,
+        optimizer: LocalOptimizer,
         gradients: PerUnit,
         steps_before: int,
         noise: NoiseStream,
@@ -393,7 +396,6 @@ class PrivateTrainer:
         """Take the round's steps; learned tokens and mean loss, of units with finite gradients."""
         local, privacy = self._plan.local, self._plan.privacy
         layout = self._bench.model.layout
-        whole_run = self._plan.run.rounds * local.steps
         names, parameters = [name for name, _ in trained], [parameter for _, parameter in trained]
         places = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
@@ -427,9 +429,7 @@ class PrivateTrainer:
                 begin, end = places[name]
                 parameter.grad = noised[begin:end].view_as(parameter)
             add_proximal(parameters, anchors, local.proximal)
-            set_learning_rate(optimizer, learning_rate(local, steps_before + step, whole_run))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.step(steps_before + step)
             if progress is not None:
                 progress(step + 1)
         if not_finite:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences
+from cloister.lm.frozen import is_lowered
 from cloister.lm.model import takes_positions
 from cloister.protocol.errors import DataError
 
@@ -167,7 +168,8 @@ class Forward:
     def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
         self._module = module
         self._device = device
-        self._bfloat16 = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+        by_itself = device.type == "cuda" or is_lowered(module)
+        self._bfloat16 = precision == "bfloat16" or (precision == "auto" and by_itself)
         self._positions = takes_positions(module)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

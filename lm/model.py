@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from cloister.lm import saved
+from cloister.lm import frozen, saved
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.tokenizer import load_tokenizer, looks_like_path, on_hub
 from cloister.protocol.errors import ModelError
@@ -49,7 +49,8 @@ class LanguageModel:
     """A causal language model with its tokenizer and the layout of what is trained."""
 
     module: nn.Module
-    """The transformers model, float32, inside a PEFT model when the plan names an adapter."""
+    """The transformers model, inside a PEFT model when the plan names an adapter; what is trained is float32, and a
+    frozen base has the plan's precision (`frozen.py`)."""
     tokenizer: PreTrainedTokenizerBase
     """Its tokenizer."""
     layout: Layout
@@ -73,7 +74,7 @@ class LanguageModel:
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
-    """Build or load the plan's model on the CPU in float32, the same on every party.
+    """Build or load the plan's model on the CPU, the same on every party.
 
     Args:
         plan: The plan.
@@ -83,9 +84,11 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
             global model gives the values, and a rank needs memory for its part only. Buffers have their values.
 
     Raises:
-        ModelError: the model does not exist, its files are incomplete, or it does not fit the plan.
+        ModelError: the model does not exist, its files are incomplete, or it does not fit the plan or this machine.
         UpdateError: `base` is of another model.
     """
+    precision = plan.model.adapter.base_precision
+    frozen.check_machine(precision)
     config, place = _configure(plan)
     tokenizer = load_tokenizer(plan.model)
     _check_fits(plan, config, tokenizer)
@@ -105,6 +108,7 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
     module, layout = _adapt(module, plan)
+    own = frozen.lower(module, precision) or own
     return LanguageModel(module, tokenizer, layout, plan.model, own)
 
 
@@ -218,7 +222,7 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
         raise ModelError(
             "model.name",
             section.name,
-            expected="a model that is not quantized, because training is in float32",
+            expected="a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
         )
     return _for_training(config), place
 
@@ -469,8 +473,9 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT.
 
     A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
-    `AutoPeftModelForCausalLM.from_pretrained(folder)`. For the adapter of a fresh model, the weights of that model are
-    saved in `folder/base`, and the adapter's configuration names them by the absolute path of the final folder. If the
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`. For the adapter of a base that is no named checkpoint, or whose
+    lower precision changed the checkpoint's values, the base is saved in `folder/base`, in float32 with the values that
+    the run computed with, and the adapter's configuration names it by the absolute path of the final folder. If the
     folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
 
     The folder is replaced as a whole (`protocol.storage.write_folder`), and has a record of its files (`saved.py`).
@@ -508,11 +513,11 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
 
 
 def _without_adapter(module: Any) -> PreTrainedModel:
-    """The base model of a PEFT model, without its adapters; it shares the weights."""
+    """The base model of a PEFT model, without its adapters, in float32; it shares the weights that are."""
     adapted = module.get_base_model()
     weights = {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in adapted.state_dict().items()
+        for name, tensor in frozen.in_float32(adapted).items()
         if ".lora_" not in name
     }
     with torch.device("meta"):

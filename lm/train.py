@@ -1,4 +1,4 @@
-"""Local training: a site's AdamW steps from the global model, and the resulting update.
+"""Local training: a site's optimizer steps from the global model, and the resulting update.
 
 A `Trainer` lives as long as its process and serves any site and round: the result of a site's round depends on the
 plan, the round, the site's seed, data and kept optimizer state, and not on rounds that ran before.
@@ -9,35 +9,31 @@ One step minimises, over the learned tokens of `accumulation` micro-batches,
 
 where the mean is over all tokens of the step, so that 2 micro-batches of 8 are 1 of 16 whatever their padding; the
 second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
-gradient as mu (w - w_global). The gradient of the whole is clipped, and AdamW (Loshchilov & Hutter 2019) steps on
-float32 weights. The learning rate follows the steps of the whole run, not of the round.
+gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
+float32 weights.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import safetensors
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
+from cloister.lm.optimizer import LocalOptimizer, states
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
-from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
-from cloister.protocol.plan import LocalSection, Plan
-from cloister.protocol.storage import write_file
+from cloister.protocol.errors import DataError, ModelError, UpdateError
+from cloister.protocol.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +88,7 @@ class Bench:
     def round(
         self,
         start: Vector,
-        take_steps: Callable[[Named, torch.optim.Optimizer], _T],
+        take_steps: Callable[[Named, LocalOptimizer], _T],
         *,
         round: int,
         state: Path | None,
@@ -101,9 +97,10 @@ class Bench:
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
-            take_steps: Takes the round's steps; called with the parameters that the round trains and their AdamW.
+            take_steps: Takes the round's steps; called with the parameters that the round trains and their
+                optimizer.
             round: The round, from 1.
-            state: The folder of AdamW's moments, as in `Trainer.train`.
+            state: The folder of the optimizer's moments, as in `Trainer.train`.
 
         Raises:
             ModelError: the device runs out of memory.
@@ -114,11 +111,11 @@ class Bench:
         torch.set_num_threads(local.threads)
         self._reset(start)
         trained = weights.trained(round)
-        optimizer = _adamw(trained, local, self.device)
+        optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
         kept = weights.state(state) if state is not None and local.optimizer_state == "keep" else None
         if kept is not None:  # after a crash, some ranks may have a newer state than others
-            newest = weights.least(max((number for number in _states(kept) if number < round), default=0))
-            _load_state(optimizer, trained, kept, newest + 1, layout.digest())
+            newest = weights.least(max((number for number in states(kept) if number < round), default=0))
+            optimizer.load(kept, newest + 1, layout.digest())
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -135,7 +132,7 @@ class Bench:
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
-            _save_state(optimizer, trained, kept, round, layout.digest())
+            optimizer.save(kept, round, layout.digest())
         return update, taken
 
     def _reset(self, start: Vector) -> None:
@@ -166,7 +163,8 @@ class Trainer:
         self._plan = plan
         self._device = device
         self._bench = Bench(plan, model, device, ranks)
-        self._weights = self._bench.weights
+        self.weights = self._bench.weights
+        """Where the parameters are."""
         self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
@@ -187,9 +185,9 @@ class Trainer:
             sequences: The site's training sequences.
             round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
             site_seed: Separates this site's random choices from those of other sites.
-            state: The site's folder for AdamW's moments, used when `local.optimizer_state` is `keep`. The newest
-                state of an earlier round is read and that of this round is written, so a retry of the round, after a
-                crash or in a new attempt, starts from the same moments. Without a state they start at zero.
+            state: The site's folder for the optimizer's moments, used when `local.optimizer_state` is `keep`. The
+                newest state of an earlier round is read and that of this round is written, so a retry of the round,
+                after a crash or in a new attempt, starts from the same moments. Without a state they start at zero.
             steps_before: Local steps of the run before this round, for the learning rate; by default
                 (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
@@ -208,49 +206,46 @@ class Trainer:
         before = (round - 1) * steps if steps_before is None else steps_before
         seeds = (self._plan.run.seed, round, *site_seed)
 
-        def take_steps(trained: Named, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-            with seeded("train", *seeds, *self._weights.draws, device=self._device):
+        def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
+            with seeded("train", *seeds, *self.weights.draws, device=self._device):
                 tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
             if not math.isfinite(loss):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
-        return LocalUpdate(update, tokens, loss, steps, self._weights.span.start)
+        return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
 
     def _steps(
         self,
         sequences: Sequences,
         trained: Named,
-        optimizer: torch.optim.Optimizer,
+        optimizer: LocalOptimizer,
         steps_before: int,
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
     ) -> tuple[int, float]:
         """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
         local = self._plan.local
-        whole_run = self._plan.run.rounds * local.steps
         parameters = [parameter for _, parameter in trained]
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
-            set_learning_rate(optimizer, learning_rate(local, steps_before + step, whole_run))
             for number, (tokens, targets, positions) in enumerate(micro_batches, 1):
-                self._weights.before_backward(last=number == local.accumulation)
+                self.weights.before_backward(last=number == local.accumulation)
                 loss = summed_loss(self._forward(tokens, positions), targets)
                 (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
                 total_loss += loss.detach()
-            self._weights.take_gradients()
+            self.weights.take_gradients()
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
-                self._weights.clip(parameters, local.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                self.weights.clip(parameters, local.clip_norm)
+            optimizer.step(steps_before + step)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
-        return total_tokens, self._weights.sum(total_loss).item() / max(total_tokens, 1)
+        return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
 
     def _micro_batches(
         self, sequences: Sequences, seeds: tuple[int, ...]
@@ -258,7 +253,7 @@ class Trainer:
         """For each step: its learned labels, in all rows, and this process's rows (b, L) int64 of (tokens, targets,
         positions)."""
         local = self._plan.local
-        part = self._weights.rows(local.batch_size)
+        part = self.weights.rows(local.batch_size)
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
@@ -286,28 +281,6 @@ class Trainer:
                 )
 
 
-def learning_rate(local: LocalSection, step: int, total: int) -> float:
-    """Learning rate of local step `step` (from 0) of a run of `total`.
-
-    Warm-up gives (step + 1) / (warmup_steps + 1) of the peak; then the peak, or the cosine of Loshchilov & Hutter 2017
-    ("SGDR", eq. 5) from the peak at step `warmup_steps` to `final_learning_rate` of it at the last step, and there it
-    stays.
-    """
-    if step < local.warmup_steps:
-        return local.learning_rate * (step + 1) / (local.warmup_steps + 1)
-    if local.schedule == "constant":
-        return local.learning_rate
-    done = min(1.0, (step - local.warmup_steps) / max(1, total - 1 - local.warmup_steps))
-    final = local.final_learning_rate
-    return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group to `rate`."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:
     """Add FedProx's mu (w - w_global) to the gradients; do nothing without anchors."""
     with torch.no_grad():
@@ -323,81 +296,3 @@ def _not_finite(round: int, what: str) -> UpdateError:
         expected="finite numbers",
         fix="lower local.learning_rate or local.clip_norm, or set local.precision = 'float32'",
     )
-
-
-def _adamw(trained: Named, local: LocalSection, device: torch.device) -> torch.optim.AdamW:
-    matrices = [parameter for _, parameter in trained if parameter.ndim >= 2]
-    others = [parameter for _, parameter in trained if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": local.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=local.learning_rate,
-        betas=local.betas,
-        fused=device.type in ("cpu", "cuda"),
-    )
-
-
-# --- kept optimizer state: <folder>/optimizer-<round>.safetensors, tensors "<moment>:<parameter>" ---------------------
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-def _load_state(
-    optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
-) -> None:
-    """Load the newest state of an earlier round, if there is one, and remove the states before it."""
-    found = _states(folder)
-    earlier = sorted(number for number in found if number < round)
-    if not earlier:
-        return
-    path = found[earlier[-1]]
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("layout") != layout:
-                raise StorageError(
-                    str(path),
-                    expected="the optimizer state of this plan's model",
-                    fix="use a separate folder for each run",
-                )
-            names = set(file.keys())
-            for name, parameter in trained:
-                if f"step:{name}" in names:
-                    optimizer.state[parameter] = {
-                        moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
-                        for moment in _MOMENTS
-                    }
-        for number in earlier[:-1]:
-            found[number].unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            str(path),
-            expected=f"a whole optimizer state ({error})",
-            fix="remove the file to continue from an earlier state, or from zero moments",
-        ) from error
-
-
-def _save_state(
-    optimizer: torch.optim.Optimizer, trained: Named, folder: Path, round: int, layout: str
-) -> None:
-    """Write this round's state, whole or not at all."""
-    tensors = {
-        f"{moment}:{name}": optimizer.state[parameter][moment].cpu().contiguous()
-        for name, parameter in trained
-        if parameter in optimizer.state
-        for moment in _MOMENTS
-    }
-    write_file(
-        folder / f"optimizer-{round}.safetensors",
-        lambda path: save_file(tensors, path, metadata={"layout": layout}),
-    )
-
-
-_STATE = re.compile(r"optimizer-(\d+)\.safetensors")
-
-
-def _states(folder: Path) -> dict[int, Path]:
-    """The states in a folder, by their rounds."""
-    return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}

@@ -75,6 +75,10 @@ class AdapterSection(Section):
     """LoRA's scale is alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
+    base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
+    linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
+    stay float32. With either of the last two, arithmetic is in bfloat16."""
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -146,12 +150,17 @@ class LocalSection(Section):
     """Sequences in a micro-batch."""
     accumulation: Count = 1
     """Micro-batches whose gradients are averaged for an optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
+    and biases; needs `model.adapter.scheme = "full"`."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. Muon's steps are scaled to the size of AdamW's, so that one rate serves both."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's Nesterov momentum."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay, on parameters of two or more dimensions."""
+    """Decoupled weight decay of AdamW and Muon, on parameters of two or more dimensions."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Local steps, counted over the whole run, in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -161,14 +170,15 @@ class LocalSection(Section):
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
     optimizer_state: Literal["reset", "keep"] = "reset"
-    """AdamW's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
+    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
     """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
     `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of forward and backward; `auto` is bfloat16 on a GPU and float32 on a CPU. Weights stay float32."""
+    """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
+    precision (`model.adapter.base_precision`). Trained weights stay float32."""
     threads: Count = 1
     """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
 

@@ -17,6 +17,7 @@ from cloister.protocol.plan import (
     SIMULATED_PUBLIC,
     SMALLEST_COHORT,
     CorrelatedSection,
+    LocalSection,
     Plan,
     PrivacySection,
 )
@@ -114,6 +115,8 @@ def _check_sound(plan: Plan) -> None:
             expected='"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
             fix='set local.optimizer_state = "reset"',
         )
+    _check_muon(plan)
+    _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
         raise PlanError(
             "server.optimizer",
@@ -142,6 +145,49 @@ def _check_sound(plan: Plan) -> None:
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
             fix="lower the shares",
+        )
+
+
+def _check_muon(plan: Plan) -> None:
+    """Refuse Muon where no parameter would take its steps, and its momentum without it."""
+    local, scheme = plan.local, plan.model.adapter.scheme
+    if local.optimizer == "muon" and scheme != "full":
+        raise PlanError(
+            "local.optimizer",
+            "muon",
+            expected=f'"adamw" with model.adapter.scheme = "{scheme}"; Muon is for matrices of hidden layers, and an '
+            "adapter trains factors",
+            fix='set local.optimizer = "adamw"',
+        )
+    if local.optimizer != "muon" and local.momentum != LocalSection().momentum:
+        raise PlanError(
+            "local.momentum",
+            local.momentum,
+            expected='no value; only valid with local.optimizer = "muon"',
+            fix='remove local.momentum, or set local.optimizer = "muon"',
+        )
+
+
+def _check_base_precision(plan: Plan) -> None:
+    """Refuse a base in lower precision that is trained, or that would be computed with in another precision."""
+    adapter = plan.model.adapter
+    if adapter.base_precision == "float32":
+        return
+    if adapter.scheme == "full":
+        raise PlanError(
+            "model.adapter.base_precision",
+            adapter.base_precision,
+            expected='"float32" with model.adapter.scheme = "full", which trains every weight; a lower precision is '
+            "only valid for a frozen base",
+            fix='set model.adapter.scheme = "ffa-lora", or remove model.adapter.base_precision',
+        )
+    if plan.local.precision == "float32":
+        raise PlanError(
+            "local.precision",
+            "float32",
+            expected=f'"auto" or "bfloat16" with model.adapter.base_precision = "{adapter.base_precision}", with which '
+            "arithmetic is in bfloat16",
+            fix='set local.precision = "auto", or model.adapter.base_precision = "float32"',
         )
 
 

@@ -23,7 +23,8 @@ from cloister.clients.dpsgd import ClippedSum, PrivateTrainer, UnitGradients, me
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.layout import Layout
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.train import LocalUpdate, learning_rate
+from cloister.lm.optimizer import learning_rate
+from cloister.lm.train import LocalUpdate
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.plan import Plan, PrivacySection

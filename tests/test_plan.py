@@ -123,6 +123,17 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["local.warmup_steps=200"], "local.warmup_steps", "lower local.warmup_steps"),
         (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", '"reset"'),
         (["model.adapter.scheme=rolora", "server.optimizer=adam"], "server.optimizer", '"fedavg"'),
+        (["model.adapter.scheme=lora", "local.optimizer=muon"], "local.optimizer", '= "adamw"'),
+        (["local.momentum=0.9"], "local.momentum", '= "muon"'),
+        (["model.adapter.base_precision=nf4"], "model.adapter.base_precision", 'scheme = "ffa-lora"'),
+        (
+            [
+                *("model.adapter.scheme=lora", "model.adapter.base_precision=bfloat16"),
+                "local.precision=float32",
+            ],
+            "local.precision",
+            '= "auto"',
+        ),
         (["data.held_out=0"], "data.held_out", "held_out = 0.1"),
         (["simulation.profiles=[{share=0.8},{share=0.3}]"], "simulation.profiles", "add up to at most 1"),
     ],

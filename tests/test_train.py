@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.train import LocalUpdate, Trainer, learning_rate
+from cloister.lm.optimizer import learning_rate
+from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.soundness import parse
@@ -457,7 +458,7 @@ def test_a_disk_that_refuses_the_state(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cloister.lm.train.save_file", refuse)
+    monkeypatch.setattr("cloister.lm.optimizer.save_file", refuse)
     with pytest.raises(StorageError, match="No space left"):
         run.train(round=2, state=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["optimizer-1.safetensors"]

@@ -1,0 +1,202 @@
+"""A site's optimizer: what steps on which parameter, the learning rate of the run's steps, and the kept state.
+
+`local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon (Jordan et al.
+2024, "Muon: An optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon): with momentum m,
+the matrix W of a hidden layer and its gradient G take the step
+
+    B <- m B + (1 - m) G,    W <- W - rate (weight_decay W + 0.2 sqrt(max(rows, columns)) O),
+    O = NewtonSchulz(m B + (1 - m) G), five iterations: B with its singular values moved near 1.
+
+The factor 0.2 sqrt(max(rows, columns)) gives a step the root mean square of an AdamW step (Liu et al. 2025, "Muon is
+scalable for LLM training", eq. 4), so one learning rate and one weight decay serve both. Jordan et al. and
+`torch.optim.Muon` keep Muon to the 2-D weights of hidden layers: embeddings, the output layer, gains and biases take
+AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not weights of a layer, and
+neither source covers them: with an adapter a plan cannot ask for Muon.
+
+The learning rate follows the steps of the whole run, not of the round.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from cloister.protocol.errors import StorageError
+from cloister.protocol.plan import LocalSection, Plan
+from cloister.protocol.storage import write_file
+
+
+class LocalOptimizer:
+    """The plan's optimizer of a round's parameters.
+
+    Args:
+        plan: The plan.
+        module: The plan's model, which says what is a hidden layer.
+        trained: Names and parameters that the round trains.
+        device: Device of the parameters.
+    """
+
+    def __init__(
+        self, plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]], device: torch.device
+    ) -> None:
+        local = self._local = plan.local
+        self._whole_run = plan.run.rounds * local.steps
+        self._trained = trained
+        by_muon = hidden_matrices(module) if local.optimizer == "muon" else set()
+        matrices = [parameter for name, parameter in trained if name in by_muon]
+        others = [parameter for name, parameter in trained if name not in by_muon]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._parts.append(_muon(matrices, local))
+        if others:
+            self._parts.append(_adamw(others, local, device))
+
+    def step(self, number: int) -> None:
+        """Step with the learning rate of local step `number` of the run, from 0; drop the gradients."""
+        rate = learning_rate(self._local, number, self._whole_run)
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    # --- kept state: <folder>/optimizer-<round>.safetensors, tensors "<moment>:<parameter>" ---------------------------
+
+    def load(self, folder: Path, round: int, layout: str) -> None:
+        """Load the newest state of an earlier round, if there is one, and remove the states before it.
+
+        Args:
+            folder: The site's folder of states.
+            round: The round that begins.
+            layout: Digest of the model's layout.
+
+        Raises:
+            StorageError: the state cannot be read, or is that of another model or optimizer.
+        """
+        found = states(folder)
+        earlier = sorted(number for number in found if number < round)
+        if not earlier:
+            return
+        path = found[earlier[-1]]
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                if file.metadata() != self._made_by(layout):
+                    raise StorageError(
+                        str(path),
+                        expected=f"the state of {self._local.optimizer} for this plan's model",
+                        fix="use a separate folder for each run",
+                    )
+                names = set(file.keys())
+                for part, name, parameter in self._each():
+                    moments = _MOMENTS[type(part)]
+                    if f"{moments[0]}:{name}" in names:
+                        part.state[parameter] = {
+                            moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
+                            for moment in moments
+                        }
+            for number in earlier[:-1]:
+                found[number].unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                str(path),
+                expected=f"a whole optimizer state ({error})",
+                fix="remove the file to continue from an earlier state, or from zero moments",
+            ) from error
+
+    def save(self, folder: Path, round: int, layout: str) -> None:
+        """Write the state after a round, whole or not at all; arguments as for `load`.
+
+        Raises:
+            StorageError: the disk is full or refuses the write.
+        """
+        tensors = {
+            f"{moment}:{name}": part.state[parameter][moment].cpu().contiguous()
+            for part, name, parameter in self._each()
+            if parameter in part.state
+            for moment in _MOMENTS[type(part)]
+        }
+        write_file(
+            folder / f"optimizer-{round}.safetensors",
+            lambda path: save_file(tensors, path, metadata=self._made_by(layout)),
+        )
+
+    def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
+        """Each parameter with its name and the optimizer that steps on it."""
+        part_of = {
+            id(p): part for part in self._parts for group in part.param_groups for p in group["params"]
+        }
+        return [(part_of[id(parameter)], name, parameter) for name, parameter in self._trained]
+
+    def _made_by(self, layout: str) -> dict[str, str]:
+        return {"layout": layout, "optimizer": self._local.optimizer}
+
+
+def learning_rate(local: LocalSection, step: int, total: int) -> float:
+    """Learning rate of local step `step` (from 0) of a run of `total`.
+
+    Warm-up gives (step + 1) / (warmup_steps + 1) of the peak; then the peak, or the cosine of Loshchilov & Hutter 2017
+    ("SGDR", eq. 5) from the peak at step `warmup_steps` to `final_learning_rate` of it at the last step, and there it
+    stays.
+    """
+    if step < local.warmup_steps:
+        return local.learning_rate * (step + 1) / (local.warmup_steps + 1)
+    if local.schedule == "constant":
+        return local.learning_rate
+    done = min(1.0, (step - local.warmup_steps) / max(1, total - 1 - local.warmup_steps))
+    final = local.final_learning_rate
+    return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def states(folder: Path) -> dict[int, Path]:
+    """The kept states in a folder, by their rounds."""
+    return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
+
+
+def hidden_matrices(module: nn.Module) -> set[str]:
+    """The names of a language model's 2-D parameters that belong to no embedding and not to its output layer."""
+    causal: Any = module  # transformers leaves the method untyped
+    head = causal.get_output_embeddings()
+    outer = [layer for layer in module.modules() if isinstance(layer, nn.Embedding) or layer is head]
+    excluded = {id(parameter) for layer in outer for parameter in layer.parameters()}
+    return {name for name, p in module.named_parameters() if p.ndim == 2 and id(p) not in excluded}
+
+
+def _muon(matrices: list[nn.Parameter], local: LocalSection) -> torch.optim.Muon:
+    return torch.optim.Muon(
+        matrices,
+        lr=local.learning_rate,
+        momentum=local.momentum,
+        weight_decay=local.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _adamw(parameters: list[nn.Parameter], local: LocalSection, device: torch.device) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": local.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=local.learning_rate,
+        betas=local.betas,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+_STATE = re.compile(r"optimizer-(\d+)\.safetensors")
