@@ -51,6 +51,15 @@ dataset = {name}
 
 # The ledger. It must outlive runs and state folders: keep it where it is backed up. A lost ledger loses what was spent.
 ledger = "ledger.sqlite"
+
+# What it trains on: "auto" (the GPUs that it sees, else the CPU), or one device such as "cuda:1".
+device = "auto"
+
+# How several devices divide a model. Without a degree, a site uses all of its GPUs.
+[mesh]
+# replicate = 1
+# shard = 1
+# tensor = 1
 """
 
 _POLICY = """\

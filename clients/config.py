@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan import SMALLEST_COHORT
+from cloister.protocol.plan import SMALLEST_COHORT, MeshSection
 from cloister.protocol.settings import Section, Settings
 
 
@@ -45,7 +45,9 @@ class SiteConfig(Section):
     ledger: str = ""
     """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
     device: str = "auto"
-    """`auto` (the first GPU this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+    """`auto` (the GPUs this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+    mesh: MeshSection = MeshSection()
+    """Degrees by which several devices, of the kind that `device` names, divide the model."""
 
     @property
     def folder(self) -> Path:

@@ -16,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.clients.attempt import Live
 from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.places import mesh_for, several
 from cloister.clients.work import Here, Work
 from cloister.lm.data import Prepared
 from cloister.lm.layout import Vector
-from cloister.lm.model import LanguageModel, device_for, load_model
+from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import Trainer
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import MeshSection, Plan
 from cloister.protocol.roster import Roster, load_identity, load_roster
 
 _MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs a few open files
@@ -61,7 +62,8 @@ class Resident:
         self._rosters = lru_cache(maxsize=4)(_pinned_roster)
         self._identities = lru_cache(maxsize=4096)(load_identity)
         self._plans: dict[bytes, Plan] = {}
-        self._loaded: tuple[object, Loaded] | None = None
+        self._serves: object = None
+        self._loaded: dict[object, Loaded] = {}
 
     def roster(self, path: str, pinned: str) -> Roster:
         """The roster in a file, verified once in a process: the content under one hash cannot change.
@@ -89,31 +91,70 @@ class Resident:
         return self._plans[digest]
 
     def load(
-        self, plan: Plan, device_name: str, base_hash: bytes, read_base: Callable[[], Vector | None]
+        self,
+        plan: Plan,
+        device_name: str,
+        mesh: MeshSection,
+        base_hash: bytes,
+        read_base: Callable[[], Vector | None],
+        base_path: Path,
     ) -> Loaded:
-        """Model and trainer of a plan; those of the previously loaded plan are dropped.
+        """The model of a plan, and who works with it; what was loaded for another plan is dropped.
 
         Args:
             plan: The plan.
             device_name: `auto` or a torch device.
+            mesh: How several devices divide the model.
             base_hash: Hash of the frozen parameters to build on; empty: those of the plan.
             read_base: Reads them; called if the model is not loaded yet.
+            base_path: Where they are when the first update is asked for.
 
         Raises:
-            CloisterError: the model cannot be loaded, or does not fit the plan.
+            CloisterError: the model cannot be loaded, or does not fit the plan or the devices.
         """
-        key = (plan.digest(), device_name, base_hash)
-        if self._loaded is None or self._loaded[0] != key:
-            self._loaded = None  # free its memory first
+        serves = (plan.digest(), base_hash)
+        if serves != self._serves:
+            self.close()  # free its memory first
+            self._serves = serves
+        key = (device_name, mesh)
+        if key not in self._loaded:
             torch.set_num_threads(plan.local.threads)
-            device = device_for(device_name)
-            model = load_model(plan, read_base())
+            self._loaded[key] = self._load(plan, device_name, mesh, base_hash, read_base, base_path)
+        return self._loaded[key]
+
+    def close(self) -> None:
+        """Drop what is loaded, and end the processes that work with it; idempotent."""
+        for loaded in self._loaded.values():
+            loaded.work.close()
+        self._loaded.clear()
+
+    def _load(
+        self,
+        plan: Plan,
+        device_name: str,
+        section: MeshSection,
+        base_hash: bytes,
+        read_base: Callable[[], Vector | None],
+        base_path: Path,
+    ) -> Loaded:
+        mesh, devices = mesh_for(plan, section, device_name)
+        work: Work
+        if not several(mesh, section):
+            model, device = load_model(plan, read_base()), torch.device(devices[0])
             model.module.to(device)
             terms = terms_of(plan, model.layout.size)
             work = Here(model, device, self.trainer(plan, model, device), terms)
-            loaded = Loaded(plan, base_hash, model, work, terms)
-            self._loaded = key, loaded
-        return self._loaded[1]
+        else:
+            from cloister.clients.part import Model  # these take a second to import, which one process saves
+            from cloister.clients.team import Team
+
+            model = load_model(plan, empty=True)
+            terms = terms_of(plan, model.layout.size)
+            base = base_path if base_hash else None
+            built = Model(plan.to_json(), mesh, base, section.checkpointing, section.compile)
+            over = plan.cohort.deadline_s * plan.cohort.attempts  # then a round has ended in any case
+            work = Team(built, model.layout, devices, plan.local.threads, over)
+        return Loaded(plan, base_hash, model, work, terms)
 
     def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:
         """A new trainer of a plan's rounds; an audit makes one that plants canaries.

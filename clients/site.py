@@ -145,7 +145,7 @@ class Site:
         plan = from_json(request.plan)
         self._admission.check_new(plan, request.run)
         base = checked_base(request)
-        loaded = self._resident.load(plan, self.config.device, request.base_hash, lambda: base)
+        loaded = self._load(plan, request.base_hash, lambda: base)
         if plan.aggregation.secure:
             self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
         self._kept.remember(request, bytes.fromhex(plan.digest()))
@@ -235,8 +235,9 @@ class Site:
         self._admission.check(plan, sum_id.run)
         return self._load(plan, base_hash)
 
-    def _load(self, plan: Plan, base_hash: bytes) -> Loaded:
-        return self._resident.load(plan, self.config.device, base_hash, lambda: self._kept.base(base_hash))
+    def _load(self, plan: Plan, base_hash: bytes, base: Callable[[], Vector | None] | None = None) -> Loaded:
+        read, path = base or partial(self._kept.base, base_hash), self._kept.base_path(base_hash)
+        return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose

@@ -25,6 +25,7 @@ from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
 from cloister.lm.train import Trainer
+from cloister.lm.weights import Weights
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
 from cloister.protocol.errors import UpdateError
@@ -96,11 +97,14 @@ class Work(Protocol):
             sequences: Opens the site's sequences; picklable.
         """
 
+    def close(self) -> None:
+        """End the processes that do it; idempotent."""
+
 
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
 ) -> Finished:
-    """One site's update, without what its code adds.
+    """One site's update, or this rank's span of it, without what its code adds.
 
     Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
     a failure would reveal it.
@@ -122,15 +126,19 @@ def train(
                 state=task.state,
             )
         elif protected and not len(sequences):
-            return Finished(np.zeros_like(start), 0, 0.0)  # its code adds the noise
+            return _nothing(trainer)  # its code adds the noise
         else:
             local = trainer.train(start, sequences, round=task.round, site_seed=task.seed, state=task.state)
     except UpdateError as error:
         if not protected:
             raise
         _log.warning("round %d: sending zeros: %s", task.round, error)
-        return Finished(np.zeros_like(start), 0, 0.0)
+        return _nothing(trainer)
     return Finished(local.vector, local.tokens, local.loss)
+
+
+def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
+    return Finished(np.zeros(trainer.weights.span.size, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -163,9 +171,27 @@ class Here:
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""
         self.model.layout.scatter(weights, self.model.module)
-        local, module = plan.local, self.model.module
-        chosen = subset(sequences().held_out, plan.server.evaluation_sequences, plan.run.seed)
-        return evaluate(module, chosen, local.batch_size, self.device, local.precision)
+        return held_out(plan, self.model, self.device, sequences())
+
+    def close(self) -> None:
+        """As `Work.close`: there is none."""
+
+
+def held_out(
+    plan: Plan, model: LanguageModel, device: torch.device, prepared: Prepared, weights: Weights | None = None
+) -> HeldOut:
+    """A model's sums on held-out sequences, or on the subset of `server.evaluation_sequences`.
+
+    Args:
+        plan: The plan.
+        model: The model, with its weights.
+        device: Its device.
+        prepared: The site's sequences.
+        weights: As for `lm.evaluate.evaluate`.
+    """
+    local, most = plan.local, plan.server.evaluation_sequences
+    chosen = subset(prepared.held_out, most, plan.run.seed)
+    return evaluate(model.module, chosen, local.batch_size, device, local.precision, weights)
 
 
 def masking(model: bytes, threads: int = 1) -> Mask:

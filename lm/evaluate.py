@@ -24,6 +24,7 @@ from torch.nn import functional
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.frozen import is_lowered
 from cloister.lm.model import takes_positions
+from cloister.lm.weights import Weights
 from cloister.protocol.errors import DataError
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -77,6 +78,7 @@ def evaluate(
     batch_size: int,
     device: torch.device,
     precision: Precision = "auto",
+    weights: Weights | None = None,
 ) -> HeldOut:
     """Score every sequence once, in order, without gradients; restore the module's training mode afterwards.
 
@@ -86,6 +88,8 @@ def evaluate(
         batch_size: Sequences per forward pass.
         device: The device of the module.
         precision: Arithmetic of the forward pass; losses are computed in float32 and summed in float64.
+        weights: The part of the model that this process has, if it is a rank of several: all call this with the same
+            sequences, and each computes its rows of a batch.
 
     Raises:
         DataError: `batch_size` is below 1.
@@ -96,13 +100,17 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
     forward = Forward(module, device, precision)
+    part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
             for begin in range(0, len(targets), batch_size):
-                rows = slice(begin, begin + batch_size)
+                rows = slice(begin + part.start, begin + part.stop)
                 wanted = to_device(targets[rows], device)  # (B, L)
+                if not len(wanted):  # a rank without rows takes part with one that is not scored
+                    rows = slice(0, 1)
+                    wanted = torch.full((1, targets.shape[1]), NOT_LEARNED, device=device)
                 positions = (
                     None if sequences.positions is None else to_device(sequences.positions[rows], device)
                 )
@@ -111,6 +119,8 @@ def evaluate(
                 correct += (logits.argmax(-1) == wanted).sum()
     finally:
         module.train(training)
+    if weights is not None:
+        loss, correct = weights.sum(loss), weights.sum(correct)
     return HeldOut(loss.item(), int(correct.item()), int((targets != NOT_LEARNED).sum()), sequences.n_bytes)
 
 

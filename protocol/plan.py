@@ -347,6 +347,24 @@ class ServerSection(Section):
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
 
 
+class MeshSection(Section):
+    """How a site divides a model among its devices. It is the site's own: in its TOML, or in a simulated one's profile.
+
+    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them: as copies of the model
+    where it fits into one of them, else as shards."""
+
+    replicate: Count | None = None
+    """Copies of the model, each on other rows of a batch."""
+    shard: Count | None = None
+    """Devices that share the weights of one copy (FSDP), each on other rows of a batch."""
+    tensor: Count | None = None
+    """Devices that divide each matrix product of a layer, on the same rows."""
+    checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the model's blocks with `torch.compile`."""
+
+
 class ProfileSection(Section):
     """How some of the simulated sites differ from the rest."""
 
@@ -356,6 +374,8 @@ class ProfileSection(Section):
     """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long."""
     slots: Count = 1
     """Worker slots that the site occupies while it works."""
+    mesh: MeshSection = MeshSection()
+    """Devices among which the site divides the model; on a machine without GPUs each is a process."""
 
 
 class SimulationSection(Section):

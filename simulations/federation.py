@@ -6,6 +6,7 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -36,7 +37,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, ModelError, one_line
-from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
+from cloister.protocol.plan import SIMULATED_PUBLIC, MeshSection, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import sync_to_disk, write_file, write_folder
 from cloister.server.app import GridChannel, server_app
@@ -344,7 +345,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
-    for name, key in identities.items():
+    for index, (name, key) in enumerate(identities.items()):
         save_identity(
             key, names.site(name) / "identity.pem", durable=False
         )  # the folder is synced as a whole
@@ -359,8 +360,17 @@ def lay_out(plan: Plan, folder: Path) -> None:
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
+        toml += _mesh(profile_of(plan, index).mesh)
         names.config(name).write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def _mesh(mesh: MeshSection) -> str:
+    """A mesh as a table of TOML; empty if nothing is set."""
+    given = mesh.model_dump(exclude_defaults=True)
+    return "".join(
+        ["[mesh]\n"] * bool(given) + [f"{key} = {json.dumps(value)}\n" for key, value in given.items()]
+    )
 
 
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:

@@ -7,7 +7,7 @@ the same time; a pool of workers starts it if it does not run.
 from __future__ import annotations
 
 from cloister.protocol.fork_server import running
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import MeshSection, Plan
 from cloister.simulations.process import environment
 
 
@@ -25,7 +25,10 @@ def modules(plan: Plan) -> list[str]:
     """The modules that a worker of a plan's sites needs and that take long to import."""
     adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
     loading = ["transformers.modeling_utils", "transformers.modeling_layers"]  # by `lm.model.load_model`
-    return ["cloister.simulations.federation", *loading, *adapted]
+    divided = (
+        ["cloister.clients.team"] if any(p.mesh != MeshSection() for p in plan.simulation.profiles) else []
+    )
+    return ["cloister.simulations.federation", *loading, *adapted, *divided]
 
 
 def variables(plan: Plan) -> dict[str, str]:

@@ -94,7 +94,7 @@ def start_of(job: Job) -> Vector:
     return start
 
 
-def several(ranks: DeviceMesh, *works: Callable[[DeviceMesh], Any]) -> list[Any]:
+def several(ranks: DeviceMesh, *, works: Sequence[Callable[[DeviceMesh], Any]]) -> list[Any]:
     """The results of several works; ranks that do more are started less often."""
     return [work(ranks) for work in works]
 

@@ -35,7 +35,7 @@ from cloister.tests.rank_rounds import (
     train,
     train_after_a_forward_pass,
 )
-from cloister.tests.ranks import RankError, run_ranks
+from cloister.tests.ranks import run_ranks
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -109,11 +109,14 @@ def on(mesh: Mesh, folder: Path) -> Found:
     rounds, changes, parts = zip(
         *run_ranks(
             mesh,
-            folder,
-            several,
-            partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
-            partial(change, job=job, end=folder / "end.npy"),
-            partial(held, job=job),
+            partial(
+                several,
+                works=[
+                    partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
+                    partial(change, job=job, end=folder / "end.npy"),
+                    partial(held, job=job),
+                ],
+            ),
         ),
         strict=True,
     )
@@ -188,14 +191,14 @@ def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> 
 def test_a_rank_without_rows_takes_part(folder: Path) -> None:
     plans = [(*LLAMA, f"local.batch_size={rows}") for rows in (1, 2)]
     jobs = [one_process(folder, *plan)[0] for plan in plans]
-    found = run_ranks(Mesh(1, 3, 1), folder, partial(train, jobs=jobs))
+    found = run_ranks(Mesh(1, 3, 1), partial(train, jobs=jobs))
     for plan, parts in zip(plans, zip(*found, strict=True), strict=True):
         same_round(parts, one_process(folder, *plan)[1])
 
 
 def test_bfloat16_changes_little(folder: Path) -> None:
     job, whole = one_process(folder, *LLAMA, "local.precision=bfloat16")
-    found = run_ranks(Mesh(1, 2, 2), folder, partial(train, jobs=[job, replace(job, checkpointing=True)]))
+    found = run_ranks(Mesh(1, 2, 2), partial(train, jobs=[job, replace(job, checkpointing=True)]))
     for parts in zip(*found, strict=True):
         vector = joined(parts, whole.vector.size)
         assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
@@ -209,12 +212,15 @@ def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> No
     once, twice, rounds, after = zip(
         *run_ranks(
             Mesh(1, 2, 1),
-            folder,
-            several,
-            partial(forward_passes, job=job),
-            partial(forward_passes, job=checkpointed),
-            partial(train, jobs=[checkpointed]),
-            partial(train_after_a_forward_pass, job=job),
+            partial(
+                several,
+                works=[
+                    partial(forward_passes, job=job),
+                    partial(forward_passes, job=checkpointed),
+                    partial(train, jobs=[checkpointed]),
+                    partial(train_after_a_forward_pass, job=job),
+                ],
+            ),
         ),
         strict=True,
     )
@@ -232,12 +238,12 @@ def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, 
     alone, mesh = tmp_path / "alone", tmp_path / "mesh"
     expected = train(None, jobs=[replace(job, round=each, state=alone) for each in (1, 3)])
     rounds = [replace(job, round=each, state=mesh) for each in (1, 2)]
-    first = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=rounds))
+    first = run_ranks(Mesh(1, 2, 1), partial(train, jobs=rounds))
     same_round([parts[0] for parts in first], expected[0])
     newest = sorted(mesh.rglob("optimizer-2.safetensors"))
     assert len(newest) == 2
     newest[1].unlink()
-    third = run_ranks(Mesh(1, 2, 1), folder, partial(train, jobs=[replace(job, round=3, state=mesh)]))
+    third = run_ranks(Mesh(1, 2, 1), partial(train, jobs=[replace(job, round=3, state=mesh)]))
     same_round([parts[0] for parts in third], expected[1])
 
 
@@ -251,7 +257,7 @@ def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Pat
     layout.split(start)["model.embed_tokens.weight"][UNUSED] = np.inf
     np.save(tmp_path / "start.npy", start)
     refused = run_ranks(
-        Mesh(1, 2, 1), folder, partial(refused_update, job=replace(job, start=tmp_path / "start.npy"))
+        Mesh(1, 2, 1), partial(refused_update, job=replace(job, start=tmp_path / "start.npy"))
     )
     assert all("round 1 is 'non-finite'" in error for error in refused)
 
@@ -259,15 +265,15 @@ def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Pat
 def test_another_number_of_processes_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama")
     with pytest.raises(
-        RankError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
+        ModelError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
     ):
-        run_ranks(Mesh(2, 1, 1), folder, partial(train, jobs=[job]), processes=1)
+        run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
 
 
 def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
-    with pytest.raises(RankError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
-        run_ranks(Mesh(1, 1, 2), folder, partial(train, jobs=[job]))
+    with pytest.raises(ModelError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
+        run_ranks(Mesh(1, 1, 2), partial(train, jobs=[job]))
 
 
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")

@@ -1,0 +1,175 @@
+"""The part of a site's work that one rank does: train, release, mask and evaluate, for its span of the vector.
+
+A rank has no key, ledger or attempt of the site. It gets what it needs with a command: the stream of noise of one
+update, or the seeds of one attempt's masks. It writes its span of the update into the file that the site's process has
+made, and gives its masked span to that process in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from cloister.aggregation import masks
+from cloister.aggregation.secure_site import Seeds
+from cloister.clients.pipe import SharedVector
+from cloister.clients.rank import Place
+from cloister.clients.release import Clipped
+from cloister.clients.work import Task, held_out, train
+from cloister.lm.data import Prepared
+from cloister.lm.evaluate import HeldOut
+from cloister.lm.layout import Vector
+from cloister.lm.mesh import Mesh, build
+from cloister.lm.model import load_model
+from cloister.lm.parallelize import parallelize
+from cloister.lm.train import Trainer
+from cloister.privacy.terms import terms_of
+from cloister.protocol.blocks import Span
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.soundness import from_json
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a rank builds when it starts."""
+
+    plan: str
+    """The plan, as JSON."""
+    mesh: Mesh
+    """The mesh of the site's ranks."""
+    base: Path | None
+    """File of the frozen parameters to build on; None: those of the plan."""
+    checkpointing: bool
+    """Compute activations again in the backward pass."""
+    compile: bool
+    """Compile the model's blocks."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train an update and write this rank's span of it into a file, coded."""
+
+    task: Task
+    start: SharedVector
+    """The global model, float32, the whole vector."""
+    out: Path
+    """The file of the whole coded vector."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank's span of a coded update."""
+
+    span: Span
+    digest: bytes
+    """Its hash, for the manifest."""
+    clipped: Clipped
+    tokens: int
+    """Tokens that all ranks together learned from."""
+    loss: float
+    """Mean training loss over them."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Mask a span of a finished update; nothing else is ever masked with these seeds at this span."""
+
+    vector: Path
+    """The file of the whole coded vector."""
+    spans: tuple[Span, ...]
+    """The span of each rank."""
+    dtype: str
+    """The ring's."""
+    seeds: Seeds = field(repr=False)
+    cipher: masks.Cipher
+    threads: int
+    """Threads that mask, in each rank."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate a model on held-out sequences."""
+
+    weights: SharedVector
+    """The model, float32, the whole vector."""
+    sequences: Callable[[], Prepared]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A rank's masked span."""
+
+    vector: SharedVector
+    digest: bytes
+    """Its hash, for the manifest."""
+
+
+Command = Train | Mask | Evaluate
+
+
+class Part:
+    """One rank's part of a model, and what it does with it.
+
+    Args:
+        model: What to build.
+        place: This rank's place among the ranks.
+    """
+
+    def __init__(self, model: Model, place: Place) -> None:
+        plan = from_json(model.plan)
+        ranks = build(model.mesh, place.device.type)
+        base: Vector | None = None if model.base is None else np.load(model.base)
+        loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
+        parallelize(loaded, ranks, place.device, checkpointing=model.checkpointing, compile=model.compile)
+        self._plan = plan
+        self._place = place
+        self._terms = terms_of(plan, loaded.layout.size)
+        self._trainer = Trainer(plan, loaded, place.device, ranks)
+        self._model = loaded
+
+    def __call__(self, command: Command) -> Trained | Masked | HeldOut:
+        """Carry out a command that all ranks got."""
+        match command:
+            case Train():
+                return self._train(command)
+            case Mask():
+                return self._mask(command)
+            case Evaluate():
+                return self._evaluate(command)
+
+    def _train(self, command: Train) -> Trained:
+        task = command.task
+        finished = train(self._trainer, self._terms, task, command.start.array, task.sequences())
+        span = self._trainer.weights.span
+        coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
+        with command.out.open("r+b") as file:
+            file.seek(span.start * coded.itemsize)
+            file.write(coded.data)
+        return Trained(span, vector_hash(coded), clipped, finished.tokens, finished.loss)
+
+    def _evaluate(self, command: Evaluate) -> HeldOut:
+        weights = self._trainer.weights
+        weights.place(command.weights.array)
+        return held_out(self._plan, self._model, self._place.device, command.sequences(), weights)
+
+    def _mask(self, command: Mask) -> Masked:
+        span, dtype = command.spans[self._place.rank], np.dtype(command.dtype)
+        masked = SharedVector(span.size, dtype)
+        if span.size:
+            masked.array[:] = np.memmap(command.vector, dtype, "r")[span.start : span.stop]
+        add, subtract = command.seeds.add, command.seeds.subtract
+        masks.apply(
+            masked.array, add, subtract, offset=span.start, cipher=command.cipher, threads=command.threads
+        )
+        return Masked(masked, vector_hash(masked.array))
+
+
+def _gather(numbers: list[float]) -> list[float]:
+    """The numbers of all ranks' spans, in their order."""
+    found: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, numbers)
+    return [number for part in found for number in part]

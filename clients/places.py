@@ -1,0 +1,71 @@
+"""The devices of a site, and the mesh on which they train a plan's model."""
+
+from __future__ import annotations
+
+import torch
+
+from cloister.lm.mesh import Mesh, choose
+from cloister.lm.model import configuration, count_parameters, device_for
+from cloister.protocol.errors import ModelError, PlanError
+from cloister.protocol.plan import MeshSection, Plan
+
+_ALONE = "one device without checkpointing and compile"
+
+
+def several(mesh: Mesh, section: MeshSection) -> bool:
+    """Whether processes of their own train on a mesh: on several devices, or with what changes the model."""
+    return mesh.size > 1 or section.checkpointing or section.compile
+
+
+def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[str]]:
+    """The mesh of a site, checked against its devices and the plan, and the torch device of each rank; starts nothing.
+
+    On the CPU each rank is a process, so there is a device for every rank that is asked for, and one if none is.
+
+    Args:
+        plan: The plan.
+        section: The site's `[mesh]`.
+        device: The site's `device`: `auto` (all GPUs that this process sees, else the CPU) or a torch device.
+
+    Raises:
+        ModelError: there is no such device, there are too few, or the mesh does not fit the model.
+        PlanError: the plan's privacy unit needs one device.
+    """
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    here = gpus if gpus and device in ("auto", "cuda") else [str(device_for(device))]
+    asked = (section.replicate, section.shard, section.tensor)
+    if any(asked):
+        mesh = Mesh(*(degree or 1 for degree in asked))
+    elif len(here) > 1 and not plan.privacy.dpsgd:
+        everything, trained = count_parameters(plan)
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
+        mesh = choose(len(here), memory, trained, everything - trained)
+    else:
+        mesh = Mesh()
+    if not several(mesh, section):
+        return mesh, here[:1]
+    if plan.privacy.dpsgd:
+        raise PlanError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because privacy.unit is '{plan.privacy.unit}'",
+            fix="remove [mesh] from the site's settings",
+        )
+    precision = plan.model.adapter.base_precision
+    if precision != "float32":
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
+            fix="remove [mesh] from the site's settings",
+        )
+    if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected="shard 1 and tensor 1, because Muon needs whole matrices",
+            fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
+        )
+    devices = here * mesh.size if here == ["cpu"] else here
+    mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
+    return mesh, devices[: mesh.size]

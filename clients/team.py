@@ -1,0 +1,114 @@
+"""The work of a site on several devices: its ranks do it (`part.py`), and this process has no model and no update.
+
+The global model is given to all ranks as one copy in shared memory. The masked spans lie in shared memory of the ranks,
+from which the carrier sends them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.aggregation import masks
+from cloister.aggregation.secure_site import SecureSite
+from cloister.aggregation.span import Manifest, Piece
+from cloister.clients.kept import Written
+from cloister.clients.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained
+from cloister.clients.pipe import SharedVector
+from cloister.clients.ranks import Ranks
+from cloister.clients.release import Finished
+from cloister.clients.work import Task
+from cloister.lm.data import Prepared
+from cloister.lm.evaluate import HeldOut
+from cloister.lm.layout import Layout, Vector
+from cloister.protocol.blocks import Span, tile
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.plan import Plan
+
+
+class Team:
+    """The ranks of a site that have a plan's model.
+
+    Args:
+        model: What each of them builds.
+        layout: The layout of the unsharded model.
+        devices: The torch device of each rank.
+        threads: Threads of torch in each rank.
+        timeout_s: Seconds after which ranks that have not done a command are ended.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self, model: Model, layout: Layout, devices: Sequence[str], threads: int, timeout_s: float
+    ) -> None:
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._ranks: Ranks[Command, Any] = Ranks(
+            partial(Part, model),
+            devices,
+            threads=threads,
+            preload=[Part.__module__, "transformers.modeling_utils", "transformers.modeling_layers"],
+        )
+
+    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
+        """As `Work.update`; no process has the whole update, so `trained` is not called."""
+        layout = task.code.layout
+        _allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)
+        answers: list[Trained] = self._call(Train(task, SharedVector.of(start), path))
+        tail = task.code.tail([each.clipped for each in answers], answers[0].tokens, answers[0].loss)
+        whole = np.memmap(path, layout.ring.dtype, "r+")
+        whole[layout.size :] = tail
+        whole.flush()
+        kept = np.memmap(path, layout.ring.dtype, "r")
+        spans = [*(each.span for each in answers), Span(layout.size, layout.length)]
+        pieces = [(span.start, np.asarray(span.of(kept))) for span in spans]
+        return _written(pieces, [*(each.digest for each in answers), vector_hash(tail)])
+
+    def mask(
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+    ) -> Written:
+        """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
+        length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
+        size = self._layout.size
+        spans, seeds = tile(size, len(self._ranks)), site.take_seeds(model=model)
+        command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
+        answers: list[Masked] = self._call(command)
+        tail = np.array(np.memmap(path, dtype, "r")[size:length])
+        masks.apply(tail, seeds.add, seeds.subtract, offset=size, cipher=site.contract.cipher)
+        masked = [(span.start, each.vector.array) for span, each in zip(spans, answers, strict=True)]
+        hashes = [each.digest for each in answers]
+        return _written([*masked, (size, tail)], [*hashes, vector_hash(tail)])
+
+    def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
+        """As `Work.held_out`."""
+        found: HeldOut = self._call(Evaluate(SharedVector.of(weights), sequences))[0]
+        return found
+
+    def _call(self, command: Command) -> list[Any]:
+        return self._ranks.call(command, timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """End the ranks; idempotent."""
+        self._ranks.close()
+
+
+def _written(pieces: list[Piece], hashes: Sequence[bytes]) -> Written:
+    """Pieces that are not empty, with hashes that the ranks have computed."""
+    entries = [(offset, piece.size, digest) for (offset, piece), digest in zip(pieces, hashes, strict=True)]
+    manifest: Manifest = tuple(entry for entry in entries if entry[1])
+    return Written(manifest, [piece for piece in pieces if piece[1].size])
+
+
+def _allocate(path: Path, size: int) -> None:
+    """A new file of zeros, which only its owner may read; where the disk is full, no rank meets it later."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+    finally:
+        os.close(file)

@@ -1,0 +1,208 @@
+"""A site whose ranks train, code and mask: the same update as one process gives, and what a killed rank costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cloister.clients.ranks import Ranks
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.errors import ModelError, PlanError, RankError
+from cloister.protocol.plan import MeshSection
+from cloister.tests.command import found
+from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
+from cloister.tests.federation import whole as whole_vector
+from cloister.tests.test_site import Attack, in_clear
+
+MESHES = {
+    "replicate": MeshSection(replicate=2),
+    "shard": MeshSection(shard=2),
+    "tensor": MeshSection(tensor=2),
+}
+WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
+"""A model whose update is several blocks, so that each rank has some."""
+ZERO = "local.learning_rate=1e-30"
+"""Updates are zeros on every mesh: the rest is rounding and noise."""
+
+
+@pytest.fixture
+def open_site() -> Iterator[Callable[..., Site]]:
+    """Opens sites of a federation, each with a process's memory of its own, and ends their ranks."""
+    residents: list[Resident] = []
+
+    def opened(federation: Federation, mesh: MeshSection | None = None, **options: Any) -> Site:
+        residents.append(Resident())
+        return federation.joined(resident=residents[-1], mesh=mesh or MeshSection(), **options)
+
+    yield opened
+    for resident in residents:
+        resident.close()
+    assert not ranks()
+
+
+def weights(run: Path, number: int) -> Any:
+    """The model after a round, as one vector."""
+    tensors = load_file(run / "checkpoints" / f"round-{number:05d}.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors) if name.startswith("model/")])
+
+
+def ranks() -> list[Any]:
+    """The processes of ranks that this process has started."""
+    return [each for each in multiprocessing.active_children() if each.name.startswith("cloister rank")]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_give_the_update_of_one_process(
+    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    """Trained, in clear: equal up to rounding."""
+    # With so short a gradient AdamW's epsilon dominates, and rounding is not amplified where a gradient is near zero.
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6")))
+    decoded = []
+    for number, section in enumerate((MeshSection(), MESHES[mesh])):
+        state = str(tmp_path / str(number))
+        site = open_site(federation, section, state=state, secure=False)
+        contribution = site.contribute(federation.request())
+        assert len(contribution.spans) == (1 if number == 0 else 3)
+        decoded.append(whole_vector(contribution).view(np.int32).astype(np.int64))
+    (one, several), size = decoded, federation.layout.size
+    largest = np.abs(one[:size]).max()
+    assert largest > 1e5
+    assert np.abs(one - several)[:size].max() <= 1e-4 * largest
+    assert np.array_equal(one[size:][:2], several[size:][:2]), "weight and tokens"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
+    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    """Rounded and noised by each rank for its own span."""
+    kept = []
+    for folder, section in (("one", MeshSection()), ("several", MESHES[mesh])):
+        federation = Federation(tmp_path / folder, tiny(*SKELLAM, *WIDE, ZERO))
+        noise = NoiseStream.from_declared_seed(5).child
+        attack = Attack(federation, clip=1.0, noise=lambda number, draw=noise: draw(f"{number}"))
+        attack.sites[0] = open_site(federation, section, noise=lambda number, draw=noise: draw(f"{number}"))
+        attack.carry_through(())
+        updates = [
+            np.fromfile(path, np.uint32) for path in sorted(federation.folder.rglob("update-00001.ring"))
+        ]
+        assert len(updates) == 4
+        assert np.array_equal(attack.coordinator.sum(), np.sum(updates, axis=0, dtype=np.uint32))
+        kept.append(updates[0].tobytes())
+        assert len(ranks()) == (0 if folder == "one" else 2)
+    assert kept[0] == kept[1]
+    assert len(set(kept[0])) > 100, "there is noise in it"
+
+
+@pytest.mark.parametrize("moment", ["Train", "Mask"])
+def test_a_killed_rank_costs_an_attempt_and_no_charge_for_a_kept_update(
+    moment: str, tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = Federation(tmp_path, tiny(*SKELLAM))
+    attack = Attack(federation, clip=1.0)
+    site = attack.sites[0] = open_site(federation, MESHES["shard"])
+    inbox = attack.deal()[site.name]
+    site.held_out(federation.plan, federation.model)  # which starts the ranks
+    (victim,) = (each for each in ranks() if each.name.startswith("cloister rank 1"))
+    call = Ranks.call
+
+    def killing(self: Ranks[Any, Any], *commands: Any, **options: Any) -> list[Any]:
+        """One rank does not get far with the command: it is stopped, and killed while the others are at work."""
+        if type(commands[0]).__name__ == moment:
+            os.kill(victim.pid, signal.SIGSTOP)
+            killer = threading.Timer(0.2, victim.kill)
+            killer.start()
+        return call(self, *commands, **options)
+
+    monkeypatch.setattr(Ranks, "call", killing)
+    begun = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 on cpu.*killed by SIGKILL"):
+        attack.contribute(site, inbox, clip=1.0)
+    assert time.monotonic() - begun < 10
+    assert not ranks()
+    monkeypatch.undo()
+    assert len(federation.entries()) == 1
+    again = Attack(federation, attempt=2, clip=1.0)
+    again.sites[0] = site
+    assert again.contribute(site, again.deal()[site.name], clip=1.0).statement is not None
+    assert time.monotonic() - begun < 60
+    # Where the update was kept, it is sent again; an update that is trained again is another release.
+    assert len(federation.entries()) == (1 if moment == "Mask" else 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh", "error", "expected"),
+    [
+        (RECORD, MeshSection(shard=2), PlanError, "one device .* because privacy.unit is 'record'"),
+        (
+            [],
+            MeshSection(tensor=4),
+            ModelError,
+            "mesh.tensor is 4: expected a divisor .* num_attention_heads = 2",
+        ),
+        (["local.optimizer=muon"], MeshSection(shard=2), ModelError, "Muon needs whole matrices"),
+        (
+            ["model.adapter.scheme=ffa-lora", "model.adapter.base_precision=bfloat16"],
+            MeshSection(replicate=2),
+            ModelError,
+            "base_precision is 'bfloat16'",
+        ),
+    ],
+)
+def test_what_a_mesh_cannot_train_is_refused_when_the_site_joins(
+    settings: list[str],
+    mesh: MeshSection,
+    error: type[Exception],
+    expected: str,
+    tmp_path: Path,
+    open_site: Callable[..., Site],
+) -> None:
+    federation = Federation(tmp_path, tiny(*settings))
+    with pytest.raises(error, match=expected):
+        open_site(federation, mesh, secure=federation.plan.aggregation.secure)
+
+
+def test_a_federation_trains_on_three_meshes(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command, with the secure sum; evaluated at the sites, by their ranks."""
+    meshes = [
+        "{share=0.25,mesh={replicate=2}}",
+        "{share=0.25,mesh={shard=2}}",
+        "{share=0.25,mesh={tensor=2}}",
+    ]
+    out = tmp_path / "run"
+    profiles = f"simulation.profiles=[{','.join(meshes)}]"
+    outcome = found(
+        capsys, "simulate", str(small_plan), "--out", str(out), "--workers", "1", "--set", profiles
+    )
+    assert outcome["final_loss"] == pytest.approx(whole["final_loss"], rel=1e-5)
+    several, one, start = (
+        weights(Path(run), number) for run, number in ((out, 3), (whole["run"], 3), (out, 0))
+    )
+    assert np.linalg.norm(several - one) <= 1e-4 * np.linalg.norm(one - start)
+
+
+def test_a_model_that_does_not_fit_into_one_rank_is_trained_and_released_by_two(tmp_path: Path) -> None:
+    """In a process whose memory allocator returns what is freed: otherwise fragments decide what fits."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    command = [sys.executable, "-m", "cloister.tests.rank_memory", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.splitlines() == ["1 rank: cannot allocate memory", "2 ranks: released"], done.stderr[
+        -3000:
+    ]
