@@ -37,6 +37,9 @@ WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
 """A model whose update is several blocks, so that each rank has some."""
 ZERO = "local.learning_rate=1e-30"
 """Updates are zeros on every mesh: the rest is rounding and noise."""
+ONE_ROW = ["local.batch_size=1", "local.clip_norm=0", "privacy.clip=0.001"]
+"""Only one rank has a row, and nothing is summed in another order: the update is that of one process to the bit. It is
+longer than the clipping norm, so each rank must know the norm of the whole."""
 
 
 @pytest.fixture
@@ -86,16 +89,27 @@ def test_ranks_give_the_update_of_one_process(
     assert np.array_equal(one[size:][:2], several[size:][:2]), "weight and tokens"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("replicate", [ZERO]),
+        ("shard", [ZERO]),
+        ("tensor", [ZERO]),
+        ("replicate", ONE_ROW),
+        ("shard", ONE_ROW),
+    ],
+)
 def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
-    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+    mesh: str, settings: list[str], tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
-    """Rounded and noised by each rank for its own span."""
+    """Clipped, rounded and noised by each rank for its own span."""
     kept = []
     for folder, section in (("one", MeshSection()), ("several", MESHES[mesh])):
-        federation = Federation(tmp_path / folder, tiny(*SKELLAM, *WIDE, ZERO))
+        federation = Federation(tmp_path / folder, tiny(*SKELLAM, *WIDE, *settings))
         noise = NoiseStream.from_declared_seed(5).child
-        attack = Attack(federation, clip=1.0, noise=lambda number, draw=noise: draw(f"{number}"))
+        attack = Attack(
+            federation, clip=federation.plan.privacy.clip, noise=lambda number, draw=noise: draw(f"{number}")
+        )
         attack.sites[0] = open_site(federation, section, noise=lambda number, draw=noise: draw(f"{number}"))
         attack.carry_through(())
         updates = [
