@@ -129,20 +129,7 @@ class Kept:
         Raises:
             StorageError: it is missing or has changed.
         """
-        if not base_hash:
-            return None
-        path = self.base_path(base_hash)
-        try:
-            base: Vector = np.load(path)
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                str(path), expected=f"the base model that this site was given ({error})"
-            ) from error
-        if vector_hash(base) != base_hash:
-            raise StorageError(
-                str(path), expected="the base model that this site was given, but it has changed"
-            )
-        return base
+        return read_base(self.base_path(base_hash), base_hash)
 
     # Finished updates, so that a retry of a round does not train again.
 
@@ -284,6 +271,25 @@ def write_pieces(path: Path, pieces: list[Piece]) -> Written:
 def base_path(folder: Path, base_hash: bytes) -> Path:
     """Where the base model with a hash is kept in a folder."""
     return folder / f"base-{base_hash.hex()}.npy"
+
+
+def read_base(path: Path, base_hash: bytes) -> Vector | None:
+    """The base model in a file; None for the empty hash.
+
+    Raises:
+        StorageError: it is missing or has changed.
+    """
+    if not base_hash:
+        return None
+    try:
+        base: Vector = np.load(path)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            str(path), expected=f"the base model that this site was given ({error})"
+        ) from error
+    if vector_hash(base) != base_hash:
+        raise StorageError(str(path), expected="the base model that this site was given, but it has changed")
+    return base
 
 
 def save_vector(path: Path, vector: Vector) -> None:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from cloister.aggregation import masks
 from cloister.aggregation.secure_site import Seeds
+from cloister.clients.kept import read_base
 from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place
 from cloister.clients.release import Clipped
 from cloister.clients.work import Task, held_out, train
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut
-from cloister.lm.layout import Vector
 from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import load_model
 from cloister.lm.parallelize import parallelize
@@ -41,8 +41,10 @@ class Model:
     """The plan, as JSON."""
     mesh: Mesh
     """The mesh of the site's ranks."""
-    base: Path | None
-    """File of the frozen parameters to build on; None: those of the plan."""
+    base: Path
+    """File of the frozen parameters to build on."""
+    base_hash: bytes
+    """Their hash; empty: the plan's own are built on."""
     checkpointing: bool
     """Compute activations again in the backward pass."""
     compile: bool
@@ -51,18 +53,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Train:
-    """Train an update and write this rank's span of it into a file, coded."""
+    """Train an update and code this rank's span of it."""
 
     task: Task
     start: SharedVector
     """The global model, float32, the whole vector."""
-    out: Path
-    """The file of the whole coded vector."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A rank's span of a coded update."""
+    """A rank's span of a coded update, which it keeps until it is told where to write it."""
 
     span: Span
     digest: bytes
@@ -72,6 +72,13 @@ class Trained:
     """Tokens that all ranks together learned from."""
     loss: float
     """Mean training loss over them."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write the coded span at its place into the file of the whole coded vector."""
+
+    out: Path
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,11 @@ class Masked:
     vector: SharedVector
     digest: bytes
     """Its hash, for the manifest."""
+    of: bytes
+    """The hash of what was masked."""
 
 
-Command = Train | Mask | Evaluate
+Command = Train | Write | Mask | Evaluate
 
 
 class Part:
@@ -122,7 +131,7 @@ class Part:
     def __init__(self, model: Model, place: Place) -> None:
         plan = from_json(model.plan)
         ranks = build(model.mesh, place.device.type)
-        base: Vector | None = None if model.base is None else np.load(model.base)
+        base = read_base(model.base, model.base_hash)
         loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
         parallelize(loaded, ranks, place.device, checkpointing=model.checkpointing, compile=model.compile)
         self._plan = plan
@@ -131,11 +140,14 @@ class Part:
         self._trainer = Trainer(plan, loaded, place.device, ranks)
         self._model = loaded
 
-    def __call__(self, command: Command) -> Trained | Masked | HeldOut:
+    def __call__(self, command: Command) -> Trained | Masked | HeldOut | None:
         """Carry out a command that all ranks got."""
         match command:
             case Train():
                 return self._train(command)
+            case Write():
+                self._write(command)
+                return None
             case Mask():
                 return self._mask(command)
             case Evaluate():
@@ -146,10 +158,15 @@ class Part:
         finished = train(self._trainer, self._terms, task, command.start.array, task.sequences())
         span = self._trainer.weights.span
         coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
-        with command.out.open("r+b") as file:
-            file.seek(span.start * coded.itemsize)
-            file.write(coded.data)
+        self._coded = coded
         return Trained(span, vector_hash(coded), clipped, finished.tokens, finished.loss)
+
+    def _write(self, command: Write) -> None:
+        coded = self._coded
+        del self._coded
+        with command.out.open("r+b") as file:
+            file.seek(self._trainer.weights.span.start * coded.itemsize)
+            file.write(coded.data)
 
     def _evaluate(self, command: Evaluate) -> HeldOut:
         weights = self._trainer.weights
@@ -161,11 +178,12 @@ class Part:
         masked = SharedVector(span.size, dtype)
         if span.size:
             masked.array[:] = np.memmap(command.vector, dtype, "r")[span.start : span.stop]
+        of = vector_hash(masked.array)
         add, subtract = command.seeds.add, command.seeds.subtract
         masks.apply(
             masked.array, add, subtract, offset=span.start, cipher=command.cipher, threads=command.threads
         )
-        return Masked(masked, vector_hash(masked.array))
+        return Masked(masked, vector_hash(masked.array), of)
 
 
 def _gather(numbers: list[float]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from cloister.lm.mesh import Mesh, choose
@@ -9,6 +11,8 @@ from cloister.lm.model import configuration, count_parameters, device_for
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.protocol.plan import MeshSection, Plan
 
+RANKS_PER_PROCESSOR = 4
+"""Most ranks of a site on the CPU, for each of its processors: more only wait for each other."""
 _ALONE = "one device without checkpointing and compile"
 
 
@@ -36,10 +40,12 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
     asked = (section.replicate, section.shard, section.tensor)
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and not plan.privacy.dpsgd:
+    elif len(here) > 1 and not plan.privacy.dpsgd and plan.model.adapter.base_precision == "float32":
         everything, trained = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained)
+        if mesh.shard > 1 and plan.local.optimizer == "muon":
+            mesh = Mesh()
     else:
         mesh = Mesh()
     if not several(mesh, section):
@@ -49,7 +55,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
             "mesh",
             mesh.degrees(),
             expected=f"{_ALONE}, because privacy.unit is '{plan.privacy.unit}'",
-            fix="remove [mesh] from the site's settings",
+            fix="remove the site's mesh",
         )
     precision = plan.model.adapter.base_precision
     if precision != "float32":
@@ -57,7 +63,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
             "mesh",
             mesh.degrees(),
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
-            fix="remove [mesh] from the site's settings",
+            fix="remove the site's mesh",
         )
     if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
         raise ModelError(
@@ -66,6 +72,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
             expected="shard 1 and tensor 1, because Muon needs whole matrices",
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
         )
-    devices = here * mesh.size if here == ["cpu"] else here
+    processes = RANKS_PER_PROCESSOR * (os.cpu_count() or 1)
+    devices = here * min(mesh.size, processes) if here == ["cpu"] else here
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]

@@ -150,8 +150,8 @@ class Resident:
 
             model = load_model(plan, empty=True)
             terms = terms_of(plan, model.layout.size)
-            base = base_path if base_hash else None
-            built = Model(plan.to_json(), mesh, base, section.checkpointing, section.compile)
+            model.module.to("meta")  # a frozen base: this process needs names and shapes only
+            built = Model(plan.to_json(), mesh, base_path, base_hash, section.checkpointing, section.compile)
             over = plan.cohort.deadline_s * plan.cohort.attempts  # then a round has ended in any case
             work = Team(built, model.layout, devices, plan.local.threads, over)
         return Loaded(plan, base_hash, model, work, terms)

@@ -18,7 +18,7 @@ from cloister.aggregation import masks
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Manifest, Piece
 from cloister.clients.kept import Written
-from cloister.clients.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained
+from cloister.clients.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained, Write
 from cloister.clients.pipe import SharedVector
 from cloister.clients.ranks import Ranks
 from cloister.clients.release import Finished
@@ -28,6 +28,7 @@ from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Layout, Vector
 from cloister.protocol.blocks import Span, tile
 from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import StepError
 from cloister.protocol.plan import Plan
 
 
@@ -59,8 +60,9 @@ class Team:
     def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
         """As `Work.update`; no process has the whole update, so `trained` is not called."""
         layout = task.code.layout
+        answers: list[Trained] = self._call(Train(task, SharedVector.of(start)))
         _allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)
-        answers: list[Trained] = self._call(Train(task, SharedVector.of(start), path))
+        self._call(Write(path))
         tail = task.code.tail([each.clipped for each in answers], answers[0].tokens, answers[0].loss)
         whole = np.memmap(path, layout.ring.dtype, "r+")
         whole[layout.size :] = tail
@@ -79,7 +81,11 @@ class Team:
         spans, seeds = tile(size, len(self._ranks)), site.take_seeds(model=model)
         command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
         answers: list[Masked] = self._call(command)
-        tail = np.array(np.memmap(path, dtype, "r")[size:length])
+        tail = _span_of(pieces, Span(size, length)).copy()
+        if [each.of for each in answers] != [vector_hash(_span_of(pieces, span)) for span in spans]:
+            raise StepError(  # another process of the site has replaced the file; nothing has left
+                "update", expected="the file of the finished update not to change", fix="try the round again"
+            )
         masks.apply(tail, seeds.add, seeds.subtract, offset=size, cipher=site.contract.cipher)
         masked = [(span.start, each.vector.array) for span, each in zip(spans, answers, strict=True)]
         hashes = [each.digest for each in answers]
@@ -103,6 +109,13 @@ def _written(pieces: list[Piece], hashes: Sequence[bytes]) -> Written:
     entries = [(offset, piece.size, digest) for (offset, piece), digest in zip(pieces, hashes, strict=True)]
     manifest: Manifest = tuple(entry for entry in entries if entry[1])
     return Written(manifest, [piece for piece in pieces if piece[1].size])
+
+
+def _span_of(pieces: list[Piece], span: Span) -> np.ndarray[Any, np.dtype[Any]]:
+    """The span's elements, of pieces that tile a vector."""
+    parts = [vector[max(span.start - offset, 0) : max(span.stop - offset, 0)] for offset, vector in pieces]
+    parts = [part for part in parts if part.size]
+    return parts[0] if len(parts) == 1 else np.concatenate([pieces[0][1][:0], *parts])
 
 
 def _allocate(path: Path, size: int) -> None:

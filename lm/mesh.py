@@ -105,7 +105,7 @@ class Mesh:
                 "mesh",
                 self.degrees(),
                 expected=f"a product of at most {devices}, the site's devices, but it is {self.size}",
-                fix="lower a degree, or set mesh = 'auto'",
+                fix="lower a degree, or remove [mesh]",
             )
         if self.tensor == 1:
             return

@@ -209,7 +209,7 @@ class Trainer:
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             with seeded("train", *seeds, *self.weights.draws, device=self._device):
                 tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
-            if not math.isfinite(loss):
+            if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 

@@ -28,6 +28,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Degree = Annotated[int, Field(ge=1, le=1024)]
 
 SIMULATED_PUBLIC = "simulation:public"
 """`server.evaluation` of a simulation that keeps public records apart (`simulation.public`)."""
@@ -353,11 +354,11 @@ class MeshSection(Section):
     A degree that is not set is 1. If none is set, a site with several GPUs takes all of them: as copies of the model
     where it fits into one of them, else as shards."""
 
-    replicate: Count | None = None
+    replicate: Degree | None = None
     """Copies of the model, each on other rows of a batch."""
-    shard: Count | None = None
+    shard: Degree | None = None
     """Devices that share the weights of one copy (FSDP), each on other rows of a batch."""
-    tensor: Count | None = None
+    tensor: Degree | None = None
     """Devices that divide each matrix product of a layer, on the same rows."""
     checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.clients.config import SiteConfig
+from cloister.lm.model import device_for
 from cloister.privacy.audit import Check, misfits, visible
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
@@ -110,4 +111,5 @@ def house(folder: Path, like: SiteConfig, **fields: Any) -> SiteConfig:
     cache = like.folder.absolute() / "data"
     cache.mkdir(parents=True, exist_ok=True)
     (folder / "data").symlink_to(cache, target_is_directory=True)
-    return SiteConfig(data=like.data, split=like.split, device=like.device, state=str(folder), **fields)
+    device = str(device_for(like.device))  # one: the trainer that plants canaries is that of one process
+    return SiteConfig(data=like.data, split=like.split, device=device, state=str(folder), **fields)

@@ -24,6 +24,7 @@ from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.kept import base_path, save_vector
+from cloister.clients.places import mesh_for
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm import saved
@@ -36,7 +37,7 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import EngineError, ModelError, one_line
+from cloister.protocol.errors import EngineError, ModelError, PlanError, one_line
 from cloister.protocol.plan import SIMULATED_PUBLIC, MeshSection, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import sync_to_disk, write_file, write_folder
@@ -185,6 +186,12 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
     terms = terms_of(plan, trained_ones)
     if processes:
         _check_memory(parameters, processes)
+    for index, profile in enumerate(plan.simulation.profiles):
+        try:
+            mesh_for(plan, profile.mesh, "auto")
+        except (ModelError, PlanError) as error:
+            field = f"simulation.profiles[{index}].{error.field}"
+            raise type(error)(field, error.value, expected=error.expected, fix=error.fix) from error
     if dataset is None:
         return
     assert terms is not None, "a sound plan with a ledger has a privacy unit"

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import MeshSection, Plan
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.simulations import trained
@@ -25,10 +25,11 @@ def aggregation_error(folder: RunFolder) -> float | None:
     layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
 
     Returns:
-        The relative error; None for another scheme, with a privacy unit, or if the sites' updates were removed.
+        The relative error; None for another scheme, with a privacy unit, if the sites' updates were removed, or where
+        a site's ranks have trained: none of them has a whole update.
     """
     plan = folder.plan
-    if not trained.kept(plan):
+    if not trained.kept(plan) or any(each.mesh != MeshSection() for each in plan.simulation.profiles):
         return None
     layout = load_model(plan).layout
     start = Checkpoints(folder.checkpoints, layout, plan.server.keep_checkpoints).load(plan.run.rounds - 1)

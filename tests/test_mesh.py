@@ -282,7 +282,7 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 @pytest.mark.parametrize(
     ("mesh", "kind", "overrides", "message"),
     [
-        (Mesh(4, 2, 1), "llama", (), r"mesh is 'replicate 4, shard 2, tensor 1'.*at most 4.*it is 8.*'auto'"),
+        (Mesh(4, 2, 1), "llama", (), r"mesh is 'replicate 4, shard 2, tensor 1'.*at most 4.*it is 8.*remove"),
         (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
         (

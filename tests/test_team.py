@@ -17,13 +17,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cloister.clients.kept import Kept, write_pieces
 from cloister.clients.ranks import Ranks
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.clients.team import Team
+from cloister.lm.model import load_model
 from cloister.privacy.noise import NoiseStream
-from cloister.protocol.errors import ModelError, PlanError, RankError
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import ModelError, PlanError, RankError, StepError, StorageError
 from cloister.protocol.plan import MeshSection
-from cloister.tests.command import found
+from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
 from cloister.tests.federation import whole as whole_vector
 from cloister.tests.test_site import Attack, in_clear
@@ -47,9 +51,13 @@ def open_site() -> Iterator[Callable[..., Site]]:
     """Opens sites of a federation, each with a process's memory of its own, and ends their ranks."""
     residents: list[Resident] = []
 
-    def opened(federation: Federation, mesh: MeshSection | None = None, **options: Any) -> Site:
+    def opened(
+        federation: Federation, mesh: MeshSection | None = None, base: Any = None, **options: Any
+    ) -> Site:
         residents.append(Resident())
-        return federation.joined(resident=residents[-1], mesh=mesh or MeshSection(), **options)
+        site = federation.site(resident=residents[-1], mesh=mesh or MeshSection(), **options)
+        site.join(federation.join_request(base=base))
+        return site
 
     yield opened
     for resident in residents:
@@ -220,3 +228,59 @@ def test_a_model_that_does_not_fit_into_one_rank_is_trained_and_released_by_two(
     assert done.stdout.splitlines() == ["1 rank: cannot allocate memory", "2 ranks: released"], done.stderr[
         -3000:
     ]
+
+
+def test_another_update_is_not_masked_in_its_place(
+    tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the site makes its update of the same round in another run, in the same state folder."""
+    federation = Federation(tmp_path, tiny(*SKELLAM))
+    attack = Attack(federation, clip=1.0)
+    site = attack.sites[0] = open_site(federation, MESHES["shard"])
+    inbox = attack.deal()[site.name]
+    mask = Team.mask
+
+    def replaced(self: Team, secure: Any, pieces: list[Any], path: Path, **options: Any) -> Any:
+        other = [(0, np.full(sum(piece.size for _, piece in pieces), 7, np.uint32))]
+        Kept(path.parent, path.parent).keep_update(
+            1, lambda file: write_pieces(file, other), {"run": "another"}, durable=False
+        )
+        return mask(self, secure, pieces, path, **options)
+
+    monkeypatch.setattr(Team, "mask", replaced)
+    with pytest.raises(StepError, match="the finished update not to change"):
+        attack.contribute(site, inbox, clip=1.0)
+
+
+def test_ranks_build_on_the_base_that_the_site_was_given_and_on_no_other(
+    tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    federation = Federation(tmp_path, in_clear(tiny("model.adapter.scheme=ffa-lora")))
+    whole_model = load_model(tiny())
+    base = whole_model.layout.flatten(whole_model.module)
+    site = open_site(federation, MESHES["shard"], secure=False, base=base)
+    site.held_out(federation.plan, federation.model, vector_hash(base))
+    ranks()[0].kill()
+    (path,) = federation.folder.rglob("base-*.npy")
+    np.save(path, 3 * base)
+    with pytest.raises(RankError):
+        site.held_out(federation.plan, federation.model, vector_hash(base))
+    with pytest.raises(StorageError, match="it has changed"):
+        site.held_out(federation.plan, federation.model, vector_hash(base))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ("tensor=3", "simulation.profiles[0].mesh.tensor is 3: expected a divisor"),
+        ("shard=1000", "simulation.profiles[0].mesh is 'replicate 1, shard 1000"),
+        ("shard=0", "simulation.profiles[0].mesh.shard is 0: expected"),
+    ],
+)
+def test_a_profile_with_a_wrong_mesh_is_refused_before_anything_is_made(
+    mesh: str, expected: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiles = f"simulation.profiles=[{{share=1.0,mesh={{{mesh}}}}}]"
+    options = ["--out", str(tmp_path / "run"), "--set", profiles]
+    assert expected in refusal(capsys, "simulate", str(small_plan), *options)
+    assert not (tmp_path / "run").exists()
