@@ -23,6 +23,16 @@ momentum = 0.6
 """
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """Start the fork server with all that any test needs: one that a light test starts has nothing for later ones, and
+    each of their processes imports torch and transformers for itself. Nothing waits for its imports."""
+    from cloister.protocol.soundness import parse
+    from cloister.simulations import fork_server
+
+    fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))
+
+
 @pytest.fixture(scope="session")
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny plan as a file, with the file of its records beside it; do not change them.

@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cloister.protocol.soundness import load, parse
+from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
 from cloister.server.progress import Event
-from cloister.simulations import fork_server
 from cloister.simulations.federation import simulate
 
 Moment = Callable[[Event], bool]
@@ -53,7 +52,6 @@ def killed_again(out: Path, moment: Moment) -> None:
 def kill_while(target: Callable[..., None], *arguments: Any) -> None:
     """Run something in a process that dies of SIGKILL in it; the arguments are pickled."""
     context = multiprocessing.get_context("forkserver")
-    fork_server.start(parse(""))  # it serves the grids of later tests too
     process = context.Process(target=target, args=arguments)
     process.start()
     process.join(120)

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from cloister.clients.rank import Place
 from cloister.clients.ranks import Ranks
 from cloister.lm.mesh import Mesh, build
-from cloister.protocol.soundness import parse
-from cloister.simulations import fork_server
 
 TIMEOUT_S = 120
 
@@ -27,7 +25,6 @@ def run_ranks(mesh: Mesh, work: Work, *, processes: int | None = None) -> list[A
         work: Picklable.
         processes: Number of processes, if not that of the mesh.
     """
-    fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))  # it serves the grids of later tests too
     with Ranks[Work, Any](partial(_begin, mesh), ["cpu"] * (processes or mesh.size)) as ranks:
         return ranks.call(work, timeout_s=TIMEOUT_S)
 

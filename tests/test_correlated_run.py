@@ -17,6 +17,7 @@ from scipy.linalg import toeplitz
 
 from cloister.aggregation.span import manifest_of
 from cloister.clients.attempt import Attempts
+from cloister.clients.kept import Written
 from cloister.clients.spending import Spending as SiteSpending
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters, load_model
@@ -308,9 +309,9 @@ def test_the_target_is_met_by_the_run_as_a_whole() -> None:
 
 @pytest.fixture
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, _threads: int, make: Any) -> Any:
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, make: Any, _mask: Any) -> Any:
         pieces = make()
-        return None, manifest_of(pieces), pieces
+        return None, Written(manifest_of(pieces), pieces)
 
     monkeypatch.setattr(Attempts, "mask", mask)
 

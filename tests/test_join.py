@@ -21,6 +21,7 @@ from cloister.aggregation.span import manifest_of
 from cloister.aggregation.sums import training_layout
 from cloister.cli.main import main
 from cloister.clients.attempt import Attempts
+from cloister.clients.kept import Written
 from cloister.clients.serve import serve
 from cloister.clients.site import Site
 from cloister.clients.spending import Spending
@@ -386,7 +387,9 @@ def test_a_site_with_nothing_to_train_on_gives_noise_alone(
 def test_a_site_with_nothing_to_train_on_adds_its_share_of_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Attempts, "mask", lambda *given: (None, manifest_of(made := given[-1]()), made))
+    monkeypatch.setattr(
+        Attempts, "mask", lambda *given: (None, Written(manifest_of(made := given[-2]()), made))
+    )
     sites = Sites(tmp_path, *SKELLAM)
     site = sites.site(lines(tmp_path / "data.jsonl", []))
     site.join(sites.federation.join_request())

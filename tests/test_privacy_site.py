@@ -19,7 +19,7 @@ from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.kept import Kept, update_path
+from cloister.clients.kept import Kept, Written, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.serve import reticent
 from cloister.clients.site import Site
@@ -81,9 +81,9 @@ def federate(tmp_path: Path) -> Federate:
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secure sum without its masks: a test can then look at the vector that goes into it."""
 
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, _threads: int, make: Any) -> Any:
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, make: Any, _mask: Any) -> Any:
         pieces = make()
-        return None, manifest_of(pieces), pieces
+        return None, Written(manifest_of(pieces), pieces)
 
     monkeypatch.setattr(Attempts, "mask", mask)
 
