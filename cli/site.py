@@ -55,7 +55,7 @@ ledger = "ledger.sqlite"
 # What it trains on: "auto" (the GPUs that it sees, else the CPU), or one device such as "cuda:1".
 device = "auto"
 
-# How several devices divide a model. Without a degree, a site uses all of its GPUs.
+# How several devices divide a model. Without a degree, a site uses all of its GPUs where the plan allows it.
 [mesh]
 # replicate = 1
 # shard = 1

@@ -34,7 +34,7 @@ class Finished:
     """The result of local training."""
 
     vector: Vector
-    """The update, float32."""
+    """The update, or a rank's span of it, float32."""
     tokens: int
     """Tokens learned from; under privacy it must not leave the site."""
     loss: float

@@ -56,7 +56,7 @@ class Loaded:
 
 
 class Resident:
-    """Rosters, identity keys, plans and one loaded model."""
+    """Rosters, identity keys, plans, and the loaded model of one plan, once for each mesh."""
 
     def __init__(self) -> None:
         self._rosters = lru_cache(maxsize=4)(_pinned_roster)

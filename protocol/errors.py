@@ -36,7 +36,7 @@ class CloisterError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished text with the attributes, not as a call of `__init__`, which takes other arguments."""
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # no stub
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]  # not in its stub
 
 
 class PlanError(CloisterError):

@@ -351,8 +351,8 @@ class ServerSection(Section):
 class MeshSection(Section):
     """How a site divides a model among its devices. It is the site's own: in its TOML, or in a simulated one's profile.
 
-    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them: as copies of the model
-    where it fits into one of them, else as shards."""
+    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them, where the plan can be
+    trained on them: as copies of the model where it fits into one of them, else as shards."""
 
     replicate: Degree | None = None
     """Copies of the model, each on other rows of a batch."""

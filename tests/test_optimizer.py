@@ -13,11 +13,12 @@ from cloister.clients.dpsgd import PrivateTrainer
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.optimizer import LocalOptimizer, learning_rate
-from cloister.lm.train import LocalUpdate, Trainer
+from cloister.lm.train import LocalUpdate
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
+from cloister.tests import test_train
 
 CPU = torch.device("cpu")
 MUON = "local.optimizer=muon"
@@ -48,18 +49,13 @@ def some(n: int = 12, length: int = 16) -> Sequences:
     return Sequences(tokens, labels, None, 1, starts=np.arange(n + 1))
 
 
-class Run:
-    """A plan with its model and trainer, and the initial vector."""
+class Run(test_train.Run):
+    """A plan with its model and trainer, which trains on the text that it can learn."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.model = load_model(plan)
-        self.start = self.model.layout.flatten(self.model.module)
-        self.trainer = Trainer(plan, self.model, CPU)
-
-    def train(self, start: npt.NDArray[np.float32] | None = None, **options: Any) -> LocalUpdate:
-        options = dict[str, Any](round=1, site_seed=(7,)) | options
-        return self.trainer.train(self.start if start is None else start, some(), **options)
+    def train(
+        self, start: np.ndarray | None = None, data: Sequences | None = None, **options: Any
+    ) -> LocalUpdate:
+        return super().train(start, some() if data is None else data, **options)
 
     def rounds(self, *numbers: int, **options: Any) -> tuple[npt.NDArray[np.float32], list[float]]:
         """Some rounds in a row; the final vector, and the loss of each round."""
