@@ -1,4 +1,5 @@
-"""`cloister site`: set a site up (`init`: identity, card, `site.toml`, `policy.toml`), and check its data (`check`)."""
+"""`cloister site`: set a site up (`init`: identity, card, `site.toml`, `policy.toml`), and check its data and devices
+(`check`)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,18 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.cli.shared_options import add_json, add_plan, chosen_plan
 from cloister.protocol.errors import CloisterError, DataError, RosterError, StorageError
 
-HELP = "set up a site, and check its data"
+if TYPE_CHECKING:
+    from cloister.cli.devices import Devices
+    from cloister.clients.config import SiteConfig
+    from cloister.lm.data import Prepared
+    from cloister.protocol.plan import Plan
+
+HELP = "set up a site, and check its data and devices"
 
 _SETTINGS = """\
 # The settings of this site alone; none of them is sent anywhere. Relative paths start at this file's folder.
@@ -107,7 +115,8 @@ tokenizers = []
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `init` and `check`."""
     parser.description = (
-        "Set up a site: its identity, its settings and its card for the other sites; and check its data."
+        "Set up a site: its identity, its settings and its card for the other sites; and check its data and "
+        "its devices."
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     init = actions.add_parser(
@@ -126,14 +135,25 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_json(init)
     check = actions.add_parser(
         "check",
-        help="prepare a site's data for a plan, and say how many records are used",
-        description="Prepare a site's data for a plan, as its first training would, and print how many records are "
-        "used and how many are not, with the reasons. Under a privacy unit a record that cannot be used is left out "
-        "without an error, so check the data before the run. What is prepared is kept in the site's state folder, and "
-        "the run does not prepare it again. Nothing is sent.",
+        help="check a site's data and devices for a plan",
+        description="Check a site for a plan before the run; nothing is sent and nothing is charged. First its data: "
+        "it is prepared, as the first training would do it, and the number of records that are used and that are not "
+        "is printed, with the reasons. Under a privacy unit a record that cannot be used is left out without an "
+        "error. What is prepared is kept in the site's state folder, and the run does not prepare it again. Then its "
+        "devices: what each rank of the site's mesh will hold, and, where the devices are here, the time and memory "
+        "of a step that the ranks take on random tokens. Exit code 4: the mesh suits the plan, but its devices are "
+        "absent here, so that no step was taken.",
     )
     check.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check)
+    check.add_argument(
+        "--only", choices=("data", "devices"), help="check only the data, or only the devices (default: both)"
+    )
+    check.add_argument(
+        "--device",
+        metavar="NAME",
+        help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
+    )
     check.set_defaults(act=_check)
     add_json(check)
 
@@ -144,14 +164,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Prepare the site's data and print what became of the records; refuse data of which nothing is trained on."""
+    """Check the data, the devices, or both; a mesh that does not fit the plan is refused before data is prepared."""
     plan = chosen_plan(arguments)
     from cloister.clients.config import read_config
+
+    config = read_config(Path(arguments.site))
+    devices = None
+    if arguments.only != "data":
+        from cloister.cli.devices import Devices
+
+        devices = Devices.of(plan, config.mesh, arguments.device or config.device)
+    found: dict[str, object] = {}
+    if arguments.only != "devices":
+        made = _prepared(config, plan)
+        found |= {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
+        found |= {"summary": made.summary()}
+        if not arguments.json:
+            print(made.summary(), flush=True)
+    return _finish(arguments, found, devices)
+
+
+def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
+    """Prepare the site's data; refuse data of which nothing is trained on."""
     from cloister.clients.site import preparation_of
     from cloister.lm.data import cached
     from cloister.lm.tokenizer import load_tokenizer
 
-    config = read_config(Path(arguments.site))
     preparation = preparation_of(config, plan, load_tokenizer(plan.model))
     made = cached(preparation.folder, preparation.key(), preparation.make)
     if not len(made.train):
@@ -161,12 +199,36 @@ def _check(arguments: argparse.Namespace) -> int:
             expected=f"records to train on ({made.summary()})",
             fix="compare the records with [data] of the plan",
         )
+    return made
+
+
+def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:
+    """Say what the devices will hold, run a step on them if they are here, and print what was found."""
+    from cloister.cli.console import PipedConsole
+
+    if devices is None:
+        if arguments.json:
+            print(json.dumps(found))
+        return 0
+    from cloister.cli.devices import ABSENT
+
+    console, absent = PipedConsole(), devices.absent
+    if not arguments.json:
+        devices.show(console)
+    devices.check_memory()
+    measured = [] if absent else devices.run()
     if arguments.json:
-        found = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
-        print(json.dumps(found | {"summary": made.summary()}))
+        print(json.dumps(found | devices.as_json(measured)))
+    elif absent:
+        console.print(
+            f"[bold yellow]devices absent: not run here[/]: this machine lacks {len(absent)} of the "
+            f"{len(devices.names)} devices. The mesh suits the plan; compare what is needed with their memory.",
+            soft_wrap=True,
+        )
     else:
-        print(made.summary())
-    return 0
+        devices.show_run(console, measured)
+        console.print("[bold green]the devices train the plan[/]")
+    return ABSENT if absent else 0
 
 
 def _init(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import fields
 
 import torch
 
@@ -21,7 +23,9 @@ def several(mesh: Mesh, section: MeshSection) -> bool:
     return mesh.size > 1 or section.checkpointing or section.compile
 
 
-def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[str]]:
+def mesh_for(
+    plan: Plan, section: MeshSection, device: str, *, elsewhere: bool = False
+) -> tuple[Mesh, list[str]]:
     """The mesh of a site, checked against its devices and the plan, and the torch device of each rank; starts nothing.
 
     On the CPU each rank is a process, so there is a device for every rank that is asked for, and one if none is.
@@ -30,14 +34,20 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
         plan: The plan.
         section: The site's `[mesh]`.
         device: The site's `device`: `auto` (all GPUs that this process sees, else the CPU) or a torch device.
+        elsewhere: The mesh is for another machine, which has the GPUs that this one lacks.
 
     Raises:
         ModelError: there is no such device, there are too few, or the mesh does not fit the model.
         PlanError: the plan's privacy unit needs one device.
     """
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    here = gpus if gpus and device in ("auto", "cuda") else [str(device_for(device))]
-    asked = (section.replicate, section.shard, section.tensor)
+    if gpus and device in ("auto", "cuda"):
+        here = gpus
+    elif elsewhere and re.fullmatch(r"cuda(:\d+)?", device):
+        here = ["cuda:0" if device == "cuda" else device]
+    else:
+        here = [str(device_for(device))]
+    asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
     elif len(here) > 1 and not plan.privacy.dpsgd and plan.model.adapter.base_precision == "float32":
@@ -74,5 +84,19 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
         )
     processes = RANKS_PER_PROCESSOR * (os.cpu_count() or 1)
     devices = here * min(mesh.size, processes) if here == ["cpu"] else here
+    if elsewhere and device in ("auto", "cuda") and len(devices) < mesh.size:
+        devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def is_here(device: str) -> bool:
+    """Whether this machine has a torch device, named as `mesh_for` names it."""
+    return device == "cpu" or int(device.removeprefix("cuda:")) < torch.cuda.device_count()
+
+
+def memory_of(device: str) -> int:
+    """Bytes of memory of a device that is here; the CPU's is that of the machine, which its ranks share."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)

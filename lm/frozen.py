@@ -17,6 +17,7 @@ are those of a model in float32.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -58,27 +59,37 @@ def lower(module: nn.Module, precision: BasePrecision) -> bool:
     Returns:
         Whether a weight has another value than before.
     """
-    if precision == "float32":
-        return False
-    from transformers.pytorch_utils import Conv1D
-
-    causal: Any = module  # partly untyped
-    head = causal.get_output_embeddings()
     changed = False
-    for name, layer in list(module.named_modules()):
-        if ".lora_" in name or not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
-            continue
-        if precision == "nf4" and isinstance(layer, nn.Linear) and layer is not head:
+    for name, layer, quantized in list(_lowered(module, precision)):
+        if quantized:
+            assert isinstance(layer, nn.Linear)
             module.set_submodule(name, _quantized(layer))
             changed = True
             continue
         if isinstance(layer, nn.Embedding):
             layer.register_forward_hook(_in_float32)
-        weight = layer.weight
+        weight: Any = layer.weight
         lowered = weight.detach().to(torch.bfloat16)
         changed = changed or not torch.equal(lowered.to(weight.dtype), weight)
         weight.data = lowered  # the parameter stays, because several layers may have it
     return changed
+
+
+def element_bytes(module: nn.Module, precision: BasePrecision) -> dict[str, float]:
+    """Bytes of an element of each parameter, by its name, after `lower`; nothing is stored anew.
+
+    NF4 with double quantization takes 4 bits, and for each 64 elements 8 bits, and for each 256 of those 32 bits
+    (QLoRA, section 3).
+
+    Args:
+        module: As for `lower`, also without memory.
+        precision: The precision of the base.
+    """
+    quantized = 0.5 + 1 / 64 + 4 / (64 * 256)
+    lowered = {
+        id(layer.weight): quantized if to_4_bits else 2 for _, layer, to_4_bits in _lowered(module, precision)
+    }
+    return {name: lowered.get(id(each), each.element_size()) for name, each in module.named_parameters()}
 
 
 def is_lowered(module: nn.Module) -> bool:
@@ -99,6 +110,19 @@ def in_float32(module: nn.Module) -> dict[str, torch.Tensor]:
         state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{weight}.")}
         state[weight] = dequantize_4bit(state[weight], quantized)
     return {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+
+
+def _lowered(module: nn.Module, precision: BasePrecision) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The layers whose weights are stored in lower precision, by name, and whether that is NF4."""
+    if precision == "float32":
+        return
+    from transformers.pytorch_utils import Conv1D
+
+    causal: Any = module  # partly untyped
+    head = causal.get_output_embeddings()
+    for name, layer in module.named_modules():
+        if ".lora_" not in name and isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
+            yield name, layer, precision == "nf4" and isinstance(layer, nn.Linear) and layer is not head
 
 
 def _quantized(layer: nn.Linear) -> nn.Module:

@@ -118,11 +118,22 @@ def count_parameters(plan: Plan) -> tuple[int, int]:
     Raises:
         ModelError: as `load_model`, for everything that can be checked without the weights.
     """
+    model = outline(plan)
+    return sum(parameter.numel() for parameter in model.module.parameters()), model.layout.size
+
+
+def outline(plan: Plan) -> LanguageModel:
+    """The plan's model with its adapter, without memory: every parameter and buffer is on device `meta`, in float32.
+
+    Raises:
+        ModelError: as `load_model`, for everything that can be checked without the weights.
+    """
     config, _ = _configure(plan)
-    _check_fits(plan, config, load_tokenizer(plan.model))
+    tokenizer = load_tokenizer(plan.model)
+    _check_fits(plan, config, tokenizer)
     with torch.device("meta"):
         module, layout = _adapt(_build(plan.model, config), plan)
-    return sum(parameter.numel() for parameter in module.parameters()), layout.size
+    return LanguageModel(module, tokenizer, layout, plan.model)
 
 
 def configuration(plan: Plan) -> PreTrainedConfig:

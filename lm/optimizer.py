@@ -156,6 +156,12 @@ def learning_rate(local: LocalSection, step: int, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
+def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:
+    """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
+    by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
+    return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
+
+
 def states(folder: Path) -> dict[int, Path]:
     """The kept states in a folder, by their rounds."""
     return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -306,6 +307,26 @@ class Shards:
     @property
     def _device(self) -> torch.device:
         return _local(next(iter(self._parts.values())).parameter).device
+
+
+def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
+    """Elements of the largest group of parameters that a rank gathers from the others of its shard group at a time.
+
+    Args:
+        module: The model, after `parallelize`.
+        mesh: The mesh.
+        at: The rank's place in it.
+    """
+    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    group = {id(p): number for number, each in enumerate(sharded) for p in each.parameters()}
+    sizes = [0] * (
+        1 + max(group.values(), default=0)
+    )  # modules inside others come after them, and take theirs
+    for parameter in module.parameters():
+        if id(parameter) in group:
+            whole = region(parameter.shape, _cuts(parameter).get("tensor"), None, mesh, at)
+            sizes[group[id(parameter)]] += whole.size
+    return max(sizes)
 
 
 def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start: int) -> None:

@@ -1,0 +1,215 @@
+"""What `cloister site check` says of a site's devices: what each rank will hold, and how fast they train."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.clients.holdings import Holding, holdings
+from cloister.clients.places import is_here, memory_of, mesh_for
+from cloister.clients.trial import Measured, trial
+from cloister.lm.mesh import Mesh
+from cloister.protocol.errors import ModelError, RankError
+from cloister.protocol.plan import MeshSection, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ABSENT = 4
+"""Exit code where the mesh suits the plan, but its devices are absent, so that nothing was run."""
+_KINDS = 3
+"""Kinds of rank that are beside each other in 80 columns."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a site, and what they will hold."""
+
+    plan: Plan
+    section: MeshSection
+    mesh: Mesh
+    names: list[str]
+    """The device of each rank."""
+    ranks: list[Holding]
+
+    @classmethod
+    def of(cls, plan: Plan, section: MeshSection, device: str) -> Devices:
+        """The devices on which a site trains a plan; they may be those of another machine.
+
+        Args:
+            plan: The plan.
+            section: The site's `[mesh]`.
+            device: The site's `device`.
+
+        Raises:
+            ModelError: the mesh does not fit the model.
+            PlanError: the plan's privacy unit needs one device.
+        """
+        mesh, names = mesh_for(plan, section, device, elsewhere=True)
+        return cls(plan, section, mesh, names, holdings(plan, mesh))
+
+    @property
+    def absent(self) -> list[str]:
+        """The devices that this machine does not have."""
+        return [name for name in self.names if not is_here(name)]
+
+    def check_memory(self) -> None:
+        """Check that what the ranks hold fits into the memory of those devices that are here.
+
+        Raises:
+            ModelError: it does not.
+        """
+        for name in dict.fromkeys(self.names):
+            here = [each for each, on in zip(self.ranks, self.names, strict=True) if on == name]
+            needed = sum(each.needed(name) for each in here)
+            if is_here(name) and needed > memory_of(name):
+                raise ModelError(
+                    "mesh",
+                    self.mesh.degrees(),
+                    expected=f"ranks that hold at most the {_size(memory_of(name))} of {name}, but those on it need "
+                    f"{_size(needed)} without activations",
+                    fix="raise mesh.shard, train an adapter, or check for GPUs of another machine with --device cuda",
+                )
+
+    def run(self) -> list[Measured]:
+        """Train two steps on the devices, of which the second is timed.
+
+        Raises:
+            CloisterError: they cannot train the plan.
+        """
+        fd, path = tempfile.mkstemp(prefix="cloister-ranks-", suffix=".log")
+        os.close(fd)
+        log, size = Path(path), self.ranks[-1].span.stop
+        try:
+            found = trial(self.plan, self.section, self.mesh, self.names, size, log)
+        except RankError:  # it names the log
+            raise
+        except BaseException:
+            log.unlink()
+            raise
+        log.unlink()
+        return found
+
+    def as_json(self, measured: Sequence[Measured]) -> dict[str, object]:
+        """All figures, those of each rank apart; null where nothing was run or the device is absent.
+
+        Args:
+            measured: What `run` returned; empty if it was not called.
+        """
+        listed = []
+        for rank, (name, holding) in enumerate(zip(self.names, self.ranks, strict=True)):
+            sizes = {
+                f"{key}_bytes": value for key, value in asdict(holding.part).items() if key != "parameters"
+            }
+            listed.append(
+                {
+                    "rank": rank,
+                    "device": name,
+                    "coordinates": self._place(rank),
+                    "parameters": holding.part.parameters,
+                    **sizes,
+                    "span": [holding.span.start, holding.span.stop],
+                    "update_bytes": holding.update,
+                    "coded_bytes": holding.coded,
+                    "needed_bytes": holding.needed(name),
+                    "memory_bytes": memory_of(name) if is_here(name) else None,
+                    "peak_bytes": measured[rank].peak if measured else None,
+                }
+            )
+        seconds = max((each.seconds for each in measured), default=None)
+        return {
+            "mesh": {field.name: getattr(self.mesh, field.name) for field in fields(self.mesh)},
+            "absent": self.absent,
+            "ran": bool(measured),
+            "seconds_per_step": seconds,
+            "tokens_per_second": measured[0].tokens / seconds if seconds else None,
+            "ranks": listed,
+        }
+
+    def show(self, console: Console) -> None:
+        """Print what the ranks will hold; ranks that hold equally much share a column."""
+        from rich.table import Table
+
+        kinds = iter(self._kinds())
+        while some := list(islice(kinds, _KINDS)):
+            table = Table(title=f"Mesh: {self.mesh.degrees()}", title_justify="left", show_header=False)
+            table.add_column(style="cyan")
+            for _ in some:
+                table.add_column(justify="right")
+            for title, *cells in zip(*(self._column(ranks) for ranks in some), strict=True):
+                table.add_row(title[0], title[1], *(value for _, value in cells))
+            console.print(table)
+
+    def show_run(self, console: Console, measured: Sequence[Measured]) -> None:
+        """Print what was measured."""
+        seconds = max(each.seconds for each in measured)
+        console.print(f"one step takes {seconds:.3g} s: {measured[0].tokens / seconds:,.0f} tokens/s")
+        peaks: dict[str, list[int]] = {}
+        for rank, each in enumerate(measured):
+            peaks.setdefault(_size(each.peak), []).append(rank)
+        found = "; ".join(f"{peak} in {_ranks(ranks)}" for peak, ranks in peaks.items())
+        console.print(f"peak memory: {found}", soft_wrap=True)
+
+    def _kinds(self) -> list[list[int]]:
+        """The ranks, those with equal parts of the model together."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for rank, (holding, name) in enumerate(zip(self.ranks, self.names, strict=True)):
+            kinds.setdefault((holding.part, memory_of(name) if is_here(name) else None), []).append(rank)
+        return list(kinds.values())
+
+    def _column(self, ranks: list[int]) -> Iterator[tuple[str, str]]:
+        """Titles and values of ranks with equal parts; their spans may differ by a block, and the longest is shown."""
+        name, part = self.names[ranks[0]], self.ranks[ranks[0]].part
+        largest = max((self.ranks[rank] for rank in ranks), key=lambda each: each.span.size)
+        names = [each.removeprefix("cuda:") for each in dict.fromkeys(self.names[rank] for rank in ranks)]
+        yield "ranks", _runs(ranks)
+        yield "device", name if name == "cpu" else f"cuda:{_runs(sorted(map(int, names)))}"
+        for field, degree in _degrees(self.mesh).items():
+            yield f"{field} (of {degree})", _runs(sorted({self._place(rank)[field] for rank in ranks}))
+        yield "parameters held", f"{part.parameters:,}"
+        yield "weights", _size(part.weights)
+        yield "gradients", _size(part.gradients)
+        yield "optimizer's moments", _size(part.moments)
+        yield "largest block of weights gathered at a time", _size(part.gathered)
+        yield "span of the update, elements at most", f"{largest.span.size:,}"
+        yield "update, and coded update", f"{_size(largest.update)} + {_size(largest.coded)}"
+        yield "needed on the device, without activations", _size(largest.needed(name))
+        if name == "cpu":
+            yield "the machine's memory, for all ranks", _size(memory_of(name))
+        else:
+            yield "the device's memory", _size(memory_of(name)) if is_here(name) else "absent"
+
+    def _place(self, rank: int) -> Mapping[str, int]:
+        return self.mesh.coordinates(rank)._asdict()
+
+
+def _degrees(mesh: Mesh) -> dict[str, int]:
+    """The degrees above 1."""
+    found = {field.name: int(getattr(mesh, field.name)) for field in fields(mesh)}
+    return {name: degree for name, degree in found.items() if degree > 1}
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_runs(ranks)}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words, such as `0-3, 8`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, run)) for run in found)
+
+
+def _size(count: float) -> str:
+    from cloister.cli.plan import size
+
+    return size(count)
