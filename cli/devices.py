@@ -174,15 +174,16 @@ class Devices:
         yield "parameters held", f"{part.parameters:,}"
         yield "weights", _size(part.weights)
         yield "gradients", _size(part.gradients)
-        yield "optimizer's moments", _size(part.moments)
-        yield "largest block of weights gathered at a time", _size(part.gathered)
-        yield "span of the update, elements at most", f"{largest.span.size:,}"
-        yield "update, and coded update", f"{_size(largest.update)} + {_size(largest.coded)}"
-        yield "needed on the device, without activations", _size(largest.needed(name))
+        yield "moments of the optimizer", _size(part.moments)
+        yield "largest block gathered at a time", _size(part.gathered)
+        yield "span of the update, elements", f"{largest.span.size:,}"
+        yield "update", _size(largest.update)
+        yield "coded update", _size(largest.coded)
+        yield "needed, without activations", _size(largest.needed(name))
         if name == "cpu":
-            yield "the machine's memory, for all ranks", _size(memory_of(name))
+            yield "memory of the machine", _size(memory_of(name))
         else:
-            yield "the device's memory", _size(memory_of(name)) if is_here(name) else "absent"
+            yield "memory of the device", _size(memory_of(name)) if is_here(name) else "absent"
 
     def _place(self, rank: int) -> Mapping[str, int]:
         return self.mesh.coordinates(rank)._asdict()

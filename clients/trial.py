@@ -7,6 +7,7 @@ plan and the devices alone.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from cloister.protocol.soundness import from_json
 
 STEPS = 2
 """The first one allocates memory and compiles."""
+_NO_FILE = Path(os.devnull)
+"""In the place of what a site has in its state folder: nothing can be read there or kept."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def trial(
     """
     local = {"steps": STEPS, "warmup_steps": 0, "optimizer_state": "reset"}
     short = plan.model_copy(update={"local": plan.local.model_copy(update=local)})
-    model = part.Model(short.to_json(), mesh, Path(), b"", section.checkpointing, section.compile)
+    model = part.Model(short.to_json(), mesh, _NO_FILE, b"", section.checkpointing, section.compile)
     work = partial(_Trial if several(mesh, section) else _Alone, model)
     preload = [part.__name__, "transformers.modeling_utils", "transformers.modeling_layers"]
     over = plan.cohort.deadline_s * plan.cohort.attempts
@@ -154,7 +157,7 @@ def _task(plan: Plan, size: int) -> Task:
     clip = plan.privacy.clip if plan.privacy.unit == "site" else 0.0
     code = code_for(plan, terms, size, rounding=0, clip_norm=clip, noise=noise)
     vocabulary = configuration(plan).get_text_config().vocab_size
-    return Task(1, partial(some_sequences, plan, vocabulary), Path(), (0,), code, noise)
+    return Task(1, partial(some_sequences, plan, vocabulary), _NO_FILE, (0,), code, noise)
 
 
 def some_sequences(plan: Plan, vocabulary: int) -> Prepared:

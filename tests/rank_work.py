@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from flwr.clientapp import ClientApp
 from torch import distributed
 
 from cloister.clients.pipe import SharedVector
-from cloister.clients.rank import Place
+from cloister.clients.rank import Place, main
 from cloister.clients.ranks import Ranks
 from cloister.protocol.errors import DataError
 
@@ -122,6 +123,23 @@ def opened(
 def never_connect(theirs: object) -> None:
     """In the place of a rank's main function."""
     threading.Event().wait()
+
+
+def dies_at_start(theirs: socket.socket) -> None:
+    """In the place of a rank's main function: rank 1 is killed before it has answered anything."""
+    if multiprocessing.current_process().name.startswith("cloister rank 1 "):
+        os.kill(os.getpid(), signal.SIGKILL)
+    main(theirs)
+
+
+def interrupts_the_site(theirs: socket.socket) -> None:
+    """In the place of a rank's main function: rank 1 sends the site's process what Ctrl-C sends."""
+    site = multiprocessing.parent_process()
+    if multiprocessing.current_process().name.startswith("cloister rank 1 "):
+        assert site is not None
+        assert site.pid is not None
+        os.kill(site.pid, signal.SIGINT)
+    main(theirs)
 
 
 # A site's process of its own.

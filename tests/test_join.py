@@ -550,7 +550,7 @@ def test_a_site_checks_its_data_before_a_run(
     lines(tmp_path / "data.jsonl", [*map(json.dumps, VALID), "{"])
     (tmp_path / "site.toml").write_text('name = "a"\ndata = "data.jsonl"\nstate = "state"\n')
     private = [argument for each in RECORD for argument in ("--set", each)]
-    call = ["site", "check", str(tmp_path / "site.toml"), str(small_plan), *private]
+    call = ["site", "check", str(tmp_path / "site.toml"), str(small_plan), *private, "--only", "data"]
     line = "6 records are used: 6 units to train on, 0 held out; left out: 1 not readable"
     assert main(call) == 0
     assert capsys.readouterr().out.strip() == line

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.aggregation.span import check_pieces
+from cloister.clients.holdings import holdings
 from cloister.lm.mesh import Mesh, choose
 from cloister.lm.model import configuration, load_model, save_pretrained
 from cloister.lm.shards import Region, between, region
@@ -186,6 +187,12 @@ def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> 
         for name, buffer in whole.buffers.items():
             np.testing.assert_array_equal(found.buffers[name], buffer)
         assert found.elements <= most * whole.elements
+
+
+@on_all
+def test_what_a_rank_will_hold_is_known_before_it_starts(mesh: Mesh, folder: Path) -> None:
+    found = holdings(tiny(*LLAMA), mesh)
+    assert [each.part.parameters for each in found] == [each.elements for each in on(mesh, folder).held]
 
 
 def test_a_rank_without_rows_takes_part(folder: Path) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.optimizer import LocalOptimizer, learning_rate
+from cloister.lm.optimizer import LocalOptimizer, learning_rate, moment_elements
 from cloister.lm.train import LocalUpdate
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import StorageError
@@ -213,6 +214,9 @@ def test_a_kept_state_continues_as_if_there_were_no_rounds(kind: str, tmp_path: 
                 parameter.grad = torch.randn(parameter.shape, generator=random)
             optimizers[id(model)].step(step)
     np.testing.assert_array_equal(cut.layout.flatten(cut.module), whole.layout.flatten(whole.module))
+    kept = load_file(tmp_path / "optimizer-1.safetensors")
+    elements = sum(moments.size for name, moments in kept.items() if not name.startswith("step:"))
+    assert moment_elements(plan, cut.module, cut.trainable_in_round(1)) == elements
 
 
 def optimizer_of(plan: Plan, model: LanguageModel) -> LocalOptimizer:
