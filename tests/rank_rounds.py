@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -78,13 +80,14 @@ class Job:
     state: Path | None = None
     """The site's folder of optimizer state."""
     checkpointing: bool = False
+    compile: bool = False
 
 
 def model_of(ranks: DeviceMesh | None, job: Job) -> LanguageModel:
     """The model of a job, on the mesh."""
     model = load_model(from_json(job.plan), empty=ranks is not None)
     if ranks is not None:
-        parallelize(model, ranks, CPU, checkpointing=job.checkpointing)
+        parallelize(model, ranks, CPU, checkpointing=job.checkpointing, compile=job.compile)
     return model
 
 
@@ -161,6 +164,17 @@ def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:
         trainer.train(start_of(job) + np.float32(0.1), some(), round=2, site_seed=(8,))
         evaluate(model.module, some(2), 2, CPU)
         return trainer.train(start_of(job), some(), round=job.round, site_seed=SITE)
+
+
+def train_compiled(ranks: DeviceMesh, *, job: Job) -> tuple[LocalUpdate, int]:
+    """Train a job with compiled blocks, and count their graphs; the code of these is Python, because a C++ compiler
+    takes half a minute for it."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds, which most ranks save
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=graphs)):
+        (update,) = train(ranks, jobs=[replace(job, compile=True)])
+    return update, graphs.frame_count
 
 
 def refused_update(ranks: DeviceMesh, *, job: Job) -> str:

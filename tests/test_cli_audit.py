@@ -17,6 +17,7 @@ import torch
 
 from cloister.cli.main import main
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
+from cloister.clients.ranks import Ranks
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.weights import Named
@@ -368,6 +369,17 @@ def test_an_audit_of_honest_rounds_raises_no_alarm(
         assert 0 < found["claimed"] < found["claimed_run"]
         assert found["visible"] < 0.05
         assert not list(run.glob("audit-*")), "the audit's own sites are removed"
+
+
+def test_an_audit_of_sites_with_meshes_plays_on_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer that plants canaries is in this process."""
+    mesh = "simulation.profiles=[{share=1.0,mesh={shard=2}}]"
+    run = folder_of(tmp_path, SITE, overrides=(*QUIET, mesh))
+    monkeypatch.setattr(Ranks, "call", lambda *_, **__: pytest.fail("ranks were started"))
+    code, found, err = ran(capsys, run, *FEW)
+    assert (code, err, found["alarm"]) == (0, "", False)
 
 
 @pytest.mark.parametrize("mutant", [*LESS_NOISE_OF_SITES, UNCHARGED, UNPAID_ROUND], ids=str)

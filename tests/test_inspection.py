@@ -10,8 +10,9 @@ from torch import nn
 
 from cloister.clients.resident import Resident
 from cloister.lm.layout import Layout
+from cloister.server.folder import RunFolder
 from cloister.simulations.federation import open_site
-from cloister.simulations.inspection import adapter_error
+from cloister.simulations.inspection import adapter_error, aggregation_error
 from cloister.tests.federation import CENTRAL, Federation, tiny
 
 
@@ -30,6 +31,13 @@ def test_a_simulation_keeps_the_last_update_without_privacy_and_none_with_a_unit
     assert path.name == "trained-00002.safetensors"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert finished(tmp_path / "private", *CENTRAL) == []
+
+
+def test_there_is_no_error_to_see_where_ranks_have_trained(tmp_path: Path) -> None:
+    """The error of the sites alone that keep a whole update would be another figure."""
+    lora = ["model.adapter.scheme=lora", "simulation.profiles=[{share=0.25,mesh={shard=2}}]"]
+    with RunFolder.create(tmp_path / "run", tiny(*lora)) as folder:
+        assert aggregation_error(folder) is None
 
 
 def two_factors() -> Layout:

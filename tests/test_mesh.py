@@ -35,6 +35,7 @@ from cloister.tests.rank_rounds import (
     tiny,
     train,
     train_after_a_forward_pass,
+    train_compiled,
 )
 from cloister.tests.ranks import run_ranks
 
@@ -212,11 +213,12 @@ def test_bfloat16_changes_little(folder: Path) -> None:
         assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
 
 
-def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> None:
-    """Activations are computed again, and a round does not use the weights of an evaluation before it."""
+def test_checkpointing_compilation_and_weights_that_were_gathered_before(folder: Path) -> None:
+    """Activations are computed again, each block is compiled once, and a round does not use the weights of an
+    evaluation before it."""
     job, whole = one_process(folder, *LLAMA)
     checkpointed = replace(job, checkpointing=True)
-    once, twice, rounds, after = zip(
+    once, twice, rounds, after, compiled = zip(
         *run_ranks(
             Mesh(1, 2, 1),
             partial(
@@ -226,6 +228,7 @@ def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> No
                     partial(forward_passes, job=checkpointed),
                     partial(train, jobs=[checkpointed]),
                     partial(train_after_a_forward_pass, job=job),
+                    partial(train_compiled, job=job),
                 ],
             ),
         ),
@@ -234,6 +237,9 @@ def test_checkpointing_and_weights_that_were_gathered_before(folder: Path) -> No
     assert (once, twice) == ((3, 3), (6, 6))
     same_round([parts[0] for parts in rounds], whole)
     same_round(after, whole)
+    updates, graphs = zip(*compiled, strict=True)
+    same_round(updates, whole)
+    assert all(number > 0 for number in graphs)
 
 
 # --- kept optimizer state ---------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from cloister.tests.kills import ended
 from cloister.tests.rank_work import (
     TWO,
     Unreadable,
+    dies_at_start,
     forgetful_site,
     hanging_site,
     never_connect,
@@ -223,6 +224,22 @@ def test_rank_that_does_not_connect_is_late(folder: Path, monkeypatch: pytest.Mo
         ):
             ranks.call("sum")
         assert set(multiprocessing.active_children()) == children
+
+
+def test_rank_killed_before_it_has_answered_is_named_and_all_start_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = set(multiprocessing.active_children())
+    with opened(folder) as ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr("cloister.clients.rank.main", dies_at_start)
+            with pytest.raises(
+                RankError,
+                match=r"^rank 1 of 2 on cpu: .* connects to its peers, but it was killed by SIGKILL",
+            ):
+                ranks.call("sum")
+            assert set(multiprocessing.active_children()) == children
+        assert [answer for answer, _, _ in ranks.call("sum", timeout_s=60)] == [3.0, 3.0]
 
 
 def test_call_that_is_interrupted_leaves_no_answer_for_the_next(

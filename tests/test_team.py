@@ -167,6 +167,31 @@ def test_a_killed_rank_costs_an_attempt_and_no_charge_for_a_kept_update(
     assert len(federation.entries()) == (1 if moment == "Mask" else 2)
 
 
+def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
+    tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = Federation(tmp_path, tiny("cohort.deadline_s=700", "cohort.attempts=2"))
+    site = open_site(federation, MESHES["shard"])
+    first = site.held_out(federation.plan, federation.model)
+    os.kill(ranks()[1].pid, signal.SIGSTOP)
+    call, told = Ranks.call, []
+
+    def soon(self: Ranks[Any, Any], *commands: Any, timeout_s: float) -> list[Any]:
+        """The time passes faster."""
+        told.append(timeout_s)
+        return call(self, *commands, timeout_s=timeout_s / 1000)
+
+    monkeypatch.setattr(Ranks, "call", soon)
+    begun = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 on cpu: expected an answer within 1\.4 s"):
+        site.held_out(federation.plan, federation.model)
+    assert 1.4 <= time.monotonic() - begun < 10
+    assert told == [2 * 700]
+    assert not ranks()
+    monkeypatch.undo()
+    assert site.held_out(federation.plan, federation.model) == first
+
+
 @pytest.mark.parametrize(
     ("settings", "mesh", "error", "expected"),
     [
