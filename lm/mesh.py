@@ -39,6 +39,9 @@ STYLES = frozenset(
 """Entries of a model's tensor-parallel plan that `parallelize.py` can apply."""
 STATE_BYTES = 16
 """Bytes for each trained parameter: weight, gradient and AdamW's two moments, in float32."""
+SUM_BYTES = 20
+"""Bytes for each trained parameter more where gradients of single units are clipped: an integer sum (8 bytes), and its
+release in float64 and float32."""
 WEIGHT_BYTES = 4
 """Bytes for each frozen parameter: a weight in float32."""
 FOR_STATE = 0.7
@@ -149,7 +152,9 @@ def check_styles(plan: dict[str, str], model_type: str, tensor: int) -> None:
     )
 
 
-def choose(devices: int, bytes_per_device: int, trained: int, frozen: int = 0) -> Mesh:
+def choose(
+    devices: int, bytes_per_device: int, trained: int, frozen: int = 0, *, private: bool = False
+) -> Mesh:
     """The mesh that `auto` means: replicas where the model and its state fit in one device, else shards.
 
     Args:
@@ -157,8 +162,10 @@ def choose(devices: int, bytes_per_device: int, trained: int, frozen: int = 0) -
         bytes_per_device: Memory of the smallest of them.
         trained: Trained parameters.
         frozen: Frozen parameters.
+        private: Whether gradients of single units are clipped.
     """
-    fits = STATE_BYTES * trained + WEIGHT_BYTES * frozen <= FOR_STATE * bytes_per_device
+    each = STATE_BYTES + SUM_BYTES if private else STATE_BYTES
+    fits = each * trained + WEIGHT_BYTES * frozen <= FOR_STATE * bytes_per_device
     return Mesh(replicate=devices) if fits else Mesh(shard=devices)
 
 

@@ -40,6 +40,7 @@ def parallelize(
     *,
     checkpointing: bool = False,
     compile: bool = False,
+    sum_replicas: bool = True,
 ) -> None:
     """Divide a model among the ranks of a mesh, in place; every rank calls it with the same model.
 
@@ -50,6 +51,8 @@ def parallelize(
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
+        sum_replicas: Sum gradients over the replicas in a backward pass; otherwise each replica keeps its own, as
+            gradients of single units must be clipped before they are summed.
 
     Raises:
         ModelError: the mesh does not fit the model.
@@ -83,12 +86,13 @@ def parallelize(
             block.compile()
 
     # 4. Sharding and replication.
-    if ranks is not None and mesh.data > 1:
+    replicate = mesh.replicate > 1 and sum_replicas
+    if ranks is not None and (mesh.shard > 1 or replicate):
         # The logits are a view, which only an operation in place could harm.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
         )
-        data = ranks["replicate", "shard"] if mesh.replicate > 1 else ranks["shard"]
+        data = ranks["replicate", "shard"] if replicate else ranks["shard"]
         for part in (*blocks, model.module):
             sharded: Any = fully_shard(part, mesh=data)
             sharded.set_force_sum_reduction_for_comms(True)

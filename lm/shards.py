@@ -13,7 +13,6 @@ checks the placement of each tensor in each operation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +31,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.mesh import Coordinates, Mesh, degrees
 from cloister.lm.model import LanguageModel
 from cloister.lm.parallelize import sharded_modules
-from cloister.lm.weights import Named
+from cloister.lm.weights import Held, Named, matrix
 from cloister.protocol.blocks import Span, tile
 
 
@@ -55,11 +54,6 @@ class Region(NamedTuple):
             slice(self.rows.start - other.rows.start, self.rows.stop - other.rows.start),
             slice(self.columns.start - other.columns.start, self.columns.stop - other.columns.start),
         )
-
-
-def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix."""
-    return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def region(
@@ -126,6 +120,8 @@ class _Part:
     """This rank's region."""
     counts: bool
     """Whether this rank is the first of those with this region."""
+    counts_in_replica: bool
+    """Whether it is the first of its replica's."""
     kept: list[Region] = field(default_factory=list)
     """What of its own region lies in this rank's span."""
     sent: dict[int, list[Region]] = field(default_factory=dict)
@@ -187,7 +183,9 @@ class Shards:
         if _local(parameter).numel() != mine.size:
             raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
         (rows, columns), own = matrix(shape), holders[mine]
-        part = _Part(parameter, offset, columns, mine, counts=own[0] == self._rank)
+        replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
+        counts, counts_in_replica = (first == self._rank for first in (own[0], replica[0]))
+        part = _Part(parameter, offset, columns, mine, counts, counts_in_replica)
         for to, span in enumerate(self._spans):
             begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
             for each, having in holders.items():
@@ -221,8 +219,8 @@ class Shards:
     def trained(self, round: int) -> Named:
         """Tensors that share the memory of this rank's parts of the round's parameters."""
         named = [
-            (name, parameter, nn.Parameter(_local(parameter)))
-            for name, parameter in self._model.trainable_in_round(round)
+            (name, each, nn.Parameter(_local(each)) if isinstance(each, DTensor) else each)
+            for name, each in self._model.trainable_in_round(round)
         ]
         self._steps_on = [(parameter, local) for _, parameter, local in named]
         self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
@@ -302,6 +300,35 @@ class Shards:
                 values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
                 _lay(update, part, each, values, self.span.start)
                 begin += each.size
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What this rank has."""
+        return tuple(
+            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica)
+            for name, part in self._parts.items()
+        )
+
+    @property
+    def units(self) -> slice:
+        """Units are dealt to the replicas in turns."""
+        return slice(self._at.replicate, None, self._mesh.replicate)
+
+    def unit_rows(self, n: int) -> slice:
+        """The shards divide the rows; ranks of a tensor group have the same ones."""
+        begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
+        return slice(begin, end)
+
+    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the shards, then over the tensor group."""
+        for dimension in ("shard", "tensor"):
+            dist.all_reduce(values, group=self._ranks.get_group(dimension))
+        return values
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """One all-reduce."""
+        dist.all_reduce(values, group=self._ranks.get_group("replicate"))
+        return values
 
     @property
     def _device(self) -> torch.device:

@@ -266,7 +266,8 @@ def method(plan: Plan) -> str:
         "opacus": "gradients of many units at a time by Opacus; a site refuses the plan if they were not tested "
         "against single backward passes for models of this kind",
         "auto": "gradients of many units at a time by Opacus if they were tested against single backward passes for "
-        "models of this kind, and otherwise one at a time; each site decides this from the plan and the model",
+        "models of this kind, and otherwise one at a time; each site decides this from the plan, the model and its "
+        "devices",
     }[privacy.method]
 
 

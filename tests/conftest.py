@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,14 @@ momentum = 0.6
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
+def _interruptible() -> None:
+    """A suite that was started in the background ignores SIGINT, and so would the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_interruptible: None) -> None:
     """Start the fork server with all that any test needs: one that a light test starts has nothing for later ones, and
     each of their processes imports torch and transformers for itself. Nothing waits for its imports."""
     from cloister.protocol.soundness import parse

@@ -329,6 +329,8 @@ def test_what_auto_means() -> None:
     assert choose(8, card, 10**9) == Mesh(replicate=8)
     assert choose(8, card, 8 * 10**9) == Mesh(shard=8)
     assert choose(8, card, 10**7, frozen=8 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9, private=True) == Mesh(shard=8)
     assert choose(8, card, 10**7, frozen=7 * 10**10) == Mesh(shard=8)
 
 

@@ -25,7 +25,7 @@ from cloister.clients.team import Team
 from cloister.lm.model import load_model
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import ModelError, PlanError, RankError, StepError, StorageError
+from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.plan import MeshSection
 from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
@@ -76,19 +76,24 @@ def ranks() -> list[Any]:
     return [each for each in multiprocessing.active_children() if each.name.startswith("cloister rank")]
 
 
+@pytest.mark.parametrize("settings", [[], RECORD], ids=["not private", "records"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_give_the_update_of_one_process(
-    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+    mesh: str, settings: list[str], tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
-    """Trained, in clear: equal up to rounding."""
+    """Trained, in clear: equal up to rounding. A private update has the noise of one process, and one charge."""
     # With so short a gradient AdamW's epsilon dominates, and rounding is not amplified where a gradient is near zero.
-    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6")))
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6", *settings)))
+    noise = NoiseStream.from_declared_seed(5)
     decoded = []
     for number, section in enumerate((MeshSection(), MESHES[mesh])):
         state = str(tmp_path / str(number))
-        site = open_site(federation, section, state=state, secure=False)
+        site = open_site(
+            federation, section, state=state, secure=False, noise=lambda number: noise.child(f"{number}")
+        )
         contribution = site.contribute(federation.request())
         assert len(contribution.spans) == (1 if number == 0 else 3)
+        assert len(federation.entries()) == (number + 1 if settings else 0)
         decoded.append(whole_vector(contribution).view(np.int32).astype(np.int64))
     (one, several), size = decoded, federation.layout.size
     largest = np.abs(one[:size]).max()
@@ -170,12 +175,18 @@ def test_a_killed_rank_costs_an_attempt_and_no_charge_for_a_kept_update(
 @pytest.mark.parametrize(
     ("settings", "mesh", "error", "expected"),
     [
-        (RECORD, MeshSection(shard=2), PlanError, "one device .* because privacy.unit is 'record'"),
         (
             [],
             MeshSection(tensor=4),
             ModelError,
             "mesh.tensor is 4: expected a divisor .* num_attention_heads = 2",
+        ),
+        ([*RECORD, "privacy.method=opacus"], MeshSection(shard=2), ModelError, "privacy.method is 'opacus'"),
+        (
+            [*RECORD, "privacy.method=opacus"],
+            MeshSection(checkpointing=True),
+            ModelError,
+            "privacy.method is 'opacus'",
         ),
         (["local.optimizer=muon"], MeshSection(shard=2), ModelError, "Muon needs whole matrices"),
         (
