@@ -58,10 +58,11 @@ from torch import nn
 from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import Forward, next_tokens, to_device
+from cloister.lm.evaluate import next_tokens, to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.passes import Forward
 from cloister.lm.train import Bench, LocalUpdate, add_proximal
 from cloister.lm.weights import Named
 from cloister.privacy.noise import NoiseStream

@@ -37,7 +37,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
     """
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     here = gpus if gpus and device in ("auto", "cuda") else [str(device_for(device))]
-    asked = (section.replicate, section.shard, section.tensor)
+    asked = (section.replicate, section.shard, section.tensor, section.pipeline)
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
     elif len(here) > 1 and not plan.privacy.dpsgd and plan.model.adapter.base_precision == "float32":
@@ -50,6 +50,13 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
         mesh = Mesh()
     if not several(mesh, section):
         return mesh, here[:1]
+    if plan.privacy.dpsgd and mesh.pipeline > 1:
+        raise PlanError(
+            "mesh.pipeline",
+            mesh.pipeline,
+            expected=f"1, because privacy.unit is '{plan.privacy.unit}'",
+            fix="remove the site's mesh",
+        )
     if plan.privacy.dpsgd:
         raise PlanError(
             "mesh",
