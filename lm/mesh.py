@@ -147,17 +147,18 @@ class Mesh:
         text = config.get_text_config()
         blocks = getattr(text, "num_hidden_layers", 0)
         others = [name for name in ("replicate", "shard", "tensor") if getattr(self, name) > 1]
+        fix = "set mesh.shard instead"
         if text.model_type not in STAGED:
             expected = f"1, because the model type {text.model_type} is none of {', '.join(sorted(STAGED))}"
         elif text.tie_word_embeddings:
             expected = "1, because the first and the last stage would share the tied word embeddings"
         elif blocks < self.pipeline:
-            expected = f"at most the model's num_hidden_layers = {blocks}"
+            expected, fix = f"at most the model's num_hidden_layers = {blocks}", ""
         elif len(others) > 1:
-            expected = f"1 with {' and '.join(others)} above 1: a pipeline takes one other degree"
+            expected, fix = f"1 with {' and '.join(others)} above 1", "set one of them to 1"
         else:
             return
-        raise ModelError("mesh.pipeline", self.pipeline, expected=expected, fix="set mesh.shard instead")
+        raise ModelError("mesh.pipeline", self.pipeline, expected=expected, fix=fix)
 
     def _tensor(self, expected: str, fix: str) -> ModelError:
         return ModelError("mesh.tensor", self.tensor, expected=expected, fix=fix)

@@ -392,7 +392,12 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
             ("model.config.tie_word_embeddings=true",),
             r"mesh\.pipeline is 2: expected 1, because.*tied word embeddings; set",
         ),
-        (Mesh(2, 2, 1, 2), "llama", (), r"mesh\.pipeline is 2: expected 1 with replicate and shard above 1"),
+        (
+            Mesh(2, 2, 1, 2),
+            "llama",
+            (),
+            r"mesh\.pipeline is 2: expected 1 with replicate and shard above 1; set one",
+        ),
         (Mesh(tensor=4, pipeline=2), "llama", (), r"mesh\.tensor is 4"),
         (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
