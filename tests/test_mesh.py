@@ -60,18 +60,18 @@ on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
 on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
-LLAMA = ("llama",)
+LLAMA: tuple[str, ...] = ("llama",)
 ALL = [LLAMA, ("llama", *DIVIDED)]
 WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
+FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 WITH_DATA = [
-    ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2"),
+    FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
     ("gpt2",),
 ]
-FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
 """Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
-WITH_STAGES = {
+WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
     Mesh(1, 1, 1, 2): [UNEQUAL, FFA],
     Mesh(2, 1, 1, 2): [FFA],
     Mesh(1, 2, 1, 2): [UNEQUAL, FFA],
@@ -140,14 +140,19 @@ def on(mesh: Mesh, folder: Path) -> Found:
         strict=True,
     )
     by_plan = [list(updates) for updates in zip(*rounds, strict=True)]
-    by_plan, packed = zip(plans, by_plan, strict=True), [update for (update,) in packed]
-    return Found(dict(by_plan), list(changes), list(parts), list(scores), packed)
+    return Found(
+        dict(zip(plans, by_plan, strict=True)),
+        list(changes),
+        list(parts),
+        list(scores),
+        [update for (update,) in packed],
+    )
 
 
 def plans_of(mesh: Mesh) -> list[tuple[str, ...]]:
     if mesh.pipeline > 1:
-        return ALL + WITH_STAGES[mesh] + (ROUNDED if mesh.size == 2 else [])
-    return ALL + (WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)
+        return [*ALL, *WITH_STAGES[mesh], *(ROUNDED if mesh.size == 2 else ())]
+    return [*ALL, *(WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)]
 
 
 def end_of(job: Job) -> Any:
