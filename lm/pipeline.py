@@ -97,13 +97,18 @@ class Pipeline:
         given = {"positions": _padded(torch.cat(positions), more)} if positions else {}
         schedule: Any = self._schedule(size, count, tokens.shape[1])  # torch leaves `step` untyped
         self._losses = []
-        schedule.step(
-            *([_padded(tokens, more)] * self._first),
-            target=targets if self._last else None,
-            loss_kwargs={"learned": learned},
-            return_outputs=False,
-            **given,
-        )
+        try:
+            schedule.step(
+                *([_padded(tokens, more)] * self._first),
+                target=targets if self._last else None,
+                loss_kwargs={"learned": learned},
+                return_outputs=False,
+                **given,
+            )
+        except (
+            RuntimeError
+        ) as error:  # torch wraps what a forward pass raises, such as that memory is exhausted
+            raise (error.__cause__ or error) from None
         return self._losses
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from cloister.aggregation.span import check_pieces
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.mesh import Mesh, choose
 from cloister.lm.model import configuration, load_model, save_pretrained
+from cloister.lm.pipeline import divided
 from cloister.lm.shards import Region, between, region
 from cloister.lm.train import LocalUpdate
 from cloister.protocol.blocks import Span
@@ -36,6 +37,7 @@ from cloister.tests.rank_rounds import (
     tiny,
     train,
     train_after_a_forward_pass,
+    train_without_memory,
 )
 from cloister.tests.ranks import run_ranks
 
@@ -228,6 +230,15 @@ def test_a_stage_in_the_middle_has_blocks_only(folder: Path) -> None:
     same_round([update for (update,) in run_ranks(Mesh(1, 2, 1, 3), partial(train, jobs=[job]))], whole)
 
 
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(2, 8))
+def test_micro_batches_of_a_pipeline(rows: int, micro_batches: int, stages: int) -> None:
+    size, count = divided(rows, micro_batches, stages)
+    assert count >= stages
+    assert size <= max(rows, 1)
+    assert size * count >= max(rows, 1) * micro_batches
+    assert count == stages or size * (count - 1) < max(rows, 1) * micro_batches, "none is empty"
+
+
 @on_all
 def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
     job, _ = one_process(folder, *LLAMA)
@@ -325,7 +336,9 @@ def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, 
     first = run_ranks(ranks, partial(train, jobs=rounds))
     same_round([parts[0] for parts in first], expected[0])
     newest = sorted(mesh.rglob("optimizer-2.safetensors"))
-    assert len(newest) == 4
+    assert [path.parent.relative_to(mesh) for path in newest] == [
+        Path("mesh-1-2-1-2") / f"rank-{rank}" for rank in range(4)
+    ]
     newest[3].unlink()
     third = run_ranks(ranks, partial(train, jobs=[replace(job, round=3, state=mesh)]))
     same_round([parts[0] for parts in third], expected[1])
@@ -364,6 +377,14 @@ def test_tied_embeddings_in_stages_are_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama", "model.config.tie_word_embeddings=true")
     with pytest.raises(ModelError, match=r"mesh\.pipeline is 2: expected 1.*tied word embeddings"):
         run_ranks(Mesh(pipeline=2), partial(train, jobs=[job]))
+
+
+def test_a_stage_without_memory_says_so(folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    with pytest.raises(
+        ModelError, match=r"local\.batch_size is 4: expected sequences that fit in the memory"
+    ):
+        run_ranks(Mesh(pipeline=2), partial(train_without_memory, job=job))
 
 
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
