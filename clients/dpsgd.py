@@ -61,13 +61,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import Forward, next_tokens, to_device
+from cloister.lm.evaluate import next_tokens, to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.passes import Forward, Passes
 from cloister.lm.train import Bench, LocalUpdate, add_proximal
 from cloister.lm.weights import Held, Named, Weights, Whole, whole
 from cloister.privacy.noise import NoiseStream
@@ -396,7 +396,8 @@ class PrivateTrainer:
         self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
-        self._forward = Forward(self._bench.module, device, plan.local.precision)
+        forward = Forward(self._bench.module, device, plan.local.precision)
+        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -468,10 +469,10 @@ class PrivateTrainer:
         parameters = [parameter for _, parameter in trained]
         most = self._plan.local.batch_size
         if self.method.name == "reference":
-            yield _Gradients(_one_by_one, self._forward, parameters, self.weights, most, self._device)
+            yield _Gradients(_one_by_one, self._passes, parameters, self.weights, most, self._device)
             return
         with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, self._forward, parameters, self.weights, most, self._device)
+            yield _Gradients(_by_hooks, self._passes, parameters, self.weights, most, self._device)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -546,7 +547,7 @@ class _Gradients:
     """Per-unit gradients of some parameters, by a method."""
 
     method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
-    forward: Forward
+    passes: Passes
     parameters: list[nn.Parameter]
     weights: Weights
     most: int
@@ -568,7 +569,8 @@ class _Gradients:
             windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
 
         Returns:
-            The rows' summed losses (R,) float64, and their learned labels (R,).
+            The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
+            losses.
         """
         tokens, targets = sequences.tokens[rows], next_tokens(sequences.labels[rows])
         if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
@@ -576,16 +578,12 @@ class _Gradients:
             tokens, targets = np.zeros((1, length), np.int32), np.full((1, length), NOT_LEARNED)
             windows = np.ones(1, np.int64)
         learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
-        wanted = to_device(targets, self.device)
-        logits = self.forward(to_device(tokens, self.device), None)  # (R, L, V)
-        each = functional.cross_entropy(
-            logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-        )
-        nats = each.view(wanted.shape).sum(1)
         shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
         weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
-        (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-        return nats.detach().double(), learned
+        nats = self.passes.weighted(to_device(tokens, self.device), to_device(targets, self.device), weights)
+        if nats is None:
+            return torch.zeros(len(learned), dtype=torch.float64, device=self.device), np.zeros_like(learned)
+        return nats.double(), learned
 
 
 def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:

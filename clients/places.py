@@ -36,7 +36,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
     """
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     here = gpus if gpus and device in ("auto", "cuda") else [str(device_for(device))]
-    asked = (section.replicate, section.shard, section.tensor)
+    asked = (section.replicate, section.shard, section.tensor, section.pipeline)
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
     elif len(here) > 1 and plan.model.adapter.base_precision == "float32":

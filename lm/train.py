@@ -26,10 +26,11 @@ import torch
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
-from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
+from cloister.lm.evaluate import next_tokens, to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer, states
+from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import DataError, ModelError, UpdateError
@@ -165,7 +166,8 @@ class Trainer:
         self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
-        self._forward = Forward(self._bench.module, device, plan.local.precision)
+        forward = Forward(self._bench.module, device, plan.local.precision)
+        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -232,11 +234,8 @@ class Trainer:
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
-            for number, (tokens, targets, positions) in enumerate(micro_batches, 1):
-                self.weights.before_backward(last=number == local.accumulation)
-                loss = summed_loss(self._forward(tokens, positions), targets)
-                (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-                total_loss += loss.detach()
+            for loss in self._passes.backward(micro_batches, learned):
+                total_loss += loss
             self.weights.take_gradients()
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
@@ -249,9 +248,8 @@ class Trainer:
 
     def _micro_batches(
         self, sequences: Sequences, seeds: tuple[int, ...]
-    ) -> Iterator[tuple[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]]:
-        """For each step: its learned labels, in all rows, and this process's rows (b, L) int64 of (tokens, targets,
-        positions)."""
+    ) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """For each step: its learned labels, in all rows, and this process's rows of each micro-batch."""
         local = self._plan.local
         part = self.weights.rows(local.batch_size)
         mine = part.stop - part.start
@@ -277,7 +275,7 @@ class Trainer:
                 step = [next(micro_batches) for _ in range(local.accumulation)]
                 yield (
                     int(count),
-                    [(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
+                    [MicroBatch(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
                 )
 
 

@@ -2,7 +2,7 @@
 
 Training is the same program in both cases. What differs is behind `Weights`: how the global model gets into the
 parameters and the update out of them, which tensors the optimizer steps on, which rows of a micro-batch this process
-computes, and what is summed over processes.
+computes, how they go through the model, and what is summed over processes.
 
 A *replica* is one copy of the model: one process, or the ranks that have its parts. Of several replicas each takes
 units of its own where gradients of single units are wanted, and these are in one replica until they are clipped.
@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel
+from cloister.lm.passes import Direct, Forward, Passes
 from cloister.protocol.blocks import Span
 
 Named = list[tuple[str, nn.Parameter]]
@@ -71,7 +72,7 @@ class Weights(Protocol):
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """What separates this process's random draws (dropout) from those of processes with other rows."""
+        """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
 
     def place(self, start: Vector) -> None:
         """Copy the global model, float32 (layout.size,), into the parameters.
@@ -86,6 +87,9 @@ class Weights(Protocol):
     def rows(self, batch_size: int) -> slice:
         """This process's rows of a micro-batch; there may be none."""
 
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """How this process's rows of micro-batches of `batch_size` rows go through the model."""
+
     def before_backward(self, *, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch, which is or is not the last one of its step."""
 
@@ -96,7 +100,7 @@ class Weights(Protocol):
         """Scale the gradients so that the L2 norm over all parameters of the model is at most `norm`."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a value over the processes that have different rows."""
+        """The sum of a value over the processes that have different rows, and over the stages of a pipeline."""
 
     def least(self, number: int) -> int:
         """The smallest of the numbers that the processes give."""
@@ -149,6 +153,10 @@ class Whole:
     def rows(self, batch_size: int) -> slice:
         """See `Weights`."""
         return slice(0, batch_size)
+
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """See `Weights`."""
+        return Direct(forward, self.before_backward)
 
     def before_backward(self, *, last: bool) -> None:
         """See `Weights`."""

@@ -45,14 +45,16 @@ def _fork_server(_interruptible: None) -> None:
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny plan as a file, with the file of its records beside it; do not change them.
 
-    Its server optimizer has a state, which a resumed run must restore.
+    Its server optimizer has a state, which a resumed run must restore. Its model has two blocks, which a pipeline can
+    divide.
     """
     from cloister.tests.federation import TINY, write_records
 
     folder = tmp_path_factory.mktemp("tiny")
     path = folder / "tiny.toml"
     records = write_records(folder / "records.jsonl")
-    path.write_text(f'{TINY}source = "{records}"\n{MOMENTUM}')
+    model = TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2")
+    path.write_text(f'{model}source = "{records}"\n{MOMENTUM}')
     return path
 
 

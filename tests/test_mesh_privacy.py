@@ -34,7 +34,7 @@ from cloister.tests.test_mesh import by_degrees, same_round
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 NOISE = NoiseStream.from_declared_seed(5)
-MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(2, 2, 1), Mesh(1, 2, 2)]
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2), Mesh(2, 2, 1), Mesh(1, 2, 2)]
 FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 ROLORA = ("model.adapter.scheme=rolora", "model.adapter.rank=1")
 OWNERS = ("privacy.unit=owner", "data.owner=patient", "privacy.windows=2", "privacy.records=2")
@@ -66,12 +66,14 @@ def jobs_for(mesh: Mesh, folder: Path) -> dict[str, PrivateJob]:
     }
     if mesh.size > 2:
         return {name: jobs[name] for name in names(mesh)}
-    if mesh.tensor == 1:
+    if mesh.pipeline > 1:
+        jobs["adapter"] = job_of(folder, "llama", *ROLORA)
+    elif mesh.tensor == 1:
         jobs["adapter"] = job_of(folder, "llama", *ROLORA)
         jobs["tied"] = job_of(folder, "gpt2")
     else:
         jobs["norms of heads"] = job_of(folder, "qwen3", REFERENCE)
-    if mesh.shard == mesh.tensor == 1:
+    if mesh.shard == mesh.tensor == mesh.pipeline == 1:
         jobs["nothing is learned, by hooks"] = job_of(folder, "llama", "local.steps=1", nothing=True)
         jobs["adapter, by hooks"] = job_of(folder, "llama", *FFA)
     return jobs
@@ -130,8 +132,14 @@ def names(mesh: Mesh) -> list[str]:
     """What `jobs_for` has, without making it."""
     if mesh.size > 2:
         return ["records", "nothing is learned"]
+    if mesh.pipeline > 1:
+        return ["records", "owners", "nothing is learned", "not finite", "adapter"]
     either = ["adapter", "tied"] if mesh.tensor == 1 else ["norms of heads"]
-    hooks = ["nothing is learned, by hooks", "adapter, by hooks"] if mesh.shard == mesh.tensor == 1 else []
+    hooks = (
+        ["nothing is learned, by hooks", "adapter, by hooks"]
+        if mesh.shard == mesh.tensor == mesh.pipeline == 1
+        else []
+    )
     return ["records", "owners", "nothing is learned", "not finite", *either, *hooks]
 
 
@@ -152,7 +160,7 @@ def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, fol
         )
     assert len(one.sums) == len(found[0].sums) == one.update.steps
     same_round([part.update for part in found], one.update)
-    hooked = mesh.shard == mesh.tensor == 1 and name in ("records", "owners", "adapter")
+    hooked = mesh.shard == mesh.tensor == mesh.pipeline == 1 and name in ("records", "owners", "adapter")
     assert {part.method for part in found} == {"opacus" if hooked or "hooks" in name else "reference"}
 
 
@@ -186,7 +194,9 @@ DIVIDED = [
 """Noise divided by the number of ranks, as in an optimizer that divides it by the world size."""
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2)], ids=by_degrees)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2)], ids=by_degrees
+)
 def test_noise_that_is_divided_by_the_number_of_ranks_is_found(mesh: Mesh, folder: Path) -> None:
     job = jobs_for(mesh, folder)["nothing is learned"]
     parts = [each[0] for each in run_ranks(mesh, partial(train_privately, jobs=[job], mutants=DIVIDED))]
@@ -194,17 +204,11 @@ def test_noise_that_is_divided_by_the_number_of_ranks_is_found(mesh: Mesh, folde
     assert squares < low / 2
 
 
+SUM_IN_REPLICA = "lm.shards:Shards.sum_in_replica"
 MUTANTS = [
-    (
-        Mesh(1, 2, 1),
-        "records",
-        Mutant("lm.shards:Shards.sum_in_replica", '("shard", "tensor")', '("tensor",)'),
-    ),
-    (
-        Mesh(1, 1, 2),
-        "records",
-        Mutant("lm.shards:Shards.sum_in_replica", '("shard", "tensor")', '("shard",)'),
-    ),
+    (Mesh(1, 2, 1), "records", Mutant(SUM_IN_REPLICA, ', "shard"', "")),
+    (Mesh(1, 1, 2), "records", Mutant(SUM_IN_REPLICA, ', "tensor"', "")),
+    (Mesh(1, 1, 1, 2), "records", Mutant(SUM_IN_REPLICA, '"pipeline", ', "")),
     (
         Mesh(1, 1, 2),
         "records",

@@ -36,6 +36,7 @@ MESHES = {
     "replicate": MeshSection(replicate=2),
     "shard": MeshSection(shard=2),
     "tensor": MeshSection(tensor=2),
+    "pipeline": MeshSection(pipeline=2),
 }
 WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
 """A model whose update is several blocks, so that each rank has some."""
@@ -83,7 +84,8 @@ def test_ranks_give_the_update_of_one_process(
 ) -> None:
     """Trained, in clear: equal up to rounding. A private update has the noise of one process, and one charge."""
     # With so short a gradient AdamW's epsilon dominates, and rounding is not amplified where a gradient is near zero.
-    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6", *settings)))
+    blocks = "model.config.num_hidden_layers=2"
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, blocks, "local.clip_norm=1e-6", *settings)))
     noise = NoiseStream.from_declared_seed(5)
     decoded = []
     for number, section in enumerate((MeshSection(), MESHES[mesh])):
@@ -215,7 +217,7 @@ def test_a_federation_trains_on_three_meshes(
 ) -> None:
     """Through the command, with the secure sum; evaluated at the sites, by their ranks."""
     meshes = [
-        "{share=0.25,mesh={replicate=2}}",
+        "{share=0.25,mesh={pipeline=2}}",
         "{share=0.25,mesh={shard=2}}",
         "{share=0.25,mesh={tensor=2}}",
     ]
