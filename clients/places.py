@@ -55,7 +55,7 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
             "mesh.pipeline",
             mesh.pipeline,
             expected=f"1, because privacy.unit is '{plan.privacy.unit}'",
-            fix="remove the site's mesh",
+            fix="remove mesh.pipeline",
         )
     if plan.privacy.dpsgd:
         raise PlanError(
