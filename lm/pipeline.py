@@ -181,6 +181,7 @@ class Pipeline:
                 group=self._group,
             )
             stage.prepare = self._prepare
+            # The loss is a sum that is divided by the tokens of the step: gradients are not averaged.
             self._schedules[key] = Schedule1F1B(stage, count, self._loss, scale_grads=False)
         return self._schedules[key]
 
