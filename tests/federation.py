@@ -346,7 +346,7 @@ class VectorSite:
                 statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    model = basis(vector_hash(request.model), request.clip)
+                    model = basis(vector_hash(request.model), request.clip, request.steps)
                     statement, masked = self.attempts.mask(
                         request.inbox,
                         request.sum.round,
