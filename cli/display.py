@@ -142,7 +142,8 @@ def _rate(event: RoundDone) -> float:
 
 
 def _steps(event: RoundDone) -> str:
-    return f"{event.least_steps} to {event.most_steps}"
+    same = event.least_steps == event.most_steps
+    return f"{event.least_steps}" if same else f"{event.least_steps} to {event.most_steps}"
 
 
 def _clipped(event: RoundDone) -> str:
