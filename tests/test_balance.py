@@ -484,6 +484,24 @@ def test_steps_by_declared_speed_are_decided_once_for_a_round(secure: bool, tmp_
         )
 
 
+def test_in_clear_a_round_keeps_the_cohort_of_its_list(tmp_path: Path) -> None:
+    """A site that joins only after the coordinator was restarted takes part from the next round."""
+    federation = Federation(tmp_path, tiny(*WEIGHTED, *CLEAR))
+    coordinator = Coordinator(federation)
+    federation.channel.garble = lambda site, step, frames: (
+        [] if (site, step) == ("site-003", "join") else frames
+    )
+    federation.channel.down = stop_at("update", 2)
+    with coordinator.party() as party, pytest.raises(Stopped):
+        coordinator.sum(party)
+    federation.channel.garble = lambda _site, _step, frames: frames
+    federation.channel.down = lambda *_: False
+    with coordinator.party() as party:
+        assert coordinator.sum(party).cohort == 3
+        assert {site for site, _ in coordinator.sent} == {"site-000", "site-001", "site-002"}
+        assert coordinator.sum(party, 2).sites == 4
+
+
 def both(
     one_: Callable[[str, str, Request], bool], other: Callable[[str, str, Request], bool]
 ) -> Callable[[str, str, Request], bool]:
