@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ UNIFORM = ["aggregation.weighting=uniform"]
 WEIGHTED = [*UNIFORM, "local.balance=weighted", "local.steps=4"]
 DYNAMIC = [*UNIFORM, "local.balance=dynamic", "local.steps=4"]
 CLEAR = ["aggregation.secure=false"]
+
+
+@pytest.fixture(autouse=True)
+def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is synced to disk: no power cut ends these tests."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 
 # From speeds to steps.
