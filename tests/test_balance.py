@@ -36,6 +36,7 @@ from cloister.protocol.messages import (
     Failed,
     Joined,
     LocalSteps,
+    Refused,
     Reply,
     Request,
 )
@@ -48,7 +49,17 @@ from cloister.server.members import Members
 from cloister.server.progress import SiteAnswered
 from cloister.server.speeds import Measured
 from cloister.server.sum import Party, Total, Wanted, sum_over
-from cloister.tests.federation import RUN, TINY, Federation, changed, tiny, whole, write_records
+from cloister.simulations.faults import Faulty
+from cloister.tests.federation import (
+    RUN,
+    TINY,
+    Federation,
+    changed,
+    contribution_of,
+    tiny,
+    whole,
+    write_records,
+)
 from cloister.tests.kills import kill_while, killed_run
 from cloister.tests.test_resume import at
 from cloister.tests.test_site import Attack
@@ -584,6 +595,22 @@ def test_the_time_of_a_training_is_reported_once_and_only_where_the_plan_measure
         site.join(federation.join_request())
         assert site.contribute(federation.request()).seconds == reported
         assert site.contribute(federation.request(tries=2)).seconds == 0, "it was kept"
+
+
+def test_a_simulated_site_reports_the_time_of_its_own_hardware(clear: Federation) -> None:
+    class Timed:
+        name = "site-000"
+
+        def answer(self, request: Request) -> Reply:
+            assert isinstance(request, Contribute)
+            return replace(contribution_of(request, self.name, np.zeros(1, np.uint32)), seconds=3.0)
+
+        def refuse(self, request: Request, error: Exception) -> Refused:
+            raise AssertionError("it refuses nothing")
+
+    reply = Faulty(Timed(), clear.plan, 0.25).answer(clear.request())
+    assert isinstance(reply, Contribution)
+    assert reply.seconds == 12.0
 
 
 def test_a_speed_is_the_median_of_the_newest_rounds() -> None:
