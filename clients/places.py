@@ -65,12 +65,12 @@ def mesh_for(plan: Plan, section: MeshSection, device: str) -> tuple[Mesh, list[
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
         )
     if plan.privacy.method == "opacus" and (
-        mesh.shard * mesh.tensor > 1 or section.checkpointing or section.compile
+        mesh.size > mesh.replicate or section.checkpointing or section.compile
     ):
         raise ModelError(
             "mesh",
             mesh.degrees(),
-            expected="shard 1 and tensor 1 without checkpointing and compile, because privacy.method is 'opacus'",
+            expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
             fix="set mesh.replicate instead, or use a plan with privacy.method = 'auto'",
         )
     processes = RANKS_PER_PROCESSOR * (os.cpu_count() or 1)

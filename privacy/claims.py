@@ -226,6 +226,11 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
             "anything else is computed from it."
         )
+    if local.balance != "fixed":
+        text = (
+            "Each site first scales its update by the mean of the cohort's local steps over its own: the numbers "
+            f"are public and follow from declared speeds, not from data. {text}"
+        )
     if privacy.adaptive is not None:
         text += (
             " C follows a quantile of the updates' norms (Andrew et al. 2021) from the value shown here; "

@@ -45,6 +45,8 @@ ZERO = "local.learning_rate=1e-30"
 ONE_ROW = ["local.batch_size=1", "local.clip_norm=0", "privacy.clip=0.001"]
 """Only one rank has a row, and nothing is summed in another order: the update is that of one process to the bit. It is
 longer than the clipping norm, so each rank must know the norm of the whole."""
+BALANCED = ["local.balance=weighted", "local.steps=3"]
+"""The first site takes two steps, and its update is scaled before it is clipped."""
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_ranks_give_the_update_of_one_process(
         ("shard", [ZERO]),
         ("tensor", [ZERO]),
         ("replicate", ONE_ROW),
-        ("shard", ONE_ROW),
+        ("shard", [*ONE_ROW, *BALANCED]),
     ],
 )
 def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
