@@ -6,7 +6,7 @@
   round does.
 - `private_ratio`: `PrivateTrainer` with the gradients of many windows at a time, over `Trainer`; both train an adapter
   (FFA-LoRA of rank 8, unless the plan names another), and the expected batch of the one is the batch of the other.
-  `reference_ratio` is the same with the gradients of one window at a time. On one device only, else null.
+  `reference_ratio` is the same with the gradients of one window at a time. Each is null where it was not measured.
 - `mfu`: on a GPU, the floating-point operations of forward and backward that torch counts for a token, times the
   tokens a second of `Trainer`, over the peak of all GPUs of the mesh in bfloat16; else null.
 
@@ -50,11 +50,12 @@ from cloister.clients.rank import Place
 from cloister.clients.ranks import Ranks
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import NOT_LEARNED, Sequences, prepare, unit_rule
-from cloister.lm.evaluate import next_tokens, summed_loss
+from cloister.lm.evaluate import next_tokens
 from cloister.lm.frozen import is_lowered
 from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import LanguageModel, device_for, load_model, outline
 from cloister.lm.parallelize import parallelize
+from cloister.lm.passes import summed_loss
 from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.plan import MeshSection, Plan, PrivacySection
@@ -209,8 +210,11 @@ def plain(setting: Setting) -> Turn:
 
 def private(setting: Setting) -> Turn:
     """Rounds of `PrivateTrainer`."""
-    plan, model, sequences = setting.plan, setting.model, setting.sequences
-    trainer, start = PrivateTrainer(plan, model, setting.device), model.layout.flatten(model.module)
+    plan, model, sequences, device = setting.plan, setting.model, setting.sequences, setting.device
+    start = model.layout.flatten(model.module)
+    if setting.ranks is not None:
+        parallelize(model, setting.ranks, device, sum_replicas=False)
+    trainer = PrivateTrainer(plan, model, device, setting.ranks)
     noise = NoiseStream.from_declared_seed(0)  # the same batches in every run
     return lambda number: (
         trainer.train(start, sequences, round=number, noise=noise, noise_multiplier=0.6).tokens
@@ -365,8 +369,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--private",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on one device, measure private training of an adapter too (default: yes)",
+        help="measure private training of an adapter too (default: on one device only)",
     )
     parser.add_argument(
         "--set",
@@ -392,12 +395,15 @@ def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
     named = zip((field.name for field in fields(Mesh)), map(int, degrees.split(",")), strict=False)
     section = MeshSection.model_validate(dict(named))
     mesh, devices = mesh_for(whole, section, arguments.device)
+    if mesh.pipeline > 1:
+        raise SystemExit(f"pipeline is {mesh.pipeline}: expected 1, because the plain loop has no stages")
     if whole.local.batch_size % mesh.data:
         raise SystemExit(f"local.batch_size is {whole.local.batch_size}: expected a multiple of {mesh.data}")
     plans = {"bare": whole, "trainer": whole}
-    if arguments.private and mesh.size == 1:
+    if arguments.private or (arguments.private is None and mesh.size == 1):
         adapted = parse(shipped, [*settings, *ADAPTER, *scheme, *arguments.set])
-        plans |= dict.fromkeys(("adapter", *METHODS), adapted)
+        methods = METHODS if mesh.size == mesh.replicate else ("reference",)  # Opacus knows no divided model
+        plans |= dict.fromkeys(("adapter", *methods), adapted)
     found = measured(plans, mesh, devices, arguments.repeats, compile=arguments.compile)
     rate = {side: each.tokens_per_second for side, each in found.items()}
     title = device_title(device_for(devices[0]))

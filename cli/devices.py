@@ -135,9 +135,10 @@ class Devices:
         """Print what the ranks will hold; ranks that hold equally much share a column."""
         from rich.table import Table
 
+        console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
         kinds = iter(self._kinds())
         while some := list(islice(kinds, _KINDS)):
-            table = Table(title=f"Mesh: {self.mesh.degrees()}", title_justify="left", show_header=False)
+            table = Table(show_header=False)
             table.add_column(style="cyan")
             for _ in some:
                 table.add_column(justify="right")
@@ -175,6 +176,8 @@ class Devices:
         yield "weights", _size(part.weights)
         yield "gradients", _size(part.gradients)
         yield "moments of the optimizer", _size(part.moments)
+        if self.plan.privacy.dpsgd:
+            yield "sum of clipped gradients", _size(part.sums)
         yield "largest block gathered at a time", _size(part.gathered)
         yield "span of the update, elements", f"{largest.span.size:,}"
         yield "update", _size(largest.update)

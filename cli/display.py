@@ -107,6 +107,8 @@ def describe(event: Event) -> str:
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
+            if event.least_steps is not None:
+                parts.append(f"{_steps(event)} local steps")
             if event.train_loss is not None:
                 parts.append(f"training loss {event.train_loss:.3f}")
             if event.tokens is not None:
@@ -137,6 +139,11 @@ def _how(plan: Plan) -> str:
 
 def _rate(event: RoundDone) -> float:
     return (event.tokens or 0) / event.seconds if event.seconds else 0.0
+
+
+def _steps(event: RoundDone) -> str:
+    same = event.least_steps == event.most_steps
+    return f"{event.least_steps}" if same else f"{event.least_steps} to {event.most_steps}"
 
 
 def _clipped(event: RoundDone) -> str:
@@ -252,6 +259,7 @@ class LiveDisplay:
         private = self._plan.privacy.unit != "none"
         headings = ["round", "loss", "epsilon" if private else "tokens/s", "sites", "perplexity"]
         headings += ["bits/byte"] if private else ["train loss", "bits/byte"]
+        headings += ["steps"] if self._plan.local.balance != "fixed" else []
         width = self._console.width
         headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -268,6 +276,7 @@ class LiveDisplay:
                 }
             if done:
                 cells["sites"] = str(done.sites)
+                cells["steps"] = _steps(done)
                 if done.train_loss is not None:
                     cells |= {"train loss": f"{done.train_loss:.3f}", "tokens/s": f"{_rate(done):,.0f}"}
                 if done.epsilon is not None:

@@ -61,6 +61,8 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "phase_seconds": dict(outcome.phase_seconds),
         "round_seconds": outcome.round_seconds,
         "tokens": outcome.tokens or None,
+        "least_steps": outcome.least_steps,
+        "most_steps": outcome.most_steps,
         "tokens_per_second": outcome.tokens_per_second or None,
         "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
@@ -215,6 +217,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
         "refused": ", ended by refusals",
     }
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
+    if outcome.least_steps is not None:
+        table.add_row("local steps of a site in a round", f"{outcome.least_steps} to {outcome.most_steps}")
     plan, privacy = folder.plan, folder.plan.privacy
     if outcome.epsilon is not None:
         budget = privacy.target_epsilon if privacy.budget is None else privacy.budget

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
+        found["least_steps"], found["most_steps"] = plan.local.step_limits()
         found |= asdict(secure) if secure else {}
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
@@ -111,6 +112,10 @@ def _print_cost(
     table.add_row("parameters", f"{estimate.parameters:,}")
     table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
     table.add_row("sites in a round", f"{estimate.cohort:,}")
+    least, most = plan.local.step_limits()
+    by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
+    steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    table.add_row("local steps of a site in a round", f"{steps}{by[plan.local.balance]}")
     table.add_row("to a site, each round", size(estimate.bytes_down))
     table.add_row("from a site, each round", size(estimate.bytes_up))
     table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELP = "set up a site, and check its data and devices"
 
 _SETTINGS = """\
-# The settings of this site alone; none of them is sent anywhere. Relative paths start at this file's folder.
+# The settings of this site alone; none of them but "speed" is sent. Relative paths start at this file's folder.
 
 # The site's name, as on its card.
 name = {name}
@@ -62,6 +62,10 @@ ledger = "ledger.sqlite"
 
 # What it trains on: "auto" (the GPUs that it sees, else the CPU), or one device such as "cuda:1".
 device = "auto"
+
+# How fast it trains relative to the other sites, such as 0.5 or 2. A coordinator is told if its plan has
+# local.balance = "weighted": sites take local steps by speed.
+speed = 1.0
 
 # How several devices divide a model. Without a degree, a site uses all of its GPUs where the plan allows it.
 [mesh]

@@ -18,6 +18,7 @@ from cloister.clients.spending import Spending
 from cloister.lm.model import count_parameters
 from cloister.privacy.policy import Policy, load_policy, offer_of
 from cloister.privacy.terms import Terms, terms_of
+from cloister.protocol.balance import OwnSteps, own_steps
 from cloister.protocol.cohort import Draw, draw_of
 from cloister.protocol.errors import (
     BudgetError,
@@ -27,7 +28,7 @@ from cloister.protocol.errors import (
     StaleError,
 )
 from cloister.protocol.joining import check_size, sign_joined
-from cloister.protocol.messages import EVALUATE, TRAIN, Join, Joined, Purpose, Refused
+from cloister.protocol.messages import EVALUATE, TRAIN, Contribute, Join, Joined, Purpose, Refused
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable, sign_refusal
 from cloister.protocol.roster import Roster
@@ -118,6 +119,17 @@ class Admission:
                 plan.server.evaluation,
                 expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
             )
+
+    def own_steps(self, plan: Plan, request: Contribute) -> OwnSteps:
+        """The site's local steps in a round, by the cohort's list, which must be one that the plan allows.
+
+        Raises:
+            BalanceError: it is not, or its sites are not the cohort that the site draws.
+        """
+        cohort, purpose = None, request.sum.purpose
+        if request.steps and plan.aggregation.secure:
+            cohort = draw_of(plan, purpose).cohort(self.roster().names, request.sum.round)
+        return own_steps(plan, purpose, request.steps, self._config.name, cohort)
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
         """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.
@@ -216,11 +228,12 @@ class Admission:
             RosterError: the key cannot be read.
         """
         name = self._config.name
+        speed = self._config.speed if plan.local.balance == "weighted" else 1.0
         if not self._config.identity:
-            return Joined(name)
+            return Joined(name, speed=speed)
         identity = self._resident.identity(self._config.identity)
-        roster = self.roster().hash if self._config.roster else b""
-        return sign_joined(identity, request, site=name, plan=bytes.fromhex(plan.digest()), roster=roster)
+        roster, digest = self.roster().hash if self._config.roster else b"", bytes.fromhex(plan.digest())
+        return sign_joined(identity, request, site=name, plan=digest, roster=roster, speed=speed)
 
     def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal.

@@ -9,12 +9,12 @@ from typing import Annotated
 from pydantic import Field
 
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan import SMALLEST_COHORT, MeshSection
+from cloister.protocol.plan import FASTEST, SLOWEST, SMALLEST_COHORT, MeshSection
 from cloister.protocol.settings import Section, Settings
 
 
 class SiteConfig(Section):
-    """The settings of one site, which no other party sees."""
+    """The settings of one site, which no other party sees; `speed` is sent to a coordinator whose plan asks for it."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """The site's name in the federation."""
@@ -46,6 +46,9 @@ class SiteConfig(Section):
     """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
     device: str = "auto"
     """`auto` (the GPUs this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+    speed: Annotated[float, Field(ge=SLOWEST, le=FASTEST)] = 1.0
+    """How fast its hardware trains, relative to the other sites: 2 is twice as fast as 1. Only for plans with
+    `local.balance = "weighted"`, whose coordinator is told."""
     mesh: MeshSection = MeshSection()
     """Degrees by which several devices, of the kind that `device` names, divide the model."""
 

@@ -37,6 +37,12 @@ model that gives each sequence its own loss; `opacus` takes the gradients of man
 (Yousefpour et al. 2021, "Opacus"), if `method_for` finds that they are right. Nothing else of Opacus is used: its
 optimizers divide by the batch size or the size of the data, and draw noise from torch. Refused: its faster ghost
 clipping, which takes two backward passes and is wrong for tied weights.
+
+In the ranks of a mesh, all draw the same batch from the same stream. Each replica takes units of its own, one after
+the other by `reference`, whose rows its shards divide. The squares of a unit's gradient are summed over the replica, a
+part that several ranks have once, and every rank clips its part by that norm. The integer sums of the replicas are
+added up, which is exact; then each rank adds to its part the noise of the part's places in the flat vector. So all
+ranks together release S with the noise of one process, once.
 """
 
 from __future__ import annotations
@@ -49,24 +55,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import Forward, next_tokens, to_device
+from cloister.lm.evaluate import next_tokens, to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.passes import Forward, Passes
 from cloister.lm.train import Bench, LocalUpdate, add_proximal
-from cloister.lm.weights import Named
+from cloister.lm.weights import Held, Named, Weights, Whole, whole
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -95,8 +104,13 @@ class Method:
     """The reason, in words, for the report."""
 
 
-def method_for(plan: Plan, model: LanguageModel) -> Method:
+def method_for(plan: Plan, model: LanguageModel, *, divided: bool = False) -> Method:
     """The method that a plan's `privacy.method` means for a model.
+
+    Args:
+        plan: The plan.
+        model: Its model, as it is trained.
+        divided: Whether a mesh divides its parameters among ranks.
 
     Raises:
         PlanError: the plan asks for Opacus, but its gradients are wrong or unproven for the model.
@@ -104,7 +118,7 @@ def method_for(plan: Plan, model: LanguageModel) -> Method:
     wanted = plan.privacy.method
     if wanted == "reference":
         return Method("reference", "the plan asks for it")
-    problem = _wrong_by_opacus(plan, model)
+    problem = _wrong_by_opacus(plan, model, divided)
     if not problem:
         return Method("opacus", "its gradients are proven right for every trained layer of this model")
     if wanted == "auto":
@@ -117,13 +131,17 @@ def method_for(plan: Plan, model: LanguageModel) -> Method:
     )
 
 
-def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
+def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     """The reason that Opacus cannot be used, or an empty text."""
+    if divided:
+        return "a mesh with shard or tensor above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.module.modules()):
+    if any(_recomputes(module) for module in model.module.modules()):
         return "with gradient checkpointing its hooks see each layer twice"
+    if any(module._compiled_call_impl is not None for module in model.module.modules()):
+        return "its hooks are not proven in compiled blocks"
     owners: dict[int, list[nn.Module]] = {}
     for module in model.module.modules():
         for parameter in module.parameters(recurse=False):
@@ -142,6 +160,11 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel) -> str:
     if windows > most:
         return f"the {windows} windows of one {privacy.unit} do not fit into local.batch_size = {most}"
     return ""
+
+
+def _recomputes(module: nn.Module) -> bool:
+    """Whether a module may compute its activations again: transformers marks it, `parallelize` replaces `forward`."""
+    return bool(getattr(module, "gradient_checkpointing", False)) or "forward" in vars(module)
 
 
 def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
@@ -166,36 +189,54 @@ class ClippedSum:
     release the sum is rounded once to float64, by at most 2^-53 of its norm, which is below 2^25 C: the sums of
     neighbouring batches are then at most C + 2 2^-28 C apart. Rounding after the noise was added is post-processing.
 
-    The sum takes 8 bytes for each element of the layout, and as many again at the release.
+    In a rank of a mesh, gradients and sum are of its parts of the parameters, D elements in all, and every rank of a
+    replica adds its parts of the same units in the same order. Of one process, D is `layout.size`.
+
+    The sum takes 8 bytes for each element, and as many again at the release.
 
     Args:
-        layout: Where each parameter lies in the sum.
-        names: The parameters that gradients are given for; the rest of the sum stays zero.
+        layout: The layout of the unsharded model.
+        names: The parameters that gradients are given for, in layout order; the rest of the sum stays zero.
         clip: L2 norm C.
         device: Device of the gradients.
+        weights: Where the parameters are; None for one process.
     """
 
-    def __init__(self, layout: Layout, names: Sequence[str], clip: float, device: torch.device) -> None:
-        place = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
-        self._places = [place[name] for name in names]
+    def __init__(
+        self,
+        layout: Layout,
+        names: Sequence[str],
+        clip: float,
+        device: torch.device,
+        weights: Weights | None = None,
+    ) -> None:
+        held = whole(layout) if weights is None else weights.held
+        edges = list(itertools.accumulate((each.size for each in held), initial=0))
+        place = {each.name: (each, *edge) for each, edge in zip(held, itertools.pairwise(edges), strict=True)}
+        self._held = [place[name] for name in names]
+        self._weights = weights
         self._clip = clip
         self._step = math.ldexp(1.0, math.frexp(clip)[1] - _BITS)
         self._units = 0
-        self._sum: torch.Tensor | None = torch.zeros(layout.size, dtype=torch.int64, device=device)
+        self._sum: torch.Tensor | None = torch.zeros(edges[-1], dtype=torch.int64, device=device)
 
     def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Clip the gradients of U units and add them; those that are not finite, or above 1e30 C, count as zero.
 
         Args:
-            gradients: For each parameter (U, its shape), floating point; they may be overwritten.
+            gradients: For each parameter (U, its shape, or that of this rank's part), floating point; they may be
+                overwritten.
 
         Returns:
             (U,) bool, on the CPU: whether a unit's gradient was added.
         """
         if self._sum is None:
             raise AssertionError("a gradient was added after the sum was released")
-        gradients = [gradient.reshape(len(gradient), -1).float() for gradient in gradients]
-        norms = _norms(gradients).cpu()
+        sizes = [each.size for each, _, _ in self._held]
+        gradients = [
+            each.reshape(len(each), size).float() for each, size in zip(gradients, sizes, strict=True)
+        ]
+        norms = self._norms(gradients).cpu()
         added = norms <= self._clip * _LONGEST  # false for NaN
         if not added.all():  # zero times infinity is not zero: remove them
             kept = torch.nonzero(added).flatten()
@@ -204,9 +245,8 @@ class ClippedSum:
         self._scale(gradients, norms)
         self._check(gradients)
         self._units += len(norms)
-        if self._units >= _MOST_UNITS:
-            raise AssertionError(f"{self._units} units do not fit into one sum")
-        for (begin, end), gradient in zip(self._places, gradients, strict=True):
+        _check_units(self._units)
+        for (_, begin, end), gradient in zip(self._held, gradients, strict=True):
             for some in torch.split(gradient, max(1, _AT_ONCE // max(1, end - begin))):
                 # A power of two scales exactly; the conversion to integers truncates towards zero.
                 self._sum[begin:end] += (some * (1 / self._step)).to(torch.int64).sum(0)
@@ -220,29 +260,83 @@ class ClippedSum:
 
     def _check(self, gradients: Sequence[torch.Tensor]) -> None:
         """Raise if a clipped gradient is longer than C: a defect of this program or of the device."""
-        longest = float(_norms(gradients).max()) if len(gradients[0]) else 0.0
+        longest = float(self._norms(gradients).max()) if len(gradients[0]) else 0.0
         if not longest <= self._clip:
             raise AssertionError(f"a clipped gradient has the norm {longest}, above {self._clip}")
 
+    def _norms(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """L2 norms (U,) in float64, over all parameters, of gradients whose parts (U, size) are given."""
+        if self._weights is None:
+            return _norms(gradients)
+        counted = [part for (each, _, _), part in zip(self._held, gradients, strict=True) if each.counts]
+        squares = _norms(counted).square() if counted else gradients[0].new_zeros(len(gradients[0])).double()
+        return self._weights.sum_in_replica(squares).sqrt()
+
     def so_far(self) -> torch.Tensor:
-        """The sum without noise, (layout.size,) float64 on the device: private, only for `release` and an audit."""
+        """The sum without noise, of this replica's units, (D,) float64 on the device: private, only for `release` and
+        an audit."""
         if self._sum is None:
             raise AssertionError("the sum was released before")
         return self._sum.double().mul_(self._step)
 
     def release(self, noise: NoiseStream, sigma: float, threads: int = 1) -> torch.Tensor:
-        """The sum with Gaussian noise of standard deviation `sigma` on every element, keyed by its place in the layout.
-
-        Noise is drawn for parameters without gradients too: the caller drops them, and a place in the vector always
-        has the same noise. The sum is deleted after this.
+        """The sum over all replicas with Gaussian noise of standard deviation `sigma` on every element of the named
+        parameters. Noise is keyed by the element's place in the layout. The sum is deleted after this.
 
         Returns:
-            (layout.size,) float32, on the device.
+            (D,) float32, on the device.
         """
+        if self._sum is not None and self._weights is not None:
+            units = self._weights.sum_over_replicas(torch.tensor(self._units, device=self._sum.device))
+            _check_units(int(units.item()))
+            self._weights.sum_over_replicas(self._sum)
         total, self._sum = self.so_far(), None
         values = total.cpu().numpy()
-        noise.add_gaussian(values, sigma, threads=threads)
+        for begin, end, offset, part in _runs(self._held):
+            if part is None:
+                noise.add_gaussian(values[begin:end], sigma, offset, threads=threads)
+            else:
+                _add_to_columns(noise, values[begin:end], part, sigma, threads)
         return torch.from_numpy(values).float().to(total.device)
+
+
+def _check_units(units: int) -> None:
+    if units >= _MOST_UNITS:
+        raise AssertionError(f"{units} units do not fit into one sum")
+
+
+def _runs(held: Sequence[tuple[Held, int, int]]) -> Iterator[tuple[int, int, int, Held | None]]:
+    """Elements [begin, end) of a sum, with where they begin in the flat vector. Those of several parameters are joined
+    where they follow each other in both, because noise is made in blocks; a rectangle whose rows do not follow each
+    other in the flat vector is given with its place."""
+    begin = end = offset = 0
+    for each, first, last in held:
+        at = each.offset + each.rows.start * each.width
+        follows = end == first and at == offset + end - begin and each.columns.size == each.width
+        if not follows:
+            if begin < end:
+                yield begin, end, offset, None
+            begin, offset = first, at
+        end = last
+        if each.columns.size != each.width:
+            yield begin, end, offset, each
+            begin = end
+    if begin < end:
+        yield begin, end, offset, None
+
+
+def _add_to_columns(
+    noise: NoiseStream, values: NDArray[np.float64], held: Held, sigma: float, threads: int
+) -> None:
+    """Add to the rectangle `values`, flattened, its part of the noise of the rows that it lies in."""
+    part = values.reshape(held.rows.size, held.columns.size)
+    at_once = max(1, _AT_ONCE // max(1, held.width))
+    for first in range(0, held.rows.size, at_once):
+        rows = part[first : first + at_once]
+        of_rows = np.zeros((len(rows), held.width))
+        offset = held.offset + (held.rows.start + first) * held.width
+        noise.add_gaussian(of_rows.reshape(-1), sigma, offset, threads=threads)
+        rows += of_rows[:, held.columns.start : held.columns.stop]
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -268,18 +362,22 @@ PerUnit: TypeAlias = Callable[[Sequences, NDArray[np.int64]], Iterator[UnitGradi
 
 
 class PrivateTrainer:
-    """Trains any site's round of one plan on one device by DP-SGD.
+    """Trains any site's round of one plan by DP-SGD, on one device or in the ranks of a mesh.
 
     Args:
         plan: The plan; `privacy.unit` is `record` or `owner` and `privacy.sampling_rate` is set.
         model: The plan's model, which belongs to the trainer afterwards (`Bench`).
         device: Where to train.
+        ranks: The mesh that the model was divided on, without sums over replicas (`parallelize`), in each of its
+            ranks; every rank then calls `train` with the same arguments, and gets its span of the update.
 
     Raises:
         PlanError: the plan has another privacy unit, or asks for a method that is wrong for its model.
     """
 
-    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
+    ) -> None:
         if not plan.privacy.dpsgd:
             raise PlanError(
                 "privacy.unit", plan.privacy.unit, expected="record or owner, for training by DP-SGD"
@@ -289,15 +387,17 @@ class PrivateTrainer:
                 "privacy.sampling_rate",
                 expected="the probability with which a unit is in a batch, but it is not set",
             )
-        self.method = method_for(plan, model)
+        divided = ranks is not None and ranks.size() > ranks["replicate"].size()
+        self.method = method_for(plan, model, divided=divided)
         """How per-unit gradients are taken."""
         self._rate = plan.privacy.sampling_rate
         self._plan = plan
         self._device = device
-        self._bench = Bench(plan, model, device)
+        self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
-        self._forward = Forward(self._bench.module, device, plan.local.precision)
+        forward = Forward(self._bench.module, device, plan.local.precision)
+        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -351,7 +451,7 @@ class PrivateTrainer:
                 )
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
-        return LocalUpdate(update, tokens, loss, steps)
+        return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -369,10 +469,10 @@ class PrivateTrainer:
         parameters = [parameter for _, parameter in trained]
         most = self._plan.local.batch_size
         if self.method.name == "reference":
-            yield _Gradients(_one_by_one, self._forward, parameters, most, self._device)
+            yield _Gradients(_one_by_one, self._passes, parameters, self.weights, most, self._device)
             return
         with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, self._forward, parameters, most, self._device)
+            yield _Gradients(_by_hooks, self._passes, parameters, self.weights, most, self._device)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -380,7 +480,8 @@ class PrivateTrainer:
         Args:
             names: The parameters that gradients are given for.
         """
-        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device)
+        weights = None if isinstance(self.weights, Whole) else self.weights
+        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device, weights)
 
     def _steps(
         self,
@@ -394,10 +495,10 @@ class PrivateTrainer:
         progress: Callable[[int], None] | None,
     ) -> tuple[int, float]:
         """Take the round's steps; learned tokens and mean loss, of units with finite gradients."""
-        local, privacy = self._plan.local, self._plan.privacy
-        layout = self._bench.model.layout
+        local, privacy, weights = self._plan.local, self._plan.privacy, self.weights
         names, parameters = [name for name, _ in trained], [parameter for _, parameter in trained]
-        places = dict(zip(layout.names, itertools.pairwise(layout.offsets), strict=True))
+        edges = itertools.accumulate((each.size for each in weights.held), initial=0)
+        places = dict(zip((each.name for each in weights.held), itertools.pairwise(edges), strict=True))
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
         expected = local.batch_size * local.accumulation
         assert sequences.starts is not None
@@ -416,8 +517,8 @@ class PrivateTrainer:
                 batch = batch[batch < n_units]  # empty places were drawn too
             total = self.new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
-            with seeded("dropout", dropout, device=self._device):
-                for some in gradients(sequences, batch):
+            with seeded("dropout", dropout, *weights.draws, device=self._device):
+                for some in gradients(sequences, batch[weights.units]):
                     added = total.add(some.gradients)
                     losses = some.nats.cpu()[added]
                     nats += float(losses[torch.isfinite(losses)].sum())
@@ -436,7 +537,9 @@ class PrivateTrainer:
             _log.warning(
                 "%d gradients of single %ss were not finite and counted as zero", not_finite, privacy.unit
             )
-        return tokens, nats / max(tokens, 1)
+        figures = torch.tensor([nats, tokens], dtype=torch.float64, device=self._device)
+        nats, tokens = weights.sum(figures).tolist()
+        return int(tokens), nats / max(tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -444,10 +547,11 @@ class _Gradients:
     """Per-unit gradients of some parameters, by a method."""
 
     method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
-    forward: Forward
+    passes: Passes
     parameters: list[nn.Parameter]
+    weights: Weights
     most: int
-    """Rows that go through the model at a time."""
+    """Rows that go through the model at a time; in a mesh, on all shards together."""
     device: torch.device
 
     def __call__(self, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
@@ -465,20 +569,21 @@ class _Gradients:
             windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
 
         Returns:
-            The rows' summed losses (R,) float64, and their learned labels (R,).
+            The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
+            losses.
         """
-        targets = next_tokens(sequences.labels[rows])
+        tokens, targets = sequences.tokens[rows], next_tokens(sequences.labels[rows])
+        if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
+            length = sequences.tokens.shape[1]
+            tokens, targets = np.zeros((1, length), np.int32), np.full((1, length), NOT_LEARNED)
+            windows = np.ones(1, np.int64)
         learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
-        wanted = to_device(targets, self.device)
-        logits = self.forward(to_device(sequences.tokens[rows], self.device), None)  # (R, L, V)
-        each = functional.cross_entropy(
-            logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-        )
-        nats = each.view(wanted.shape).sum(1)
-        shares = 1 / windows if sequences.shares is None else sequences.shares[rows]
+        shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
         weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
-        (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-        return nats.detach().double(), learned
+        nats = self.passes.weighted(to_device(tokens, self.device), to_device(targets, self.device), weights)
+        if nats is None:
+            return torch.zeros(len(learned), dtype=torch.float64, device=self.device), np.zeros_like(learned)
+        return nats.double(), learned
 
 
 def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
@@ -490,9 +595,11 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
         nats, tokens = torch.zeros(1, dtype=torch.float64), 0
         for first in range(begin, end, self.most):
             rows = np.arange(first, min(end, first + self.most))
+            rows = rows[self.weights.unit_rows(len(rows))]
             losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin))
             nats += losses.sum().cpu()
             tokens += int(learned.sum())
+        self.weights.take_gradients()
         taken = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self.parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cloister.aggregation.sums import training_layout
 from cloister.lm import frozen
 from cloister.lm.layout import Layout
-from cloister.lm.mesh import WEIGHT_BYTES, Coordinates, Mesh, build
+from cloister.lm.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.model import outline
 from cloister.lm.optimizer import moment_elements
 from cloister.lm.parallelize import parallelize
@@ -44,6 +44,8 @@ class Part:
     """Of a round's trained parameters."""
     moments: int
     """The optimizer's."""
+    sums: int
+    """The sum of the clipped gradients of single units, and its release with noise."""
     gathered: int
     """The largest group of weights that it gathers from other ranks at a time."""
 
@@ -67,7 +69,7 @@ class Holding:
         """
         part = self.part
         released = self.update + self.coded if device == "cpu" else 0
-        return part.weights + part.moments + max(part.gradients + part.gathered, released)
+        return part.weights + part.moments + max(part.gradients + part.sums + part.gathered, released)
 
 
 def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
@@ -90,7 +92,7 @@ def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
         with _in_place_of(ranks[place], mesh) as connected:
             return _part(plan, mesh, place, connected)
 
-    parts = dict(_over([getattr(mesh, field.name) for field in fields(mesh)], part))
+    parts = dict(_over([getattr(mesh, name) for name in Coordinates._fields], part))
     spans, coded = tile(layout.size, mesh.size), _coded_bytes(plan, layout)
     return [
         Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, coded * span.size)
@@ -110,15 +112,17 @@ def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> 
         model.trainable_in_round(number) for number in (1, 2)
     ]  # some adapters train one factor in odd ones
     names = [{name for name, _ in trained} for trained in rounds]
-    parallelize(model, ranks, torch.device("meta"))
+    parallelize(model, ranks, torch.device("meta"), sum_replicas=not plan.privacy.dpsgd)
     own = {name: nn.Parameter(_local(each)) for name, each in model.module.named_parameters()}
     sizes = {name: each.numel() for name, each in own.items()}
     trained = [[(name, own[name]) for name in own if name in chosen] for chosen in names]
+    laid_out = sum(sizes.get(name, 0) for name in model.layout.names) if plan.privacy.dpsgd else 0
     return Part(
         parameters=sum(sizes.values()),
         weights=round(sum(bytes_of[name] * size for name, size in sizes.items())),
         gradients=WEIGHT_BYTES * max(sum(each.numel() for _, each in named) for named in trained),
         moments=WEIGHT_BYTES * max(moment_elements(plan, model.module, named) for named in trained),
+        sums=SUM_BYTES * laid_out,
         gathered=WEIGHT_BYTES * gathered_at_once(model.module, mesh, at),
     )
 

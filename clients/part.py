@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cloister.aggregation import masks
 from cloister.aggregation.secure_site import Seeds
+from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.kept import read_base
 from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place
@@ -133,11 +134,19 @@ class Part:
         ranks = build(model.mesh, place.device.type)
         base = read_base(model.base, model.base_hash)
         loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
-        parallelize(loaded, ranks, place.device, checkpointing=model.checkpointing, compile=model.compile)
+        private = plan.privacy.dpsgd
+        parallelize(
+            loaded,
+            ranks,
+            place.device,
+            checkpointing=model.checkpointing,
+            compile=model.compile,
+            sum_replicas=not private,
+        )
         self._plan = plan
         self._place = place
         self._terms = terms_of(plan, loaded.layout.size)
-        self._trainer = Trainer(plan, loaded, place.device, ranks)
+        self._trainer = (PrivateTrainer if private else Trainer)(plan, loaded, place.device, ranks)
         self._model = loaded
 
     def __call__(self, command: Command) -> Trained | Masked | HeldOut | None:

@@ -10,7 +10,7 @@ import torch
 
 from cloister.lm.mesh import Mesh, choose
 from cloister.lm.model import configuration, count_parameters, device_for
-from cloister.protocol.errors import ModelError, PlanError
+from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import MeshSection, Plan
 
 RANKS_PER_PROCESSOR = 4
@@ -38,7 +38,6 @@ def mesh_for(
 
     Raises:
         ModelError: there is no such device, there are too few, or the mesh does not fit the model.
-        PlanError: the plan's privacy unit needs one device.
     """
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if gpus and device in ("auto", "cuda"):
@@ -50,23 +49,16 @@ def mesh_for(
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and not plan.privacy.dpsgd and plan.model.adapter.base_precision == "float32":
+    elif len(here) > 1 and plan.model.adapter.base_precision == "float32":
         everything, trained = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
-        mesh = choose(len(here), memory, trained, everything - trained)
+        mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
         if mesh.shard > 1 and plan.local.optimizer == "muon":
             mesh = Mesh()
     else:
         mesh = Mesh()
     if not several(mesh, section):
         return mesh, here[:1]
-    if plan.privacy.dpsgd:
-        raise PlanError(
-            "mesh",
-            mesh.degrees(),
-            expected=f"{_ALONE}, because privacy.unit is '{plan.privacy.unit}'",
-            fix="remove the site's mesh",
-        )
     precision = plan.model.adapter.base_precision
     if precision != "float32":
         raise ModelError(
@@ -81,6 +73,15 @@ def mesh_for(
             mesh.degrees(),
             expected="shard 1 and tensor 1, because Muon needs whole matrices",
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
+        )
+    if plan.privacy.method == "opacus" and (
+        mesh.size > mesh.replicate or section.checkpointing or section.compile
+    ):
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
+            fix="set mesh.replicate instead, or use a plan with privacy.method = 'auto'",
         )
     processes = RANKS_PER_PROCESSOR * (os.cpu_count() or 1)
     devices = here * min(mesh.size, processes) if here == ["cpu"] else here

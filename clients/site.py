@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.balance import OwnSteps
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
@@ -86,6 +88,7 @@ class Site:
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
+        clock: Seconds, for how long a training takes.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Site:
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
         agreements: Agreements | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -107,6 +111,7 @@ class Site:
         self._trained_to = trained
         self._made_before = sequences
         self._agreements = agreements
+        self._clock = clock
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config, dataset)
         self._admission = Admission(config, resident, self._spending)
@@ -184,12 +189,15 @@ class Site:
         self._admission.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
+        own, seconds = self._admission.own_steps(plan, request), 0.0
 
         def make() -> list[Piece]:
+            nonlocal seconds
             if purpose == EVALUATE:
                 return [(0, self._totals(loaded, request))]
             with self._kept.turn():
-                return self._update(loaded, request)
+                pieces, seconds = self._update(loaded, request, own)
+                return pieces
 
         def mask(site: SecureSite, pieces: list[Piece]) -> Written:
             if purpose == EVALUATE:
@@ -203,14 +211,18 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            model = basis(request.model_hash, request.clip)
+            model = basis(request.model_hash, request.clip, request.steps)
             attempts = self._attempts(loaded, request.sum)
             statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
         else:
             pieces = make()
             sent = Written(manifest_of(pieces), pieces)
         spans = tuple(vector for _, vector in sent.pieces if vector.size)
-        return Contribution(self.name, request.sum, request.model_hash, statement, sent.manifest, spans)
+        if plan.local.balance != "dynamic":
+            seconds = 0.0
+        return Contribution(
+            self.name, request.sum, request.model_hash, statement, sent.manifest, spans, seconds
+        )
 
     # For the site alone: not sent.
 
@@ -314,15 +326,15 @@ class Site:
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.counters])
 
-    def _update(self, loaded: Loaded, request: Contribute) -> list[Piece]:
-        """The update of the round: kept from an earlier attempt, or trained now.
+    def _update(self, loaded: Loaded, request: Contribute, own: OwnSteps) -> tuple[list[Piece], float]:
+        """The update of the round: kept from an earlier attempt, or trained now; and the seconds that this took.
 
         Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
-        a second release. A round has one update: from a second one, of another model or clipping norm or with other
-        noise, a coordinator that sums both with the same others could compute the difference.
+        a second release. A round has one update: from a second one, of another model, clipping norm or list of local
+        steps or with other noise, a coordinator that sums both with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made its update of the round from another model or clipping norm.
+            StaleError: the site has made its update of the round from another model, clipping norm or list of steps.
         """
         plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         layout = training_layout(plan, loaded.model.layout.size)
@@ -333,11 +345,13 @@ class Site:
             "model": request.model_hash.hex(),
             "clip": request.clip.hex(),
         }
+        if request.steps:
+            facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
         kept = self._kept.update(round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if terms is not None:
                 self._spending.check_paid(request.sum.run, round_number)
-            return kept
+            return kept, 0.0
         noise = None
         if terms is not None:
             rounds, policy = self._admission.rounds(plan), self._admission.policy()
@@ -352,13 +366,15 @@ class Site:
             noise=noise,
         )
         seed = (self._seed(plan, "training", round_number),)
-        task = Task(round_number, self._opener(loaded), self.config.folder, seed, code, noise)
+        task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
         trained = partial(self._trained_to, round_number)
 
         def write(path: Path) -> Written:
             return loaded.work.update(task, request.model, path, trained)
 
-        return self._kept.keep_update(round_number, write, facts, durable=terms is not None)
+        started = self._clock()
+        pieces = self._kept.keep_update(round_number, write, facts, durable=terms is not None)
+        return pieces, self._clock() - started
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""

@@ -32,6 +32,7 @@ from cloister.lm.mesh import Mesh
 from cloister.lm.model import configuration, load_model
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
+from cloister.protocol.balance import OwnSteps
 from cloister.protocol.blocks import cut
 from cloister.protocol.plan import MeshSection, Plan
 from cloister.protocol.soundness import from_json
@@ -80,7 +81,8 @@ def trial(
         CloisterError: the site cannot train the plan.
         RankError: a rank has ended, is late or has raised another exception.
     """
-    local = {"steps": STEPS, "warmup_steps": 0, "optimizer_state": "reset"}
+    balance = {"balance": "fixed", "least_steps": None, "most_steps": None}
+    local = {"steps": STEPS, "warmup_steps": 0, "optimizer_state": "reset", **balance}
     short = plan.model_copy(update={"local": plan.local.model_copy(update=local)})
     model = part.Model(short.to_json(), mesh, _NO_FILE, b"", section.checkpointing, section.compile)
     work = partial(_Trial if several(mesh, section) else _Alone, model)
@@ -157,7 +159,7 @@ def _task(plan: Plan, size: int) -> Task:
     clip = plan.privacy.clip if plan.privacy.unit == "site" else 0.0
     code = code_for(plan, terms, size, rounding=0, clip_norm=clip, noise=noise)
     vocabulary = configuration(plan).get_text_config().vocab_size
-    return Task(1, partial(some_sequences, plan, vocabulary), _NO_FILE, (0,), code, noise)
+    return Task(1, partial(some_sequences, plan, vocabulary), _NO_FILE, OwnSteps(STEPS), (0,), code, noise)
 
 
 def some_sequences(plan: Plan, vocabulary: int) -> Prepared:

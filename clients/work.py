@@ -28,6 +28,7 @@ from cloister.lm.train import Trainer
 from cloister.lm.weights import Weights
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
+from cloister.protocol.balance import OwnSteps
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -44,6 +45,8 @@ class Task:
     """Opens the site's sequences; picklable."""
     state: Path
     """The site's state folder, for kept optimizer state."""
+    own: OwnSteps
+    """The optimizer steps, and what the update of so many is scaled by."""
     seed: tuple[int, ...]
     """The public seed of the site's batches in this round; not used where batches are secret."""
     code: Code
@@ -104,7 +107,7 @@ class Work(Protocol):
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
 ) -> Finished:
-    """One site's update, or this rank's span of it, without what its code adds.
+    """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
 
     Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
     a failure would reveal it.
@@ -128,12 +131,22 @@ def train(
         elif protected and not len(sequences):
             return _nothing(trainer)  # its code adds the noise
         else:
-            local = trainer.train(start, sequences, round=task.round, site_seed=task.seed, state=task.state)
+            local = trainer.train(
+                start,
+                sequences,
+                round=task.round,
+                site_seed=task.seed,
+                state=task.state,
+                steps=task.own.steps,
+            )
     except UpdateError as error:
         if not protected:
             raise
         _log.warning("round %d: sending zeros: %s", task.round, error)
         return _nothing(trainer)
+    if task.own.factor != 1:
+        with np.errstate(over="ignore"):  # the code handles an update that is not finite
+            np.multiply(local.vector, np.float32(task.own.factor), out=local.vector)
     return Finished(local.vector, local.tokens, local.loss)
 
 

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.frozen import is_lowered
-from cloister.lm.model import takes_positions
+from cloister.lm.passes import Forward, Precision, summed_loss
 from cloister.lm.weights import Weights
 from cloister.protocol.errors import DataError
-
-Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,7 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
     forward = Forward(module, device, precision)
+    logits_of = forward if weights is None else weights.passes(forward, batch_size).logits
     part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
     training = module.training
     module.eval()
@@ -114,9 +110,10 @@ def evaluate(
                 positions = (
                     None if sequences.positions is None else to_device(sequences.positions[rows], device)
                 )
-                logits = forward(to_device(sequences.tokens[rows], device), positions)  # (B, L, V)
-                loss += summed_loss(logits, wanted)
-                correct += (logits.argmax(-1) == wanted).sum()
+                logits = logits_of(to_device(sequences.tokens[rows], device), positions)  # (B, L, V)
+                if logits is not None:
+                    loss += summed_loss(logits, wanted)
+                    correct += (logits.argmax(-1) == wanted).sum()
     finally:
         module.train(training)
     if weights is not None:
@@ -159,37 +156,3 @@ def next_tokens(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
     """An int64 copy on the device: some torch operations need int64 indices, and none reads shared arrays."""
     return torch.from_numpy(array.astype(np.int64)).to(device)
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Float32 cross-entropy summed over targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
-    )
-
-
-class Forward:
-    """The forward pass of a causal language model, the same for training and evaluation.
-
-    Sequences are padded on the right or not at all, so the causal mask alone excludes padding from what is scored.
-    `position_ids` that restart at 0 tell transformers where a packed record begins, and attention stays within it.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
-        self._module = module
-        self._device = device
-        by_itself = device.type == "cuda" or is_lowered(module)
-        self._bfloat16 = precision == "bfloat16" or (precision == "auto" and by_itself)
-        self._positions = takes_positions(module)
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, L, V) of tokens (B, L), with position_ids (B, L) for packed records."""
-        packed: dict[str, Any] = {}
-        if positions is not None and self._positions:
-            packed["position_ids"] = positions
-        with self._arithmetic():
-            logits: torch.Tensor = self._module(input_ids=tokens, **packed).logits
-        return logits
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16)

@@ -1,12 +1,18 @@
 """The mesh of a site: how its processes, one for each device (ranks), divide one model and its batches among them.
 
-Three degrees, whose product is the number of ranks:
+Four degrees, whose product is the number of ranks:
 
 - `replicate`: copies of the model, each on other rows of a batch.
 - `shard`: ranks that share one copy and gather a layer's weights when they need them (FSDP; Rajbhandari et al. 2020,
   "ZeRO: memory optimizations toward training trillion parameter models"), each on other rows of a batch.
 - `tensor`: ranks that divide each matrix product of a layer, on the same rows (Shoeybi et al. 2019, "Megatron-LM:
   training multi-billion parameter language models using model parallelism").
+- `pipeline`: stages, each of which has some of the decoder blocks; a micro-batch goes through them one after the other
+  (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM").
+
+Ranks are numbered in the order of `DIMENSIONS`. Stages are the outermost dimension because they communicate least, the
+activations of one block for each micro-batch; `tensor` is the innermost, because its ranks communicate in every layer.
+So ranks that communicate most are neighbours, and those of one stage follow each other.
 
 A mesh is checked before a process starts (`Mesh.check`), and again when the processes are connected (`build`).
 """
@@ -24,7 +30,7 @@ from cloister.protocol.errors import ModelError
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
 
-DIMENSIONS = ("replicate", "shard", "tensor")
+DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 """Names of the mesh's dimensions, the outermost first."""
 STYLES = frozenset(
     {
@@ -37,8 +43,14 @@ STYLES = frozenset(
     }
 )
 """Entries of a model's tensor-parallel plan that `parallelize.py` can apply."""
+STAGED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose blocks can be divided into stages (`pipeline.keep_stage`): they have embed_tokens, layers, norm and
+lm_head, and a forward pass that takes activations in place of embeddings and changes them in blocks only."""
 STATE_BYTES = 16
 """Bytes for each trained parameter: weight, gradient and AdamW's two moments, in float32."""
+SUM_BYTES = 20
+"""Bytes for each trained parameter more where gradients of single units are clipped: an integer sum (8 bytes), and its
+release in float64 and float32."""
 WEIGHT_BYTES = 4
 """Bytes for each frozen parameter: a weight in float32."""
 FOR_STATE = 0.7
@@ -46,8 +58,9 @@ FOR_STATE = 0.7
 
 
 class Coordinates(NamedTuple):
-    """The place of a rank in its mesh, each from 0."""
+    """The place of a rank in its mesh, each from 0, in the order of `DIMENSIONS`."""
 
+    pipeline: int
     replicate: int
     shard: int
     tensor: int
@@ -67,6 +80,8 @@ class Mesh:
     """Ranks that share the weights of one copy."""
     tensor: int = 1
     """Ranks that divide each matrix product."""
+    pipeline: int = 1
+    """Stages that divide the decoder blocks."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,7 +92,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data * self.tensor
+        return self.data * self.tensor * self.pipeline
 
     @property
     def data(self) -> int:
@@ -86,8 +101,9 @@ class Mesh:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a rank (from 0): ranks that differ only in `tensor` follow each other."""
-        data, tensor = divmod(rank, self.tensor)
-        return Coordinates(*divmod(data, self.shard), tensor)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, shard = divmod(rest, self.shard)
+        return Coordinates(*divmod(rest, self.replicate), shard, tensor)
 
     def check(self, devices: int, config: PreTrainedConfig, adapter: str) -> None:
         """Check that a site can train a model on this mesh; starts nothing.
@@ -98,7 +114,7 @@ class Mesh:
             adapter: The plan's `model.adapter.scheme`.
 
         Raises:
-            ModelError: there are too few devices, or tensor parallelism does not fit the model.
+            ModelError: there are too few devices, or tensor or pipeline parallelism does not fit the model.
         """
         if self.size > devices:
             raise ModelError(
@@ -107,6 +123,7 @@ class Mesh:
                 expected=f"a product of at most {devices}, the site's devices, but it is {self.size}",
                 fix="lower a degree, or remove [mesh]",
             )
+        self.check_stages(config)
         if self.tensor == 1:
             return
         if adapter != "full":
@@ -119,8 +136,32 @@ class Mesh:
                 raise self._tensor(f"a divisor of the model's {name} = {value}", "")
 
     def degrees(self) -> str:
-        """The degrees in words, such as `replicate 2, shard 1, tensor 4`."""
+        """The degrees in words, such as `replicate 2, shard 1, tensor 4, pipeline 1`."""
         return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+
+    def check_stages(self, config: PreTrainedConfig) -> None:
+        """Check that the blocks of a model can be divided into this mesh's stages.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        if self.pipeline == 1:
+            return
+        text = config.get_text_config()
+        blocks = getattr(text, "num_hidden_layers", 0)
+        others = [name for name in ("replicate", "shard", "tensor") if getattr(self, name) > 1]
+        fix = "set mesh.shard instead"
+        if text.model_type not in STAGED:
+            expected = f"1, because the model type {text.model_type} is none of {', '.join(sorted(STAGED))}"
+        elif text.tie_word_embeddings:
+            expected = "1, because the first and the last stage would share the tied word embeddings"
+        elif blocks < self.pipeline:
+            expected, fix = f"at most the model's num_hidden_layers = {blocks}", ""
+        elif len(others) > 1:
+            expected, fix = f"1 with {' and '.join(others)} above 1", "set one of them to 1"
+        else:
+            return
+        raise ModelError("mesh.pipeline", self.pipeline, expected=expected, fix=fix)
 
     def _tensor(self, expected: str, fix: str) -> ModelError:
         return ModelError("mesh.tensor", self.tensor, expected=expected, fix=fix)
@@ -149,7 +190,9 @@ def check_styles(plan: dict[str, str], model_type: str, tensor: int) -> None:
     )
 
 
-def choose(devices: int, bytes_per_device: int, trained: int, frozen: int = 0) -> Mesh:
+def choose(
+    devices: int, bytes_per_device: int, trained: int, frozen: int = 0, *, private: bool = False
+) -> Mesh:
     """The mesh that `auto` means: replicas where the model and its state fit in one device, else shards.
 
     Args:
@@ -157,8 +200,10 @@ def choose(devices: int, bytes_per_device: int, trained: int, frozen: int = 0) -
         bytes_per_device: Memory of the smallest of them.
         trained: Trained parameters.
         frozen: Frozen parameters.
+        private: Whether gradients of single units are clipped.
     """
-    fits = STATE_BYTES * trained + WEIGHT_BYTES * frozen <= FOR_STATE * bytes_per_device
+    each = STATE_BYTES + SUM_BYTES if private else STATE_BYTES
+    fits = each * trained + WEIGHT_BYTES * frozen <= FOR_STATE * bytes_per_device
     return Mesh(replicate=devices) if fits else Mesh(shard=devices)
 
 
@@ -170,7 +215,7 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
         device_type: `cpu` or `cuda`; for `cuda`, the current device is the rank's own.
 
     Returns:
-        A mesh of torch with the dimensions `replicate`, `shard` and `tensor`.
+        A mesh of torch with the dimensions of `DIMENSIONS`.
 
     Raises:
         ModelError: the number of processes or this process's place in the mesh is another.
@@ -179,9 +224,8 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
         raise ModelError(
             "mesh", mesh.degrees(), expected=f"a product of {dist.get_world_size()}, the processes started"
         )
-    ranks = init_device_mesh(
-        device_type, (mesh.replicate, mesh.shard, mesh.tensor), mesh_dim_names=DIMENSIONS
-    )
+    shape = tuple(getattr(mesh, name) for name in DIMENSIONS)
+    ranks = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     found, expected = ranks.get_coordinate(), mesh.coordinates(dist.get_rank())
     if tuple(found or ()) != expected:
         raise ModelError(f"place of rank {dist.get_rank()} in the mesh", found, expected=str(expected))
@@ -190,4 +234,4 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 def degrees(ranks: DeviceMesh) -> Mesh:
     """The degrees of a mesh that `build` made."""
-    return Mesh(*(ranks.size(dimension) for dimension in range(len(DIMENSIONS))))
+    return Mesh(**dict(zip(DIMENSIONS, ranks.shape, strict=True)))

@@ -63,14 +63,16 @@ class LanguageModel:
     def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for the round (from 1); return its names and parameters in layout order.
 
-        The rest of the layout is frozen in this round, so its update is exactly zero.
+        The rest of the layout is frozen in this round, so its update is exactly zero. A stage of a pipeline
+        (`parallelize`) has some of the layout's parameters.
         """
         parameters = dict(self.module.named_parameters())
         scheme = self.section.adapter.scheme
         half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
-        for name in self.layout.names:
+        names = [name for name in self.layout.names if name in parameters]
+        for name in names:
             parameters[name].requires_grad_(half in name)
-        return [(name, parameters[name]) for name in self.layout.names if half in name]
+        return [(name, parameters[name]) for name in names if half in name]
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:

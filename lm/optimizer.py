@@ -13,7 +13,8 @@ scalable for LLM training", eq. 4), so one learning rate and one weight decay se
 AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not weights of a layer, and
 neither source covers them: with an adapter a plan cannot ask for Muon.
 
-The learning rate follows the steps of the whole run, not of the round.
+The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
+fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class LocalOptimizer:
         if others:
             self._parts.append(_adamw(others, local, device))
 
-    def step(self, number: int) -> None:
-        """Step with the learning rate of local step `number` of the run, from 0; drop the gradients."""
+    def step(self, number: float) -> None:
+        """Step with the learning rate of the plan's local step `number` of the run, from 0; drop the gradients."""
         rate = learning_rate(self._local, number, self._whole_run)
         for part in self._parts:
             for group in part.param_groups:
@@ -140,8 +141,8 @@ class LocalOptimizer:
         return {"layout": layout, "optimizer": self._local.optimizer}
 
 
-def learning_rate(local: LocalSection, step: int, total: int) -> float:
-    """Learning rate of local step `step` (from 0) of a run of `total`.
+def learning_rate(local: LocalSection, step: float, total: int) -> float:
+    """Learning rate of local step `step` (from 0; it may be between two steps) of a run of `total`.
 
     Warm-up gives (step + 1) / (warmup_steps + 1) of the peak; then the peak, or the cosine of Loshchilov & Hutter 2017
     ("SGDR", eq. 5) from the peak at step `warmup_steps` to `final_learning_rate` of it at the last step, and there it

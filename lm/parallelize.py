@@ -1,8 +1,9 @@
-"""A model on a mesh: tensor parallelism, activation checkpointing, compilation, sharding, memory, in this order.
+"""A model on a mesh: tensor parallelism, stages, checkpointing, compilation, sharding, memory, in this order.
 
-Each step needs the ones before it: sharding divides what tensor parallelism has left of a parameter, its hooks lie
-around compiled blocks, and memory is allocated when every rank's part of each parameter is known. No step renames a
-parameter, because names are the layout, and none communicates weights: each rank has the same values, or none yet.
+Each step needs the ones before it: tensor parallelism names modules that a stage drops, sharding divides what tensor
+parallelism has left of a parameter, its hooks lie around compiled blocks, and memory is allocated when every rank's
+part of each parameter is known. No step renames a parameter, because names are the layout, and none communicates
+weights: each rank has the same values, or none yet.
 
 Gradients are summed over ranks and not averaged, because each rank's loss is divided by the tokens of the whole step.
 """
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cloister.lm.mesh import Mesh, check_styles, degrees
 from cloister.lm.model import LanguageModel
+from cloister.lm.pipeline import keep_stage
 from cloister.protocol.errors import ModelError
 
 
@@ -40,16 +42,19 @@ def parallelize(
     *,
     checkpointing: bool = False,
     compile: bool = False,
+    sum_replicas: bool = True,
 ) -> None:
     """Divide a model among the ranks of a mesh, in place; every rank calls it with the same model.
 
     Args:
         model: The model on the CPU, whose parameters have the same values in every rank; or without values
             (`load_model(empty=True)`), which the first round's global model then gives.
-        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 2, 3 and 5 do anything.
+        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 3, 4 and 6 do anything.
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
+        sum_replicas: Sum gradients over the replicas in a backward pass; otherwise each replica keeps its own, as
+            gradients of single units must be clipped before they are summed.
 
     Raises:
         ModelError: the mesh does not fit the model.
@@ -58,7 +63,6 @@ def parallelize(
     # transformers and PEFT know the model without its adapter by these names.
     get_base: Any = getattr(model.module, "get_base_model", None)
     inner: Any = model.module if get_base is None else get_base()
-    blocks = list(_blocks(inner))
 
     # 1. Tensor parallelism.
     if ranks is not None and mesh.tensor > 1:
@@ -72,29 +76,36 @@ def parallelize(
         plan = _tensor_plan(inner, mesh)
         parallelize_module(inner, ranks["tensor"], plan, src_data_rank=None)
 
-    # 2. Activation checkpointing.
+    # 2. Stages.
+    if ranks is not None and mesh.pipeline > 1:
+        mesh.check_stages(inner.config)
+        keep_stage(inner, ranks.get_local_rank("pipeline"), mesh.pipeline)
+    blocks = list(_blocks(inner))
+
+    # 3. Activation checkpointing.
     if checkpointing:
         for block in blocks:  # `forward`, because the hooks of sharding must not run again with it
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # 3. Compilation.
+    # 4. Compilation.
     if compile:
         for block in blocks:
             block.compile()
 
-    # 4. Sharding and replication.
-    if ranks is not None and mesh.data > 1:
+    # 5. Sharding and replication.
+    replicate = mesh.replicate > 1 and sum_replicas
+    if ranks is not None and (mesh.shard > 1 or replicate):
         # The logits are a view, which only an operation in place could harm.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
         )
-        data = ranks["replicate", "shard"] if mesh.replicate > 1 else ranks["shard"]
+        data = ranks["replicate", "shard"] if replicate else ranks["shard"]
         for part in (*blocks, model.module):
             sharded: Any = fully_shard(part, mesh=data)
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
 
-    # 5. Memory.
+    # 6. Memory.
     _allocate(model.module, device)
 
 

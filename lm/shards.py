@@ -1,10 +1,11 @@
 """A rank's part of a model's parameters, and its part of the flat vector.
 
-A parameter is a matrix of its first dimension by the rest. Tensor parallelism cuts its rows or its columns, then
-sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a rectangle of it (`Region`), which
-every rank can compute for every other one. From this follow, without asking anyone, the part of the global model that a
-rank reads, and which elements which rank sends to which after training, when each rank gets its span of the vector.
-No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
+A parameter is a matrix of its first dimension by the rest. A pipeline gives it to one stage, tensor parallelism cuts
+its rows or its columns, then sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a
+rectangle of it (`Region`) or nothing, which every rank can compute for every other one. From this follow, without
+asking anyone, the part of the global model that a rank reads, and which elements which rank sends to which after
+training, when each rank gets its span of the vector. Only under a pipeline each rank says first which parameters it
+has. No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
 
 Ranks with equal regions have equal bits: their gradients come out of the same all-reduce. In the norm, a region counts
 once. Refused: `DTensor.full_tensor`, which gathers every parameter in every rank; and the optimizer on DTensors, which
@@ -13,9 +14,8 @@ checks the placement of each tensor in each operation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,9 @@ from cloister.lm.layout import Vector
 from cloister.lm.mesh import Coordinates, Mesh, degrees
 from cloister.lm.model import LanguageModel
 from cloister.lm.parallelize import sharded_modules
-from cloister.lm.weights import Named
+from cloister.lm.passes import Direct, Forward, Passes
+from cloister.lm.pipeline import Pipeline
+from cloister.lm.weights import Held, Named, matrix
 from cloister.protocol.blocks import Span, tile
 
 
@@ -58,9 +60,7 @@ class Region(NamedTuple):
         )
 
 
-def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix."""
-    return (shape[0] if shape else 1), math.prod(shape[1:])
+_NOTHING = Region(Span(0, 0), Span(0, 0))
 
 
 def region(
@@ -117,16 +117,20 @@ def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Regio
 class _Part:
     """A parameter in this rank, and where its elements go."""
 
-    parameter: nn.Parameter
-    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has."""
+    parameter: nn.Parameter | None
+    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has; None in other stages."""
+    shape: tuple[int, ...]
+    """Shape of the unsharded parameter."""
     offset: int
     """Where it begins in the flat vector."""
     columns: int
     """Columns of the matrix."""
     mine: Region
-    """This rank's region."""
+    """This rank's region; empty in other stages."""
     counts: bool
     """Whether this rank is the first of those with this region."""
+    counts_in_replica: bool
+    """Whether it is the first of its replica's."""
     kept: list[Region] = field(default_factory=list)
     """What of its own region lies in this rank's span."""
     sent: dict[int, list[Region]] = field(default_factory=dict)
@@ -139,6 +143,7 @@ class _Part:
     @property
     def local(self) -> torch.Tensor:
         """The region's elements: a matrix that shares the parameter's memory."""
+        assert self.parameter is not None
         return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
 
 
@@ -162,6 +167,8 @@ class Shards:
         self._uncounted: set[int] = set()
         self.span = self._spans[self._rank]
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
+        if self._mesh.pipeline > 1:
+            self.draws += (f"stage-{self._at.pipeline}",)
 
     @property
     def _data_rank(self) -> int:
@@ -171,24 +178,43 @@ class Shards:
     def _parts(self) -> dict[str, _Part]:
         """Every trained parameter, in layout order."""
         parameters, layout = dict(self._model.module.named_parameters()), self._model.layout
+        held = self._cuts_of_all({name: _cuts(parameter) for name, parameter in parameters.items()})
         return {
-            name: self._part(parameters[name], shape, offset)
+            name: self._part(parameters.get(name), [each.get(name) for each in held], shape, offset)
             for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
         }
 
-    def _part(self, parameter: nn.Parameter, shape: tuple[int, ...], offset: int) -> _Part:
-        cuts = _cuts(parameter)
+    def _cuts_of_all(self, mine: dict[str, dict[str, int]]) -> list[dict[str, dict[str, int]]]:
+        """The parameters that each rank has, with their cuts, given those of this rank."""
+        held = [mine] * self._mesh.size
+        if self._mesh.pipeline > 1:
+            dist.all_gather_object(held, mine)
+        return held
+
+    def _part(
+        self,
+        parameter: nn.Parameter | None,
+        cuts: Sequence[dict[str, int] | None],
+        shape: tuple[int, ...],
+        offset: int,
+    ) -> _Part:
+        """A parameter, which is cut in this way in each rank; None in a rank that does not have it."""
         holders: dict[Region, list[int]] = {}
-        for rank in range(self._mesh.size):
-            at = self._mesh.coordinates(rank)
-            holders.setdefault(
-                region(shape, cuts.get("tensor"), cuts.get("shard"), self._mesh, at), []
-            ).append(rank)
-        mine = next(each for each, having in holders.items() if self._rank in having)
-        if _local(parameter).numel() != mine.size:
+        for rank, cut in enumerate(cuts):
+            if cut is not None:
+                at = self._mesh.coordinates(rank)
+                its = region(shape, cut.get("tensor"), cut.get("shard"), self._mesh, at)
+                holders.setdefault(its, []).append(rank)
+        mine = next((each for each, having in holders.items() if self._rank in having), _NOTHING)
+        if parameter is not None and _local(parameter).numel() != mine.size:
             raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
-        (rows, columns), own = matrix(shape), holders[mine]
-        part = _Part(parameter, offset, columns, mine, counts=own[0] == self._rank)
+        rows, columns = matrix(shape)
+        if sum(each.size for each in holders) != rows * columns:
+            raise AssertionError(f"the ranks have {list(holders)} of a parameter of shape {shape}")
+        own = holders.get(mine, [])
+        replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
+        counts, counts_in_replica = (having[:1] == [self._rank] for having in (own, replica))
+        part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
         for to, span in enumerate(self._spans):
             begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
             for each, having in holders.items():
@@ -210,8 +236,10 @@ class Shards:
         for module in self._sharded:
             module.reshard()  # weights that were gathered for a forward pass are of the model before
         for part in self._parts.values():
+            if part.parameter is None:
+                continue
             rows, columns = part.mine
-            size = matrix(part.parameter.shape)[0] * part.columns
+            size = matrix(part.shape)[0] * part.columns
             whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
             source = whole[rows.start : rows.stop, columns.start : columns.stop]
             if part.local.device.type == "cpu":
@@ -222,8 +250,8 @@ class Shards:
     def trained(self, round: int) -> Named:
         """Tensors that share the memory of this rank's parts of the round's parameters."""
         named = [
-            (name, parameter, nn.Parameter(_local(parameter)))
-            for name, parameter in self._model.trainable_in_round(round)
+            (name, each, nn.Parameter(_local(each)) if isinstance(each, DTensor) else each)
+            for name, each in self._model.trainable_in_round(round)
         ]
         self._steps_on = [(parameter, local) for _, parameter, local in named]
         self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
@@ -233,6 +261,13 @@ class Shards:
         """A contiguous part; the parts of all data ranks differ in length by at most one row."""
         begin, end = (batch_size * part // self._mesh.data for part in (self._data_rank, self._data_rank + 1))
         return slice(begin, end)
+
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """Through the stages of a pipeline, if there is one."""
+        if self._mesh.pipeline == 1:
+            return Direct(forward, self.before_backward)
+        most, group = -(-batch_size // self._mesh.data), self._ranks.get_group("pipeline")
+        return Pipeline(forward, self._model.module.config, group, most, self.before_backward)
 
     def before_backward(self, *, last: bool) -> None:
         """Replicas add up a step's gradients before they exchange them, once."""
@@ -261,8 +296,8 @@ class Shards:
         clip_grads_with_norm_(trained, norm, square.sqrt().float())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Over the replicas and the shards; ranks of a tensor group have the same rows."""
-        for dimension in ("replicate", "shard"):
+        """Over stages, replicas and shards; ranks of a tensor group have the same rows."""
+        for dimension in ("pipeline", "replicate", "shard"):
             dist.all_reduce(value, group=self._ranks.get_group(dimension))
         return value
 
@@ -274,8 +309,8 @@ class Shards:
 
     def state(self, folder: Path) -> Path:
         """One folder for each mesh and rank: on another mesh, a rank has other parts of the moments."""
-        mesh = self._mesh
-        return folder / f"mesh-{mesh.replicate}-{mesh.shard}-{mesh.tensor}" / f"rank-{self._rank}"
+        mesh = "-".join(map(str, astuple(self._mesh)))
+        return folder / f"mesh-{mesh}" / f"rank-{self._rank}"
 
     def update(self, start: Vector) -> Vector:
         """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
@@ -305,8 +340,37 @@ class Shards:
                 begin += each.size
 
     @property
+    def held(self) -> tuple[Held, ...]:
+        """What this rank has."""
+        return tuple(
+            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica)
+            for name, part in self._parts.items()
+        )
+
+    @property
+    def units(self) -> slice:
+        """Units are dealt to the replicas in turns."""
+        return slice(self._at.replicate, None, self._mesh.replicate)
+
+    def unit_rows(self, n: int) -> slice:
+        """The shards divide the rows; ranks of a tensor group have the same ones."""
+        begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
+        return slice(begin, end)
+
+    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the stages, the shards and the tensor group, one after the other."""
+        for dimension in ("pipeline", "shard", "tensor"):
+            dist.all_reduce(values, group=self._ranks.get_group(dimension))
+        return values
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """One all-reduce."""
+        dist.all_reduce(values, group=self._ranks.get_group("replicate"))
+        return values
+
+    @property
     def _device(self) -> torch.device:
-        return _local(next(iter(self._parts.values())).parameter).device
+        return next(self._model.module.parameters()).device
 
 
 def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:

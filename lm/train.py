@@ -26,10 +26,11 @@ import torch
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
-from cloister.lm.evaluate import Forward, next_tokens, summed_loss, to_device
+from cloister.lm.evaluate import next_tokens, to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer, states
+from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import DataError, ModelError, UpdateError
@@ -165,7 +166,8 @@ class Trainer:
         self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
-        self._forward = Forward(self._bench.module, device, plan.local.precision)
+        forward = Forward(self._bench.module, device, plan.local.precision)
+        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -175,10 +177,11 @@ class Trainer:
         round: int,
         site_seed: tuple[int, ...],
         state: Path | None = None,
+        steps: int | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
-        """Train `local.steps` steps from `start` and return the update.
+        """Train from `start` and return the update.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
@@ -188,6 +191,8 @@ class Trainer:
             state: The site's folder for the optimizer's moments, used when `local.optimizer_state` is `keep`. The
                 newest state of an earlier round is read and that of this round is written, so a retry of the round,
                 after a crash or in a new attempt, starts from the same moments. Without a state they start at zero.
+            steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
+                that of local.steps steps: step s of n has the rate of step s local.steps / n.
             steps_before: Local steps of the run before this round, for the learning rate; by default
                 (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
@@ -202,25 +207,27 @@ class Trainer:
             raise DataError(
                 "sequences", 0, expected="at least one training sequence", fix="give the site more records"
             )
-        steps = self._plan.local.steps
-        before = (round - 1) * steps if steps_before is None else steps_before
+        nominal = self._plan.local.steps
+        taken = nominal if steps is None else steps
+        before = (round - 1) * nominal if steps_before is None else steps_before
         seeds = (self._plan.run.seed, round, *site_seed)
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             with seeded("train", *seeds, *self.weights.draws, device=self._device):
-                tokens, loss = self._steps(sequences, trained, optimizer, before, seeds, progress)
+                tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
         update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
-        return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
+        return LocalUpdate(update, tokens, loss, taken, self.weights.span.start)
 
     def _steps(
         self,
         sequences: Sequences,
         trained: Named,
         optimizer: LocalOptimizer,
+        steps: int,
         steps_before: int,
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
@@ -231,27 +238,23 @@ class Trainer:
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         total_tokens = 0
-        for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, seeds)):
-            for number, (tokens, targets, positions) in enumerate(micro_batches, 1):
-                self.weights.before_backward(last=number == local.accumulation)
-                loss = summed_loss(self._forward(tokens, positions), targets)
-                (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-                total_loss += loss.detach()
+        for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, steps, seeds)):
+            for loss in self._passes.backward(micro_batches, learned):
+                total_loss += loss
             self.weights.take_gradients()
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 self.weights.clip(parameters, local.clip_norm)
-            optimizer.step(steps_before + step)
+            optimizer.step(steps_before + step * local.steps / steps)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
 
     def _micro_batches(
-        self, sequences: Sequences, seeds: tuple[int, ...]
-    ) -> Iterator[tuple[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]]:
-        """For each step: its learned labels, in all rows, and this process's rows (b, L) int64 of (tokens, targets,
-        positions)."""
+        self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
+    ) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """For each step: its learned labels, in all rows, and this process's rows of each micro-batch."""
         local = self._plan.local
         part = self.weights.rows(local.batch_size)
         mine = part.stop - part.start
@@ -259,8 +262,8 @@ class Trainer:
         length = sequences.tokens.shape[1]
         drawn = batches(len(sequences), per_step, seeds)
         block = max(1, BLOCK_TOKENS // (per_step * length))
-        for first in range(0, local.steps, block):
-            rows = np.concatenate([next(drawn) for _ in range(min(block, local.steps - first))])
+        for first in range(0, steps, block):
+            rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
             targets = next_tokens(sequences.labels[rows])
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
@@ -277,7 +280,7 @@ class Trainer:
                 step = [next(micro_batches) for _ in range(local.accumulation)]
                 yield (
                     int(count),
-                    [(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
+                    [MicroBatch(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
                 )
 
 

@@ -226,6 +226,11 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
             "anything else is computed from it."
         )
+    if local.balance != "fixed":
+        text = (
+            "Each site first scales its update by the mean of the cohort's local steps over its own: the numbers "
+            f"are public and follow from declared speeds, not from data. {text}"
+        )
     if privacy.adaptive is not None:
         text += (
             " C follows a quantile of the updates' norms (Andrew et al. 2021) from the value shown here; "
@@ -266,7 +271,8 @@ def method(plan: Plan) -> str:
         "opacus": "gradients of many units at a time by Opacus; a site refuses the plan if they were not tested "
         "against single backward passes for models of this kind",
         "auto": "gradients of many units at a time by Opacus if they were tested against single backward passes for "
-        "models of this kind, and otherwise one at a time; each site decides this from the plan and the model",
+        "models of this kind, and otherwise one at a time; each site decides this from the plan, the model and its "
+        "devices",
     }[privacy.method]
 
 

@@ -22,11 +22,13 @@ def vector_hash(vector: npt.NDArray[Any]) -> bytes:
     return blake3(np.ascontiguousarray(vector).view(np.uint8).data).digest()
 
 
-def basis(model: bytes, clip: float) -> bytes:
+def basis(model: bytes, clip: float, steps: tuple[tuple[str, int], ...] = ()) -> bytes:
     """32 bytes that name all that the vectors of a sum are computed from.
 
     Args:
         model: Hash of the global model.
         clip: Clipping norm, if the unit of privacy is the site; otherwise 0.
+        steps: Local steps of each site of the cohort; empty where the plan gives all sites the same.
     """
-    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex())).digest()
+    counted = (steps,) if steps else ()
+    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex(), *counted)).digest()

@@ -103,6 +103,10 @@ class MemberError(SecureSumError):
     """A list of sites names one that does not belong there, names one twice, or leaves one out."""
 
 
+class BalanceError(SecureSumError):
+    """A list of the sites' local steps is not one that the plan allows."""
+
+
 class TooFewSitesError(SecureSumError):
     """Fewer sites are left than the threshold, or the minimum that a site demands."""
 

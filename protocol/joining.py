@@ -1,8 +1,9 @@
 """A join: the roster that a plan needs, and the site's signed answer, which only the site itself can give.
 
-The coordinator sends each node a challenge of its own, 32 fresh random bytes. The site signs it together with the run,
-the plan and the base model. So a node cannot join under the name of another site: neither without its identity key, nor
-by replaying an answer that the site has given to another coordinator, in another join or at another node.
+The coordinator sends each node a challenge of its own, 32 fresh random bytes. The site signs it together with the
+run, the plan, the base model and the speed that it declares. So a node cannot join under the name of another site:
+neither without its identity key, nor by replaying an answer that the site has given to another coordinator, in
+another join or at another node.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from cloister.protocol.messages import Join, Joined
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
 
-_JOINED = "cloister-joined-1"
+_JOINED = "cloister-joined-2"
 
 
 def sign_joined(
-    identity: Ed25519PrivateKey, request: Join, *, site: str, plan: bytes, roster: bytes
+    identity: Ed25519PrivateKey, request: Join, *, site: str, plan: bytes, roster: bytes, speed: float = 1.0
 ) -> Joined:
     """The answer of `site`, which joins.
 
@@ -30,8 +31,9 @@ def sign_joined(
         site: Its name.
         plan: Digest of the request's plan, 32 bytes, as the site computes it.
         roster: Hash of the roster that the site has pinned; empty if it has none.
+        speed: As in `Joined`.
     """
-    return Joined(site, identity.sign(_signed(request, site, plan, roster)))
+    return Joined(site, identity.sign(_signed(request, site, plan, roster, speed)), speed)
 
 
 def verify_joined(joined: Joined, roster: Roster, request: Join, *, plan: bytes) -> None:
@@ -49,7 +51,7 @@ def verify_joined(joined: Joined, roster: Roster, request: Join, *, plan: bytes)
     """
     key = roster.key(joined.site)
     try:
-        key.verify(joined.signature, _signed(request, joined.site, plan, roster.hash))
+        key.verify(joined.signature, _signed(request, joined.site, plan, roster.hash, joined.speed))
     except InvalidSignature:
         raise SignatureError(
             f"answer of {joined.site} to the join",
@@ -75,5 +77,5 @@ def check_size(roster: Roster, plan: Plan) -> None:
         )
 
 
-def _signed(request: Join, site: str, plan: bytes, roster: bytes) -> bytes:
-    return pack(_JOINED, request.run, plan, roster, request.challenge, request.base_hash, site)
+def _signed(request: Join, site: str, plan: bytes, roster: bytes, speed: float) -> bytes:
+    return pack(_JOINED, request.run, plan, roster, request.challenge, request.base_hash, site, speed.hex())

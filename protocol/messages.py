@@ -69,6 +69,8 @@ Hashes: TypeAlias = Annotated[tuple[tuple[Name, Digest, Digest], ...], Limit(LAR
 """A site's name, and the hashes of the shares of b and of s that it holds, or that it made."""
 Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], ...], Limit(LARGEST)]
 """A site's name and a share of one of its secrets."""
+LocalSteps: TypeAlias = Annotated[tuple[tuple[Name, int], ...], Limit(LARGEST)]
+"""The optimizer steps of each site of a round's cohort, sorted by name; empty where all take those of the plan."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
 Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint16", "uint32"))]
 
@@ -123,6 +125,8 @@ class Joined:
     """The site's name."""
     signature: Signature = b""
     """With the site's identity key; empty where the site has none."""
+    speed: float = 1.0
+    """The speed that the site declares, relative to the others, with `local.balance = "weighted"`; otherwise 1."""
 
 
 # Step 2: advertise.
@@ -138,7 +142,7 @@ class Begin:
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
-    """Hash of the global model and the clipping norm (`digest.basis`)."""
+    """Hash of the global model, the clipping norm and the sites' local steps (`digest.basis`)."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,8 @@ class Contribute:
     """Under the secure sum, the shares that other sites have for this one."""
     model: Floats
     """The global model's trained parameters."""
+    steps: LocalSteps = ()
+    """The cohort's local steps in the round, for an update under a plan with `local.balance`."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +266,9 @@ class Contribution:
     """(offset, length, hash) of each span of the vector, in their order (`aggregation/span.py`)."""
     spans: Annotated[tuple[Ring, ...], Limit(MOST_SPANS)]
     """The spans' ring integers, of the plan's width; under the secure sum they are masked."""
+    seconds: float = 0.0
+    """With `local.balance = "dynamic"`: seconds in which the site has trained the update; 0 if it was kept from an
+    earlier attempt."""
 
 
 # Step 5: consistency.

@@ -44,6 +44,13 @@ MOST_CORRELATED = 10_000
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
+WIDEST_BALANCE = 4
+"""Largest ratio of the most to the least local steps of a site in a round. With one step for all sites but one, the sum
+would be that site's update and little else."""
+
+SLOWEST, FASTEST = 1e-6, 1e6
+"""Speeds that a site may declare, relative to the other sites."""
+
 
 class RunSection(Section):
     """Name and length of the run, and the seed of every public random choice."""
@@ -146,7 +153,17 @@ class LocalSection(Section):
     """Training inside a site."""
 
     steps: Count = 20
-    """Optimizer steps of a site in a round."""
+    """Optimizer steps of a site in a round; with `balance` those of a site of median speed."""
+    balance: Literal["fixed", "weighted", "dynamic"] = "fixed"
+    """Steps of each site: `fixed`: `steps`; `weighted`: by the speed that the site declares in its TOML; `dynamic`: by
+    the speed at which it took the steps of earlier rounds. With the last two a site's update counts by its mean over
+    its steps, so that more steps give no more weight."""
+    least_steps: Count | None = None
+    """Fewest steps of a site in a round with `balance`. None: half of `steps`, or a quarter of `most_steps` if that is
+    more."""
+    most_steps: Count | None = None
+    """Most steps of a site in a round with `balance`, at most four times `least_steps`. None: twice `steps`, or four
+    times `least_steps` if that is less."""
     batch_size: Count = 16
     """Sequences in a micro-batch."""
     accumulation: Count = 1
@@ -182,6 +199,15 @@ class LocalSection(Section):
     precision (`model.adapter.base_precision`). Trained weights stay float32."""
     threads: Count = 1
     """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
+
+    def step_limits(self) -> tuple[int, int]:
+        """Fewest and most optimizer steps of a site in a round; both are `steps` with `balance = "fixed"`."""
+        if self.balance == "fixed":
+            return self.steps, self.steps
+        least, most = self.least_steps, self.most_steps
+        if least is None:
+            least = math.ceil(self.steps / 2 if most is None else max(self.steps / 2, most / WIDEST_BALANCE))
+        return least, min(2 * self.steps, WIDEST_BALANCE * least) if most is None else most
 
 
 class CohortSection(Section):
@@ -360,6 +386,8 @@ class MeshSection(Section):
     """Devices that share the weights of one copy (FSDP), each on other rows of a batch."""
     tensor: Degree | None = None
     """Devices that divide each matrix product of a layer, on the same rows."""
+    pipeline: Degree | None = None
+    """Stages that divide the blocks of a Llama-like model; micro-batches go through them one after the other."""
     checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False
@@ -372,7 +400,8 @@ class ProfileSection(Section):
     share: Fraction
     """Fraction of the sites with this profile, taken in order of their number."""
     speed: Fraction = 1.0
-    """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long."""
+    """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long. It is the speed
+    that the site declares, too (`local.balance = "weighted"`)."""
     slots: Count = 1
     """Worker slots that the site occupies while it works."""
     mesh: MeshSection = MeshSection()
@@ -490,7 +519,7 @@ class Plan(Section):
     def most_tokens(self) -> int:
         """Largest number of tokens that one site can learn from in one round: the largest weight."""
         local = self.local
-        return local.steps * local.batch_size * local.accumulation * self.data.sequence_length
+        return local.step_limits()[1] * local.batch_size * local.accumulation * self.data.sequence_length
 
     def threshold(self) -> Parameters:
         """k and t of the secure sum over a cohort, and how many of its sites may drop out and collude.

@@ -16,6 +16,7 @@ from cloister.protocol.plan import (
     NO_EVALUATION,
     SIMULATED_PUBLIC,
     SMALLEST_COHORT,
+    WIDEST_BALANCE,
     CorrelatedSection,
     LocalSection,
     Plan,
@@ -115,6 +116,7 @@ def _check_sound(plan: Plan) -> None:
             expected='"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
             fix='set local.optimizer_state = "reset"',
         )
+    _check_balance(plan)
     _check_muon(plan)
     _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
@@ -145,6 +147,74 @@ def _check_sound(plan: Plan) -> None:
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
             fix="lower the shares",
+        )
+
+
+def _check_balance(plan: Plan) -> None:
+    """Refuse unequal steps where they would be charged, weigh twice or publish what data decides, or limits of them
+    that expose a site."""
+    local, unit = plan.local, plan.privacy.unit
+    if local.balance == "fixed":
+        for name in ("least_steps", "most_steps"):
+            if getattr(local, name) is not None:
+                raise PlanError(
+                    f"local.{name}",
+                    getattr(local, name),
+                    expected='no value; only valid with local.balance = "weighted" or "dynamic"',
+                    fix=f'set local.balance, or remove local.{name}; with "fixed" each site takes local.steps',
+                )
+        return
+    steps = local.steps
+    for name, fewest, largest, why in (
+        ("least_steps", -(-steps // WIDEST_BALANCE), steps, "a quarter of local.steps to local.steps"),
+        ("most_steps", steps, WIDEST_BALANCE * steps, "local.steps to four times local.steps"),
+    ):
+        given = getattr(local, name)
+        if given is not None and not fewest <= given <= largest:
+            raise PlanError(
+                f"local.{name}",
+                given,
+                expected=f"{fewest} to {largest}, {why}: a site of median speed takes local.steps",
+                fix=f"change local.{name} or local.steps",
+            )
+    least, most = local.step_limits()
+    if most > WIDEST_BALANCE * least:
+        raise PlanError(
+            "local.most_steps",
+            most,
+            expected=f"at most {WIDEST_BALANCE * least}, four times local.least_steps: with a wider range a "
+            "coordinator could let one site train almost alone",
+            fix=f"lower local.most_steps, or raise local.least_steps to {-(-most // WIDEST_BALANCE)}",
+        )
+    if unit in ("record", "owner"):
+        raise PlanError(
+            "local.balance",
+            local.balance,
+            expected=f'"fixed" with privacy.unit = "{unit}": each step is charged, and all sites are charged the same',
+            fix='set local.balance = "fixed"',
+        )
+    if unit == "site" and local.balance == "dynamic":
+        raise PlanError(
+            "local.balance",
+            "dynamic",
+            expected='"fixed" or "weighted" with privacy.unit = "site": the time that a site takes depends on its '
+            "data, and the list of steps would publish it without a charge",
+            fix='set local.balance = "weighted"',
+        )
+    if plan.aggregation.weighting != "uniform":
+        raise PlanError(
+            "aggregation.weighting",
+            plan.aggregation.weighting,
+            expected=f'"uniform" with local.balance = "{local.balance}": by tokens, a site with more steps would count '
+            "for more",
+            fix='set aggregation.weighting = "uniform"',
+        )
+    if plan.cohort.size() > LARGEST:
+        raise PlanError(
+            "local.balance",
+            local.balance,
+            expected=f'"fixed" with a cohort of more than {LARGEST} sites: a message lists at most as many',
+            fix='lower cohort.fraction, or set local.balance = "fixed"',
         )
 
 

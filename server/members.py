@@ -12,7 +12,7 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, SecureSumError
 from cloister.protocol.joining import verify_joined
 from cloister.protocol.messages import Failed, Join, Joined, Refused, Reply, Request
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import FASTEST, SLOWEST, Plan
 from cloister.protocol.refusal import printable, verify_refusal
 from cloister.protocol.roster import Roster
 from cloister.server.channel import Channel, Failure
@@ -49,6 +49,7 @@ class Members:
         self._run = run
         self._roster = roster
         self._nodes: dict[str, int] = {}
+        self._speeds: dict[str, float] = {}
         self._refusals: list[Failure] = []
         base_hash = b"" if base is None else vector_hash(base)
         sent = np.empty(0, np.float32) if base is None else base
@@ -63,6 +64,7 @@ class Members:
                 failure = Failure(f"node {node}", problem)
             else:
                 self._nodes[reply.site] = node
+                self._speeds[reply.site] = reply.speed
                 continue
             reasons.append(failure.reason)
             if failure.refused:
@@ -80,6 +82,11 @@ class Members:
     def sites(self) -> Sequence[str]:
         """Names of the sites that have joined, sorted."""
         return sorted(self._nodes)
+
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """The speed that each site that has joined declares, relative to the others."""
+        return self._speeds
 
     @property
     def refusals(self) -> Sequence[Failure]:
@@ -119,6 +126,8 @@ class Members:
                 return f"a name that is not its own: {error}"
         elif not joined.site or printable(joined.site) != joined.site:
             return "a name that is not printable"
+        if not SLOWEST <= joined.speed <= FASTEST:
+            return f"its speed is {joined.speed:g}: expected {SLOWEST:g} to {FASTEST:g}"
         return "a name already taken" if joined.site in self._nodes else ""
 
     def _failure(self, name: str, reply: Reply | Failure) -> Failure:

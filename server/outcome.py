@@ -38,6 +38,10 @@ class Outcome:
     """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
     to the last round that it finished."""
     params_sha256: str
+    least_steps: int | None = None
+    """Fewest local steps of a site in a round, with `local.balance`; None where all take those of the plan."""
+    most_steps: int | None = None
+    """Most of them; otherwise as `least_steps`."""
     epsilon: float | None = None
     """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
     stopped: str = ""
@@ -88,6 +92,8 @@ def outcome(files: RunFiles) -> Outcome:
             *(row.get("phase_seconds", {}) for row in rows), end.detail.get("phase_seconds", {})
         ),
         params_sha256=end.detail["params_sha256"],
+        least_steps=min((row["least_steps"] for row in rows if row.get("least_steps")), default=None),
+        most_steps=max((row["most_steps"] for row in rows if row.get("most_steps")), default=None),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
     )

@@ -161,6 +161,10 @@ class RoundDone:
     """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`phases.py`) since this process wrote a line of metrics, before this round's checkpoint."""
+    least_steps: int | None = None
+    """Fewest local steps of a site of the cohort, with `local.balance`; None where all take those of the plan."""
+    most_steps: int | None = None
+    """Most of them; otherwise as `least_steps`."""
 
 
 @dataclass(frozen=True)

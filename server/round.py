@@ -100,6 +100,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     else:
         counters = total.opened.counters
         tokens = counters.get(TOKENS)
+        taken = [number for _, number in total.steps]
         done = RoundDone(
             round=number,
             attempts=total.attempts,
@@ -114,6 +115,8 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             epsilon=epsilon,
             clip=context.clip,
             phase_seconds=party.phases.lap(),
+            least_steps=min(taken, default=None),
+            most_steps=max(taken, default=None),
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()

@@ -146,6 +146,9 @@ def run(
             },
             phases=phases,
         )
+        for entry in journal.entries():
+            if entry.step == steps.MEASURED:
+                party.measured.add(entry.detail)
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         mechanism = terms.mechanism if terms else None

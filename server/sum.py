@@ -2,7 +2,8 @@
 
 The steps have the same numbers as in `round.py`. An evaluation at the sites is the same without training.
 
-1. Journal the attempt before anything is asked of a site.
+1. Decide the local steps of each site, if the plan has `local.balance`: once for a round, from the speeds that are
+   known when its first attempt begins. Journal the attempt, with them, before anything is asked of a site.
 2. Advertise: each site returns signed one-time keys.
 3. Share: each site checks the keys of the others and returns encrypted shares.
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
@@ -23,14 +24,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from cloister.aggregation.average import Opened, PlainSum, SumLayout
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
+from cloister.protocol.balance import balanced
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import (
@@ -48,6 +50,7 @@ from cloister.protocol.messages import (
     Contribute,
     Contribution,
     Inbox,
+    LocalSteps,
     Purpose,
     Reply,
     Request,
@@ -66,6 +69,7 @@ from cloister.server.journal import Journal
 from cloister.server.members import Members
 from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
+from cloister.server.speeds import Measured, speed_of
 from cloister.server.spending import Spending
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
@@ -102,6 +106,8 @@ class Party:
     """Which site could not open the shares of which, in any secure sum of the run."""
     phases: Phases = field(default_factory=Phases)
     """Counts the seconds of the run's phases."""
+    measured: Measured = field(default_factory=Measured)
+    """The sites' speeds, with `local.balance = "dynamic"`."""
 
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
         """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
@@ -126,6 +132,8 @@ class Total:
     attempts: int
     seconds: float
     """Seconds from the first request of the successful attempt to the decoded sum."""
+    steps: LocalSteps = ()
+    """As in `Wanted`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,8 @@ class Wanted:
     """The global model's trained parameters; they do not change during the sum."""
     clip: float = 0.0
     """Clipping norm, if the unit of privacy is the site."""
+    steps: LocalSteps = ()
+    """Local steps of each site of the cohort; empty where all take those of the plan. `sum_over` decides them."""
 
 
 def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
@@ -162,6 +172,11 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
     """
     plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
     cohort = party.cohort(purpose, number)
+    steps_of_sites = _local_steps(party, purpose, number, cohort)
+    if steps_of_sites:
+        wanted = replace(wanted, steps=steps_of_sites)
+        cohort = tuple(site for site, _ in steps_of_sites)  # in clear, other sites may have joined meanwhile
+    heard: dict[str, float] = {}
     model_hash = vector_hash(wanted.model)
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
@@ -176,7 +191,10 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         needed = len(sites) if unmasking else plan.quorum()
         # 1. Journal the attempt.
         attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
-        journal.record(number, attempt, f"{purpose} {steps.BEGUN}", {"cohort": sites})
+        detail: dict[str, Any] = {"cohort": sites}
+        if wanted.steps:
+            detail["steps"] = wanted.steps
+        journal.record(number, attempt, f"{purpose} {steps.BEGUN}", detail)
         party.observe(RoundStarted(number, attempt, purpose, tuple(sites)))
         started = party.clock()
         sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
@@ -196,7 +214,26 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             if isinstance(error, UpdateError):
                 return Failed(failures, bound=True, spoiled=True)
             continue
-        return Total(opened, len(under_way.folded), len(cohort), attempt, party.clock() - started)
+        finally:
+            heard |= under_way.speeds
+        if heard:
+            journal.record(number, attempt, steps.MEASURED, heard)
+            party.measured.add(heard)
+        seconds = party.clock() - started
+        return Total(opened, len(under_way.folded), len(cohort), attempt, seconds, wanted.steps)
+
+
+def _local_steps(party: Party, purpose: Purpose, number: int, cohort: Sequence[str]) -> LocalSteps:
+    """The local steps of a round's cohort: those that the journal has if the round has begun, because sites keep the
+    updates that they made with them; empty where the plan has no `local.balance`, or nothing is trained."""
+    local = party.plan.local
+    if purpose != TRAIN or local.balance == "fixed":
+        return ()
+    begun = party.journal.newest(f"{purpose} {steps.BEGUN}", number)
+    if begun is not None:
+        return tuple((str(site), int(count)) for site, count in begun.detail["steps"])
+    speed = party.members.speeds.get if local.balance == "weighted" else party.measured.get
+    return balanced(local, {site: speed(site) for site in cohort})
 
 
 class _Plain:
@@ -220,6 +257,8 @@ class _Plain:
         self.attempt = attempt
         self.started = started
         self.folded: set[str] = set()
+        self.speeds: dict[str, float] = {}
+        """Local steps per second of sites whose update is folded in, with `local.balance = "dynamic"`."""
         self.unopened: frozenset[str] = frozenset()
         """Sites whose shares too few others could open, so that the attempt ended."""
         self.complained = False
@@ -267,7 +306,7 @@ class _Plain:
         if self.party.spending is not None and wanted.purpose == TRAIN:
             self.party.spending.before_training(wanted.round, list(inboxes))
         requests = {
-            site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model)
+            site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps)
             for site, inbox in inboxes.items()
         }
         with self.party.phases.during(Phase.TRAIN if wanted.purpose == TRAIN else Phase.EVALUATE):
@@ -277,6 +316,7 @@ class _Plain:
                     assert isinstance(reply, Contribution)
                     try:
                         fold(reply)
+                        self.measure(reply)
                     except CloisterError as error:
                         refusal = str(error)
                 if refusal is None:
@@ -284,6 +324,13 @@ class _Plain:
                     self.party.observe(SiteAnswered(wanted.round, reply.site))
                 else:
                     self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
+
+    def measure(self, contribution: Contribution) -> None:
+        """Take the time of a site's training, if it tells one."""
+        if self.party.plan.local.balance == "dynamic" and self.wanted.steps:
+            speed = speed_of(dict(self.wanted.steps)[contribution.site], contribution.seconds)
+            if speed is not None:
+                self.speeds[contribution.site] = speed
 
     def ask(self, requests: Mapping[str, Request], step: Step) -> Iterator[Reply | Failure]:
         """Ask sites, with what is left of the attempt's time for this step as the timeout."""
@@ -336,7 +383,7 @@ class _Masked(_Plain):
             layout.size,
             layout.digest() + party.base_hash.hex(),
         )
-        model = basis(self.model_hash, wanted.clip)
+        model = basis(self.model_hash, wanted.clip, wanted.steps)
         coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from dataclasses import replace
 
 from cloister.clients.serve import Served
 from cloister.protocol.errors import BudgetError, FaultError, PolicyError
@@ -15,6 +16,7 @@ from cloister.protocol.messages import (
     TRAIN,
     Agree,
     Contribute,
+    Contribution,
     Join,
     Refused,
     Reply,
@@ -59,6 +61,8 @@ class Faulty:
         if step is Step.UPDATE and request.sum.purpose == TRAIN:
             spent = time.monotonic() - started
             threading.Event().wait(spent * (1 / self._speed - 1))
+            if isinstance(reply, Contribution):
+                return replace(reply, seconds=reply.seconds / self._speed)
         return reply
 
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:

@@ -367,7 +367,10 @@ def lay_out(plan: Plan, folder: Path) -> None:
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        toml += _mesh(profile_of(plan, index).mesh)
+        profile = profile_of(plan, index)
+        if profile.speed != 1:
+            toml += f"speed = {profile.speed!r}\n"
+        toml += _mesh(profile.mesh)
         names.config(name).write_text(toml, encoding="utf-8")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 

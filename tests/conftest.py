@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,14 @@ momentum = 0.6
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
+def _interruptible() -> None:
+    """A suite that was started in the background ignores SIGINT, and so would the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_interruptible: None) -> None:
     """Start the fork server with all that any test needs: one that a light test starts has nothing for later ones, and
     each of their processes imports torch and transformers for itself. Nothing waits for its imports."""
     from cloister.protocol.soundness import parse
@@ -37,14 +45,16 @@ def _fork_server() -> None:
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny plan as a file, with the file of its records beside it; do not change them.
 
-    Its server optimizer has a state, which a resumed run must restore.
+    Its server optimizer has a state, which a resumed run must restore. Its model has two blocks, which a pipeline can
+    divide.
     """
     from cloister.tests.federation import TINY, write_records
 
     folder = tmp_path_factory.mktemp("tiny")
     path = folder / "tiny.toml"
     records = write_records(folder / "records.jsonl")
-    path.write_text(f'{TINY}source = "{records}"\n{MOMENTUM}')
+    model = TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2")
+    path.write_text(f'{model}source = "{records}"\n{MOMENTUM}')
     return path
 
 

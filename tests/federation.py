@@ -27,6 +27,7 @@ from cloister.lm.model import load_model
 from cloister.privacy.accounting import composed
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.ledger import Entry, Ledger
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.joining import sign_joined
@@ -37,6 +38,7 @@ from cloister.protocol.messages import (
     Contribution,
     Inbox,
     Join,
+    LocalSteps,
     Purpose,
     Refused,
     Reply,
@@ -291,13 +293,28 @@ class Federation:
         model: Vector | None = None,
         clip: float | None = None,
         inbox: Inbox | None = None,
+        steps: LocalSteps | None = None,
         **about: Any,
     ) -> Contribute:
         """The request for a contribution; its model hash is right."""
         weights = self.model if model is None else model
         if clip is None:
             clip = self.plan.privacy.clip if self.plan.privacy.unit == "site" else 0.0
-        return Contribute(self.sum_id(**about), vector_hash(weights), clip, inbox, weights)
+        about_it = self.sum_id(**about)
+        if steps is None:
+            steps = self.steps(about_it.round) if about_it.purpose == TRAIN else ()
+        return Contribute(about_it, vector_hash(weights), clip, inbox, weights, steps)
+
+    def steps(self, number: int = 1) -> LocalSteps:
+        """A list of local steps that the plan allows in a round, with different numbers; empty where it has none."""
+        local = self.plan.local
+        if local.balance == "fixed":
+            return ()
+        least, most = local.step_limits()
+        cohort = draw_of(self.plan, TRAIN).cohort(self.names, number)
+        return tuple(
+            (name, least + (most - least) * index // len(cohort)) for index, name in enumerate(cohort)
+        )
 
     # An honest coordinator.
 
@@ -346,7 +363,7 @@ class VectorSite:
                 statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    model = basis(vector_hash(request.model), request.clip)
+                    model = basis(vector_hash(request.model), request.clip, request.steps)
                     statement, masked = self.attempts.mask(
                         request.inbox,
                         request.sum.round,

@@ -75,7 +75,9 @@ LESS_NOISE_IN_STEPS = [
         "noise_multiplier=1e-6 * terms.noise_multiplier",
     ),
     Mutant(STEPS, "noise_multiplier * privacy.clip", "0.5 * noise_multiplier * privacy.clip"),
-    Mutant("clients.dpsgd:ClippedSum.release", "(values, sigma,", "(values, 0.5 * sigma,"),
+    Mutant(
+        "clients.dpsgd:ClippedSum.release", "(values[begin:end], sigma,", "(values[begin:end], 0.5 * sigma,"
+    ),
     Mutant("privacy.noise:NoiseStream.add_gaussian", "(samples, sigma,", "(samples, 0.5 * sigma,"),
 ]
 """Half of the noise, or less, on the way to a step of DP-SGD."""

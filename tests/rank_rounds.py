@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import evaluate
+from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.parallelize import parallelize
 from cloister.lm.shards import Shards
 from cloister.lm.train import LocalUpdate, Trainer
+from cloister.lm.weights import Whole
 from cloister.protocol import blocks
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
@@ -68,6 +69,14 @@ def some(n: int = 20) -> Sequences:
     return Sequences(tokens, labels, None, n_bytes=1)
 
 
+def packed(n: int = 20) -> Sequences:
+    """The same tokens as two records in each sequence, which begin where the positions do."""
+    begins = np.random.default_rng(1).integers(1, 16, (n, 1))
+    places = np.arange(16)
+    positions = np.where(places < begins, places, places - begins).astype(np.int32)
+    return replace(some(n), positions=positions)
+
+
 @dataclass(frozen=True)
 class Job:
     """A round to train."""
@@ -81,6 +90,8 @@ class Job:
     """The site's folder of optimizer state."""
     checkpointing: bool = False
     compile: bool = False
+    packed: bool = False
+    """Whether several records are in a sequence."""
 
 
 def model_of(ranks: DeviceMesh | None, job: Job) -> LanguageModel:
@@ -109,8 +120,9 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
         for job in jobs:
             model = model_of(ranks, job)
             trainer = Trainer(from_json(job.plan), model, CPU, ranks)
+            sequences = packed() if job.packed else some()
             updates.append(
-                trainer.train(start_of(job), some(), round=job.round, site_seed=SITE, state=job.state)
+                trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, state=job.state)
             )
     return updates
 
@@ -140,6 +152,8 @@ class Held:
     """Names of all parameters."""
     buffers: dict[str, Any]
     """Buffers, as NumPy arrays."""
+    draws: tuple[str, ...]
+    """What its random draws depend on."""
 
 
 def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
@@ -153,7 +167,16 @@ def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
         sum(each.numel() for each in local),
         [name for name, _ in model.module.named_parameters()],
         {name: buffer.numpy() for name, buffer in model.module.named_buffers()},
+        () if ranks is None else Shards(model, ranks).draws,
     )
+
+
+def score(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
+    """The sums of an evaluation of the job's global model, the last batch of which has fewer rows."""
+    model = model_of(ranks, job)
+    weights = Whole(model) if ranks is None else Shards(model, ranks)
+    weights.place(start_of(job))
+    return evaluate(model.module, packed(7) if job.packed else some(7), 4, CPU, weights=weights)
 
 
 def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:
@@ -184,6 +207,19 @@ def refused_update(ranks: DeviceMesh, *, job: Job) -> str:
     except UpdateError as error:
         return str(error)
     return ""
+
+
+def train_without_memory(ranks: DeviceMesh, *, job: Job) -> None:
+    """Train the job where the memory is exhausted in the last block."""
+    model = model_of(ranks, job)
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    for name, module in model.module.named_modules():
+        if name == "model.layers.1.mlp":
+            module.register_forward_pre_hook(exhausted)
+    Trainer(from_json(job.plan), model, CPU, ranks).train(start_of(job), some(), round=1, site_seed=SITE)
 
 
 def forward_passes(ranks: DeviceMesh, *, job: Job) -> int:

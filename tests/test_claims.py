@@ -126,3 +126,10 @@ def test_a_unit_is_named_after_its_file_and_format() -> None:
     assert claims.unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
     window = PrivacySection(unit="record", record="window")
     assert claims.unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
+
+
+def test_unequal_steps_are_a_part_of_the_mechanism() -> None:
+    site = ("privacy.unit=site", "privacy.noise_multiplier=1.0", *COMMON)
+    scaled = "Each site first scales its update by the mean of the cohort's local steps over its own"
+    assert f"{scaled}: the numbers are public" in words(*site, "local.balance=weighted")
+    assert scaled not in words(*site)

@@ -15,8 +15,9 @@ import torch
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import NOT_LEARNED, Sequences, prepare
-from cloister.lm.evaluate import Precision, evaluate
+from cloister.lm.evaluate import evaluate
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
+from cloister.lm.passes import Precision
 from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import Plan, PrivacySection

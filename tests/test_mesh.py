@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.span import check_pieces
 from cloister.clients.holdings import holdings
+from cloister.lm.evaluate import HeldOut
 from cloister.lm.mesh import Mesh, choose
 from cloister.lm.model import configuration, load_model, save_pretrained
+from cloister.lm.pipeline import divided
 from cloister.lm.shards import Region, between, region
 from cloister.lm.train import LocalUpdate
 from cloister.protocol.blocks import Span
@@ -31,18 +33,21 @@ from cloister.tests.rank_rounds import (
     forward_passes,
     held,
     refused_update,
+    score,
     several,
     tiny,
     train,
     train_after_a_forward_pass,
     train_compiled,
+    train_without_memory,
 )
 from cloister.tests.ranks import run_ranks
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2)]
+PIPELINES = [Mesh(1, 1, 1, 2), Mesh(2, 1, 1, 2), Mesh(1, 2, 1, 2), Mesh(1, 1, 2, 2)]
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), *PIPELINES]
 DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
 TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
 KEEP = "local.optimizer_state=keep"
@@ -52,21 +57,32 @@ another length, which clipping hides."""
 
 
 def by_degrees(mesh: Mesh) -> str:
-    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}"
+    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}-{mesh.pipeline}"
 
 
 on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
 on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
-LLAMA = ("llama",)
+LLAMA: tuple[str, ...] = ("llama",)
 ALL = [LLAMA, ("llama", *DIVIDED)]
 WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
+FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 WITH_DATA = [
-    ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2"),
+    FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
     ("gpt2",),
 ]
+UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
+"""Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
+WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
+    Mesh(1, 1, 1, 2): [UNEQUAL, FFA],
+    Mesh(2, 1, 1, 2): [FFA],
+    Mesh(1, 2, 1, 2): [UNEQUAL, FFA],
+    Mesh(1, 1, 2, 2): [("qwen3",)],
+}
+ROUNDED = [("mistral", "local.optimizer=muon"), ("qwen2", "local.precision=bfloat16")]
+"""Muon and the passes round to bfloat16."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,15 +116,18 @@ class Found:
     rounds: dict[tuple[str, ...], list[LocalUpdate]]
     changes: list[tuple[int, Any]]
     held: list[Held]
+    scores: list[HeldOut]
+    packed: list[LocalUpdate]
+    """Of a round of packed records, with activation checkpointing."""
 
 
 @cache
 def on(mesh: Mesh, folder: Path) -> Found:
     """Everything that needs this mesh, done by the same ranks."""
-    plans = ALL + (WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)
+    plans = plans_of(mesh)
     job, _ = one_process(folder, *LLAMA)
     np.save(folder / "end.npy", end_of(job))
-    rounds, changes, parts = zip(
+    rounds, changes, parts, scores, packed = zip(
         *run_ranks(
             mesh,
             partial(
@@ -117,13 +136,27 @@ def on(mesh: Mesh, folder: Path) -> Found:
                     partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
                     partial(change, job=job, end=folder / "end.npy"),
                     partial(held, job=job),
+                    partial(score, job=replace(job, packed=True)),
+                    partial(train, jobs=[replace(job, packed=True, checkpointing=True)]),
                 ],
             ),
         ),
         strict=True,
     )
     by_plan = [list(updates) for updates in zip(*rounds, strict=True)]
-    return Found(dict(zip(plans, by_plan, strict=True)), list(changes), list(parts))
+    return Found(
+        dict(zip(plans, by_plan, strict=True)),
+        list(changes),
+        list(parts),
+        list(scores),
+        [update for (update,) in packed],
+    )
+
+
+def plans_of(mesh: Mesh) -> list[tuple[str, ...]]:
+    if mesh.pipeline > 1:
+        return [*ALL, *WITH_STAGES[mesh], *(ROUNDED if mesh.size == 2 else ())]
+    return [*ALL, *(WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)]
 
 
 def end_of(job: Job) -> Any:
@@ -168,6 +201,56 @@ def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str,
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [(mesh, plan) for mesh in PIPELINES for plan in WITH_STAGES[mesh]],
+    ids=lambda value: value[0] if isinstance(value, tuple) else by_degrees(value),
+)
+def test_models_and_optimizers_in_stages(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@pytest.mark.parametrize("plan", ROUNDED, ids=lambda plan: plan[0])
+def test_what_rounds_more_in_stages(plan: tuple[str, ...], folder: Path) -> None:
+    parts, (_, whole) = on(PIPELINES[0], folder).rounds[plan], one_process(folder, *plan)
+    vector = joined(parts, whole.vector.size)
+    assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
+    assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+@on_all
+def test_packed_records_and_checkpointing(mesh: Mesh, folder: Path) -> None:
+    job, other = one_process(folder, *LLAMA)
+    whole = train(None, jobs=[replace(job, packed=True)])[0]
+    same_round(on(mesh, folder).packed, whole)
+    assert np.linalg.norm(whole.vector - other.vector) > 0.01 * np.linalg.norm(whole.vector)
+
+
+def test_a_stage_in_the_middle_has_blocks_only(folder: Path) -> None:
+    """And two ranks share the weights of each stage."""
+    job, whole = one_process(folder, "llama", "model.config.num_hidden_layers=4", *DIVIDED)
+    same_round([update for (update,) in run_ranks(Mesh(1, 2, 1, 3), partial(train, jobs=[job]))], whole)
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(2, 8))
+def test_micro_batches_of_a_pipeline(rows: int, micro_batches: int, stages: int) -> None:
+    size, count = divided(rows, micro_batches, stages)
+    assert count >= stages
+    assert size <= max(rows, 1)
+    assert size * count >= max(rows, 1) * micro_batches
+    assert count == stages or size * (count - 1) < max(rows, 1) * micro_batches, "none is empty"
+
+
+@on_all
+def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    whole = score(None, job=replace(job, packed=True))
+    assert whole.loss != pytest.approx(score(None, job=job).loss, abs=1e-4), "attention stays within a record"
+    for found in on(mesh, folder).scores:
+        assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
+        assert (found.correct, found.tokens) == (whole.correct, whole.tokens)
+
+
 @on_all
 def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
     job, _ = one_process(folder, *LLAMA)
@@ -181,13 +264,24 @@ def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
 @on_all
 def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
     whole = held(None, job=one_process(folder, *LLAMA)[0])
-    most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}[mesh]
-    for found in on(mesh, folder).held:
-        assert found.names == whole.names
+    most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}
+    most |= {Mesh(1, 1, 1, 2): 0.51, Mesh(2, 1, 1, 2): 0.51, Mesh(1, 2, 1, 2): 0.26, Mesh(1, 1, 2, 2): 0.37}
+    parts = on(mesh, folder).held
+    for rank, found in enumerate(parts):
+        # Each parameter, under its own name, is in one stage only.
+        stage = mesh.coordinates(rank).pipeline
+        others = {
+            name
+            for other, part in enumerate(parts)
+            for name in part.names
+            if mesh.coordinates(other).pipeline != stage
+        }
+        assert found.names == [name for name in whole.names if name not in others]
         assert found.buffers.keys() == whole.buffers.keys() != set()
         for name, buffer in whole.buffers.items():
             np.testing.assert_array_equal(found.buffers[name], buffer)
-        assert found.elements <= most * whole.elements
+        assert found.elements <= most[mesh] * whole.elements
+    assert len({part.draws for part in parts}) == mesh.data * mesh.pipeline, "dropout of each row and block"
 
 
 @on_all
@@ -251,12 +345,15 @@ def test_kept_moments_continue_and_a_rank_that_is_ahead_goes_back(folder: Path, 
     alone, mesh = tmp_path / "alone", tmp_path / "mesh"
     expected = train(None, jobs=[replace(job, round=each, state=alone) for each in (1, 3)])
     rounds = [replace(job, round=each, state=mesh) for each in (1, 2)]
-    first = run_ranks(Mesh(1, 2, 1), partial(train, jobs=rounds))
+    ranks = Mesh(1, 2, 1, 2)
+    first = run_ranks(ranks, partial(train, jobs=rounds))
     same_round([parts[0] for parts in first], expected[0])
     newest = sorted(mesh.rglob("optimizer-2.safetensors"))
-    assert len(newest) == 2
-    newest[1].unlink()
-    third = run_ranks(Mesh(1, 2, 1), partial(train, jobs=[replace(job, round=3, state=mesh)]))
+    assert [path.parent.relative_to(mesh) for path in newest] == [
+        Path("mesh-1-2-1-2") / f"rank-{rank}" for rank in range(4)
+    ]
+    newest[3].unlink()
+    third = run_ranks(ranks, partial(train, jobs=[replace(job, round=3, state=mesh)]))
     same_round([parts[0] for parts in third], expected[1])
 
 
@@ -278,7 +375,7 @@ def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Pat
 def test_another_number_of_processes_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama")
     with pytest.raises(
-        ModelError, match=r"mesh is 'replicate 2, shard 1, tensor 1'.*product of 1, the processes"
+        ModelError, match=r"mesh is 'replicate 2, shard 1, tensor 1, pipeline 1'.*product of 1, the processes"
     ):
         run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
 
@@ -289,13 +386,58 @@ def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
         run_ranks(Mesh(1, 1, 2), partial(train, jobs=[job]))
 
 
+def test_tied_embeddings_in_stages_are_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama", "model.config.tie_word_embeddings=true")
+    with pytest.raises(ModelError, match=r"mesh\.pipeline is 2: expected 1.*tied word embeddings"):
+        run_ranks(Mesh(pipeline=2), partial(train, jobs=[job]))
+
+
+def test_a_stage_without_memory_says_so(folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    with pytest.raises(
+        ModelError, match=r"local\.batch_size is 4: expected sequences that fit in the memory"
+    ):
+        run_ranks(Mesh(pipeline=2), partial(train_without_memory, job=job))
+
+
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 
 
 @pytest.mark.parametrize(
     ("mesh", "kind", "overrides", "message"),
     [
-        (Mesh(4, 2, 1), "llama", (), r"mesh is 'replicate 4, shard 2, tensor 1'.*at most 4.*it is 8.*remove"),
+        (
+            Mesh(4, 2, 1, 2),
+            "llama",
+            (),
+            r"mesh is 'replicate 4, shard 2, tensor 1, pipeline 2'.*at most 8.*it is 16.*remove",
+        ),
+        (
+            Mesh(pipeline=2),
+            "gpt2",
+            (),
+            r"mesh\.pipeline is 2: expected 1.*model type gpt2.*; set mesh\.shard",
+        ),
+        (
+            Mesh(pipeline=2),
+            "gemma",
+            ("model.config.head_dim=8",),
+            r"mesh\.pipeline is 2.*type gemma is none of llama, mis",
+        ),
+        (Mesh(pipeline=3), "llama", (), r"mesh\.pipeline is 3: expected at most .* num_hidden_layers = 2"),
+        (
+            Mesh(pipeline=2),
+            "llama",
+            ("model.config.tie_word_embeddings=true",),
+            r"mesh\.pipeline is 2: expected 1, because.*tied word embeddings; set",
+        ),
+        (
+            Mesh(2, 2, 1, 2),
+            "llama",
+            (),
+            r"mesh\.pipeline is 2: expected 1 with replicate and shard above 1; set one",
+        ),
+        (Mesh(tensor=4, pipeline=2), "llama", (), r"mesh\.tensor is 4"),
         (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
         (
@@ -322,11 +464,12 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 def test_a_mesh_that_does_not_fit(mesh: Mesh, kind: str, overrides: tuple[str, ...], message: str) -> None:
     plan = tiny(kind, *overrides)
     with pytest.raises(ModelError, match=message):
-        mesh.check(4, configuration(plan), plan.model.adapter.scheme)
+        mesh.check(8, configuration(plan), plan.model.adapter.scheme)
 
 
 def test_meshes_that_fit() -> None:
-    for mesh, kind in ((Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")):
+    fit = [(Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")]
+    for mesh, kind in (*fit, *((mesh, "mistral") for mesh in PIPELINES)):
         mesh.check(4, configuration(tiny(kind)), "full")
 
 
@@ -342,6 +485,8 @@ def test_what_auto_means() -> None:
     assert choose(8, card, 10**9) == Mesh(replicate=8)
     assert choose(8, card, 8 * 10**9) == Mesh(shard=8)
     assert choose(8, card, 10**7, frozen=8 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9, private=True) == Mesh(shard=8)
     assert choose(8, card, 10**7, frozen=7 * 10**10) == Mesh(shard=8)
 
 

@@ -46,7 +46,7 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
-    layout = training_layout(read_plan(folder), 11_056)
+    layout = training_layout(read_plan(folder), 13_648)
     updates = list(folder.glob("sites/*/state/update-00003.ring"))
     assert len(updates) == 4
     assert rows[-1]["tokens"] == sum(tokens_of_update(path, layout) for path in updates)

@@ -98,7 +98,7 @@ class Attack:
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
-        model = basis(vector_hash(federation.model), clip)
+        model = basis(vector_hash(federation.model), clip, federation.steps())
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:

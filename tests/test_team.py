@@ -25,7 +25,7 @@ from cloister.clients.team import Team
 from cloister.lm.model import load_model
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import ModelError, PlanError, RankError, StepError, StorageError
+from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.plan import MeshSection
 from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
@@ -36,6 +36,7 @@ MESHES = {
     "replicate": MeshSection(replicate=2),
     "shard": MeshSection(shard=2),
     "tensor": MeshSection(tensor=2),
+    "pipeline": MeshSection(pipeline=2),
 }
 WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
 """A model whose update is several blocks, so that each rank has some."""
@@ -44,6 +45,8 @@ ZERO = "local.learning_rate=1e-30"
 ONE_ROW = ["local.batch_size=1", "local.clip_norm=0", "privacy.clip=0.001"]
 """Only one rank has a row, and nothing is summed in another order: the update is that of one process to the bit. It is
 longer than the clipping norm, so each rank must know the norm of the whole."""
+BALANCED = ["local.balance=weighted", "local.steps=3"]
+"""The first site takes two steps, and its update is scaled before it is clipped."""
 
 
 @pytest.fixture
@@ -76,19 +79,25 @@ def ranks() -> list[Any]:
     return [each for each in multiprocessing.active_children() if each.name.startswith("cloister rank")]
 
 
+@pytest.mark.parametrize("settings", [[], RECORD], ids=["not private", "records"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_give_the_update_of_one_process(
-    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+    mesh: str, settings: list[str], tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
-    """Trained, in clear: equal up to rounding."""
+    """Trained, in clear: equal up to rounding. A private update has the noise of one process, and one charge."""
     # With so short a gradient AdamW's epsilon dominates, and rounding is not amplified where a gradient is near zero.
-    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6")))
+    blocks = "model.config.num_hidden_layers=2"
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, blocks, "local.clip_norm=1e-6", *settings)))
+    noise = NoiseStream.from_declared_seed(5)
     decoded = []
     for number, section in enumerate((MeshSection(), MESHES[mesh])):
         state = str(tmp_path / str(number))
-        site = open_site(federation, section, state=state, secure=False)
+        site = open_site(
+            federation, section, state=state, secure=False, noise=lambda number: noise.child(f"{number}")
+        )
         contribution = site.contribute(federation.request())
         assert len(contribution.spans) == (1 if number == 0 else 3)
+        assert len(federation.entries()) == (number + 1 if settings else 0)
         decoded.append(whole_vector(contribution).view(np.int32).astype(np.int64))
     (one, several), size = decoded, federation.layout.size
     largest = np.abs(one[:size]).max()
@@ -104,7 +113,7 @@ def test_ranks_give_the_update_of_one_process(
         ("shard", [ZERO]),
         ("tensor", [ZERO]),
         ("replicate", ONE_ROW),
-        ("shard", ONE_ROW),
+        ("shard", [*ONE_ROW, *BALANCED]),
     ],
 )
 def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
@@ -195,12 +204,18 @@ def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
 @pytest.mark.parametrize(
     ("settings", "mesh", "error", "expected"),
     [
-        (RECORD, MeshSection(shard=2), PlanError, "one device .* because privacy.unit is 'record'"),
         (
             [],
             MeshSection(tensor=4),
             ModelError,
             "mesh.tensor is 4: expected a divisor .* num_attention_heads = 2",
+        ),
+        ([*RECORD, "privacy.method=opacus"], MeshSection(shard=2), ModelError, "privacy.method is 'opacus'"),
+        (
+            [*RECORD, "privacy.method=opacus"],
+            MeshSection(checkpointing=True),
+            ModelError,
+            "privacy.method is 'opacus'",
         ),
         (["local.optimizer=muon"], MeshSection(shard=2), ModelError, "Muon needs whole matrices"),
         (
@@ -229,7 +244,7 @@ def test_a_federation_trains_on_three_meshes(
 ) -> None:
     """Through the command, with the secure sum; evaluated at the sites, by their ranks."""
     meshes = [
-        "{share=0.25,mesh={replicate=2}}",
+        "{share=0.25,mesh={pipeline=2}}",
         "{share=0.25,mesh={shard=2}}",
         "{share=0.25,mesh={tensor=2}}",
     ]

@@ -1,0 +1,243 @@
+"""Private rounds of the ranks of a mesh: the noised sums and the update of one process, with noise of the claimed
+deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from cloister.lm.mesh import Mesh
+from cloister.lm.model import load_model
+from cloister.privacy.noise import NoiseStream
+from cloister.tests.mutants import Mutant
+from cloister.tests.rank_privacy import (
+    CLIP,
+    PrivateJob,
+    PrivateRound,
+    Z,
+    in_units,
+    private,
+    teaches_nothing,
+    train_privately,
+)
+from cloister.tests.rank_rounds import Job
+from cloister.tests.ranks import run_ranks
+from cloister.tests.test_mesh import by_degrees, same_round
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+NOISE = NoiseStream.from_declared_seed(5)
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2), Mesh(2, 2, 1), Mesh(1, 2, 2)]
+FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+ROLORA = ("model.adapter.scheme=rolora", "model.adapter.rank=1")
+OWNERS = ("privacy.unit=owner", "data.owner=patient", "privacy.windows=2", "privacy.records=2")
+REFERENCE = "privacy.method=reference"
+on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("private")
+
+
+@cache
+def jobs_for(mesh: Mesh, folder: Path) -> dict[str, PrivateJob]:
+    """The rounds that a mesh trains, by what they show."""
+    jobs = {
+        "records": job_of(folder, "llama", "local.accumulation=2", "local.proximal=3"),
+        "owners": job_of(folder, "llama", *OWNERS, owners=True),
+        "nothing is learned": job_of(folder, "llama", REFERENCE, "local.steps=1", nothing=True),
+        "not finite": job_of(folder, "llama", REFERENCE, poisoned=True),
+    }
+    if mesh.size > 2:
+        return {name: jobs[name] for name in names(mesh)}
+    if mesh.pipeline > 1:
+        jobs["adapter"] = job_of(folder, "llama", *ROLORA)
+    elif mesh.tensor == 1:
+        jobs["adapter"] = job_of(folder, "llama", *ROLORA)
+        jobs["tied"] = job_of(folder, "gpt2")
+    else:
+        jobs["norms of heads"] = job_of(folder, "qwen3", REFERENCE)
+    if mesh.shard == mesh.tensor == mesh.pipeline == 1:
+        jobs["nothing is learned, by hooks"] = job_of(folder, "llama", "local.steps=1", nothing=True)
+        jobs["adapter, by hooks"] = job_of(folder, "llama", *FFA)
+    return jobs
+
+
+@cache
+def job_of(
+    folder: Path,
+    kind: str,
+    *overrides: str,
+    owners: bool = False,
+    nothing: bool = False,
+    poisoned: bool = False,
+) -> PrivateJob:
+    plan = private(kind, *overrides)
+    model = load_model(plan)
+    start = model.layout.flatten(model.module)
+    sequences = teaches_nothing() if nothing else in_units(owners=owners or poisoned)
+    if poisoned:
+        assert sequences.shares is not None
+        sequences.shares[[2, 9]] = np.nan  # of a window of the second unit, and of one of the sixth
+    path = folder / f"start-{len(list(folder.glob('start-*')))}.npy"
+    np.save(path, start)
+    return PrivateJob(Job(plan.to_json(), path), sequences, NOISE)
+
+
+@cache
+def by_one(job: PrivateJob) -> PrivateRound:
+    return train_privately(None, jobs=[job])[0]
+
+
+@cache
+def on(mesh: Mesh, folder: Path) -> dict[str, list[PrivateRound]]:
+    """Every round of a mesh, by all its ranks, done by the same processes."""
+    jobs = jobs_for(mesh, folder)
+    found = run_ranks(mesh, partial(train_privately, jobs=list(jobs.values())))
+    return dict(zip(jobs, map(list, zip(*found, strict=True)), strict=True))
+
+
+def summed(rounds: Sequence[PrivateRound], size: int) -> list[Any]:
+    """The noised sum (size,) of each step, from all ranks; those that have the same part must have the same bits."""
+    sums = []
+    for parts in zip(*(round.sums for round in rounds), strict=True):
+        whole = np.full(size, np.nan, np.float32)
+        for held, values in (each for part in parts for each in part):
+            rows = np.arange(held.rows.start, held.rows.stop)[:, None] * held.width
+            places = (held.offset + rows + np.arange(held.columns.start, held.columns.stop)).ravel()
+            known = ~np.isnan(whole[places])
+            assert np.array_equal(whole[places][known], values[known]), held
+            whole[places] = values
+        sums.append(whole)
+    return sums
+
+
+def names(mesh: Mesh) -> list[str]:
+    """What `jobs_for` has, without making it."""
+    if mesh.size > 2:
+        return ["records", "nothing is learned"]
+    if mesh.pipeline > 1:
+        return ["records", "owners", "nothing is learned", "not finite", "adapter"]
+    either = ["adapter", "tied"] if mesh.tensor == 1 else ["norms of heads"]
+    hooks = (
+        ["nothing is learned, by hooks", "adapter, by hooks"]
+        if mesh.shard == mesh.tensor == mesh.pipeline == 1
+        else []
+    )
+    return ["records", "owners", "nothing is learned", "not finite", *either, *hooks]
+
+
+EACH = [pytest.param(mesh, name, id=f"{by_degrees(mesh)}-{name}") for mesh in MESHES for name in names(mesh)]
+
+
+@pytest.mark.parametrize(("mesh", "name"), EACH)
+def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, folder: Path) -> None:
+    job, found = jobs_for(mesh, folder)[name], on(mesh, folder)[name]
+    one = by_one(job)
+    size = one.update.vector.size
+    assert one.update.tokens > 0 or "nothing" in name
+    for several, alone in zip(summed(found, size), summed([one], size), strict=True):
+        # The noise is the same to the bit; the gradients are rounded in another order.
+        assert np.nanmax(np.abs(several - alone)) < 1e-4 * CLIP
+        np.testing.assert_array_equal(
+            np.isnan(several), np.isnan(alone), "a part that the round does not train"
+        )
+    assert len(one.sums) == len(found[0].sums) == one.update.steps
+    same_round([part.update for part in found], one.update)
+    hooked = mesh.shard == mesh.tensor == mesh.pipeline == 1 and name in ("records", "owners", "adapter")
+    assert {part.method for part in found} == {"opacus" if hooked or "hooks" in name else "reference"}
+
+
+# --- the noise that is released ---------------------------------------------------------------------------------------
+
+
+def deviation(rounds: Sequence[PrivateRound], size: int) -> tuple[float, float, float]:
+    """Sum of squares of what was released, in variances of the claimed noise, and the bounds of its chi-square law."""
+    noise = np.concatenate(summed(rounds, size)).astype(np.float64) / (Z * CLIP)
+    low, high = stats.chi2.interval(1 - 1e-9, noise.size)
+    return float(low), float((noise**2).sum()), float(high)
+
+
+NOISES = [(mesh, name) for mesh in MESHES for name in names(mesh) if name.startswith("nothing")]
+
+
+@pytest.mark.parametrize(("mesh", "name"), NOISES, ids=lambda value: str(value).replace(" ", "-"))
+def test_the_released_noise_has_the_claimed_deviation(mesh: Mesh, name: str, folder: Path) -> None:
+    found = on(mesh, folder)[name]
+    low, squares, high = deviation(found, by_one(jobs_for(mesh, folder)[name]).update.vector.size)
+    assert low <= squares <= high
+
+
+RELEASE = "clients.dpsgd:ClippedSum.release"
+DIVIDED = [
+    Mutant(RELEASE, "(values[begin:end], sigma,", "(values[begin:end], sigma / 2,"),
+    Mutant(
+        "clients.dpsgd:_add_to_columns", "(of_rows.reshape(-1), sigma,", "(of_rows.reshape(-1), sigma / 2,"
+    ),
+]
+"""Noise divided by the number of ranks, as in an optimizer that divides it by the world size."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2)], ids=by_degrees
+)
+def test_noise_that_is_divided_by_the_number_of_ranks_is_found(mesh: Mesh, folder: Path) -> None:
+    job = jobs_for(mesh, folder)["nothing is learned"]
+    parts = [each[0] for each in run_ranks(mesh, partial(train_privately, jobs=[job], mutants=DIVIDED))]
+    low, squares, _ = deviation(parts, by_one(job).update.vector.size)
+    assert squares < low / 2
+
+
+SUM_IN_REPLICA = "lm.shards:Shards.sum_in_replica"
+MUTANTS = [
+    (Mesh(1, 2, 1), "records", Mutant(SUM_IN_REPLICA, ', "shard"', "")),
+    (Mesh(1, 1, 2), "records", Mutant(SUM_IN_REPLICA, ', "tensor"', "")),
+    (Mesh(1, 1, 1, 2), "records", Mutant(SUM_IN_REPLICA, '"pipeline", ', "")),
+    (
+        Mesh(1, 1, 2),
+        "records",
+        Mutant("clients.dpsgd:ClippedSum._norms", "if each.counts", "if True"),
+    ),
+    (Mesh(2, 1, 1), "records", Mutant(RELEASE, "self._weights.sum_over_replicas(self._sum)", "pass")),
+    (
+        Mesh(2, 1, 1),
+        "records",
+        Mutant("clients.dpsgd:PrivateTrainer._steps", "batch[weights.units]", "batch"),
+    ),
+    (
+        Mesh(1, 2, 1),
+        "nothing is learned",
+        Mutant(RELEASE, "sigma, offset, threads", "sigma, begin, threads"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "mutant"), MUTANTS, ids=lambda value: str(value).replace(" ", "-"))
+def test_other_sums_are_found(mesh: Mesh, name: str, mutant: Mutant, folder: Path) -> None:
+    """A norm of a part, a part that counts twice, units that count never or twice, noise at other places."""
+    job = jobs_for(mesh, folder)[name]
+    parts = [each[0] for each in run_ranks(mesh, partial(train_privately, jobs=[job], mutants=[mutant]))]
+    alone = by_one(job)
+    size = alone.update.vector.size
+    try:
+        sums = summed(parts, size)
+    except AssertionError:  # ranks that have the same part have different sums of it
+        return
+    one = summed([alone], size)
+    assert max(float(np.abs(each - other).max()) for each, other in zip(sums, one, strict=True)) > 1e-3 * CLIP
