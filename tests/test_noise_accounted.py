@@ -178,8 +178,8 @@ class Observed:
 CAPPED = [
     *RECORD,
     *DPSGD,
-    "local.steps=8",
-    "privacy.largest_batch=3",
+    "local.steps=12",
+    "privacy.largest_batch=2",
     "privacy.most_units=4",
     "privacy.sampling_rate=0.5",
 ]
@@ -201,7 +201,7 @@ STEP_MUTANTS = [
 LIMIT_MUTANTS = [
     Mutant(STEPS, "if privacy.largest_batch is not None:", "if False:"),
     Mutant(STEPS, "privacy.most_units or n_units", "n_units"),
-    Mutant(TERMS, "noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits", "noise, 0.5, 8"),
+    Mutant(TERMS, "noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits", "noise, 0.5, 12"),
 ]
 OWNER_MUTANTS = [
     LESS_NOISE_IN_STEPS[0],
