@@ -296,10 +296,13 @@ def measured(
 def flops_per_token(plan: Plan) -> float:
     """Floating-point operations of forward and backward for a token, counted on a model without memory."""
     module = outline(plan).module.train()
-    tokens = torch.zeros(1, plan.data.sequence_length, dtype=torch.int64, device="meta")
+    length = plan.data.sequence_length
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    mask = torch.zeros(1, 1, length, length, device="meta")
     labels = torch.from_numpy(next_tokens(torch.zeros(tokens.shape, dtype=torch.int32).numpy()))
     with FlopCounterMode(display=False) as counter:
-        loss: Any = summed_loss(module(input_ids=tokens).logits, labels.to("meta"))
+        # Without a mask transformers looks at the positions, which have no values.
+        loss: Any = summed_loss(module(input_ids=tokens, attention_mask=mask).logits, labels.to("meta"))
         loss.backward()
     return float(counter.get_total_flops()) / (tokens.numel() - 1)
 

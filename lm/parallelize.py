@@ -53,7 +53,7 @@ def parallelize(
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
-        sum_replicas: Sum gradients over the replicas in a backward pass; otherwise each replica keeps its own, as
+        sum_replicas: Sum gradients over sharded replicas in a backward pass; otherwise each replica keeps its own, as
             gradients of single units must be clipped before they are summed.
 
     Raises:
@@ -92,14 +92,13 @@ def parallelize(
         for block in blocks:
             block.compile()
 
-    # 5. Sharding and replication.
-    replicate = mesh.replicate > 1 and sum_replicas
-    if ranks is not None and (mesh.shard > 1 or replicate):
+    # 5. Sharding. Replicas that are not sharded need nothing: `Shards.add_replicas` sums their gradients.
+    if ranks is not None and mesh.shard > 1:
         # The logits are a view, which only an operation in place could harm.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
         )
-        data = ranks["replicate", "shard"] if replicate else ranks["shard"]
+        data = ranks["replicate", "shard"] if mesh.replicate > 1 and sum_replicas else ranks["shard"]
         for part in (*blocks, model.module):
             sharded: Any = fully_shard(part, mesh=data)
             sharded.set_force_sum_reduction_for_comms(True)

@@ -60,6 +60,8 @@ class Region(NamedTuple):
         )
 
 
+BUCKET = 2**22
+"""Elements of small gradients that are sent together."""
 _NOTHING = Region(Span(0, 0), Span(0, 0))
 
 
@@ -288,11 +290,35 @@ class Shards:
                 gradient = gradient.to_local()
             local.grad = gradient
 
+    @torch.no_grad()
+    def add_replicas(self) -> None:
+        """Replicas of a model that is not sharded keep their own gradients in a backward pass, and add them up here,
+        many small ones by one all-reduce."""
+        if self._mesh.replicate == 1 or self._mesh.shard > 1:
+            return
+        for _, local in self._steps_on:  # every replica takes part with all of them
+            local.grad = torch.zeros_like(local) if local.grad is None else local.grad.contiguous()
+        gradients = [local.grad for _, local in self._steps_on if local.grad is not None]
+        group = self._ranks.get_group("replicate")
+        for bucket in _buckets(gradients):
+            whole = bucket[0] if len(bucket) == 1 else torch.cat([each.flatten() for each in bucket])
+            dist.all_reduce(whole, group=group)
+            if len(bucket) > 1:
+                parts = torch.split(whole, [each.numel() for each in bucket])
+                torch._foreach_copy_([each.view(-1) for each in bucket], list(parts))
+
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:
-        """The squares of all regions, each once, are summed by one all-reduce of one number."""
-        counted = [each.grad for each in trained if each.grad is not None and id(each) not in self._uncounted]
+        """The squares of all regions, each once, are summed by one all-reduce of one number; a replica that is not
+        divided has all of them."""
+        divided = self._mesh.size > self._mesh.replicate
+        counted = [
+            each.grad
+            for each in trained
+            if each.grad is not None and not (divided and id(each) in self._uncounted)
+        ]
         square = get_total_norm(counted).to(self._device, torch.float64).square()
-        dist.all_reduce(square)
+        if divided:
+            dist.all_reduce(square)
         clip_grads_with_norm_(trained, norm, square.sqrt().float())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -402,6 +428,20 @@ def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start
         rows = update[begin : begin + where.rows.size * part.columns].reshape(-1, part.columns)
         target = rows[:, where.columns.start : where.columns.stop]
     torch.from_numpy(target).copy_(values)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in their order, several at a time up to a number of elements."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.numel() > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
 
 
 def _cuts(parameter: nn.Parameter) -> dict[str, int]:

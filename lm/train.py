@@ -242,6 +242,7 @@ class Trainer:
             for loss in self._passes.backward(micro_batches, learned):
                 total_loss += loss
             self.weights.take_gradients()
+            self.weights.add_replicas()
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 self.weights.clip(parameters, local.clip_norm)

@@ -96,6 +96,9 @@ class Weights(Protocol):
     def take_gradients(self) -> None:
         """After a step's backward passes: set `grad` of what `trained` gave to the gradient of the whole step."""
 
+    def add_replicas(self) -> None:
+        """After `take_gradients`: add up the gradients of replicas, where a backward pass has not done it."""
+
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:
         """Scale the gradients so that the L2 norm over all parameters of the model is at most `norm`."""
 
@@ -162,6 +165,9 @@ class Whole:
         """See `Weights`."""
 
     def take_gradients(self) -> None:
+        """See `Weights`."""
+
+    def add_replicas(self) -> None:
         """See `Weights`."""
 
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cloister.lm import shards
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import HeldOut, evaluate
 from cloister.lm.layout import Vector
@@ -129,8 +130,8 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
 
 @contextmanager
 def short_blocks() -> Iterator[None]:
-    """Cut spans at short blocks."""
-    with mock.patch.object(blocks, "BLOCK", BLOCK):
+    """Cut spans at short blocks, and send few gradients together."""
+    with mock.patch.object(blocks, "BLOCK", BLOCK), mock.patch.object(shards, "BUCKET", 3 * BLOCK):
         yield
 
 

@@ -84,15 +84,21 @@ def no_rank_is_left() -> bool:
 
 
 def test_a_rank_that_dies_is_one_line(
-    check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    check: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("cloister.clients.rank.main", dies_at_start)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, _, err = ran(capfd, *check(shard=2))
     (line,) = err.splitlines()
     assert code == 2
     assert line.startswith(
         "cloister: rank 1 of 2 on cpu: expected one that connects to its peers, but it was killed"
     )
+    (log,) = tmp_path.glob("cloister-ranks-*.log")
+    assert line.endswith(f"see {log}")
     assert no_rank_is_left()
 
 
