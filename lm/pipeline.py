@@ -102,11 +102,11 @@ class Pipeline:
         return [loss.detach() for loss in losses]
 
     def weighted(
-        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor | None:
-        """See `Passes`: each row is a micro-batch."""
+        """See `Passes`: each row is a micro-batch, of which all processes with the same stage have equally many."""
         losses: list[torch.Tensor] = []
-        more = max(self._stages - len(tokens), 0)
+        more = max(self._stages, most) - len(tokens)
         factors = torch.cat([weights, weights.new_zeros(more)])
 
         def score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
