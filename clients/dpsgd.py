@@ -134,7 +134,7 @@ def method_for(plan: Plan, model: LanguageModel, *, divided: bool = False) -> Me
 def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     """The reason that Opacus cannot be used, or an empty text."""
     if divided:
-        return "a mesh with shard or tensor above 1 divides the parameters"
+        return "a mesh with shard, tensor or pipeline above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
