@@ -48,7 +48,6 @@ class Devices:
 
         Raises:
             ModelError: the mesh does not fit the model.
-            PlanError: the plan's privacy unit needs one device.
         """
         mesh, names = mesh_for(plan, section, device, elsewhere=True)
         return cls(plan, section, mesh, names, holdings(plan, mesh))

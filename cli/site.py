@@ -72,6 +72,7 @@ speed = 1.0
 # replicate = 1
 # shard = 1
 # tensor = 1
+# pipeline = 1
 """
 
 _POLICY = """\

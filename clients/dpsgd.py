@@ -134,7 +134,7 @@ def method_for(plan: Plan, model: LanguageModel, *, divided: bool = False) -> Me
 def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     """The reason that Opacus cannot be used, or an empty text."""
     if divided:
-        return "a mesh with shard or tensor above 1 divides the parameters"
+        return "a mesh with shard, tensor or pipeline above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
@@ -559,7 +559,7 @@ class _Gradients:
         return self.method(self, sequences, units)
 
     def backward(
-        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
+        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64], most: int
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit).
 
@@ -567,6 +567,7 @@ class _Gradients:
             sequences: All sequences.
             rows: (R,): rows of them.
             windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
+            most: The largest R of the ranks of a replica.
 
         Returns:
             The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
@@ -580,7 +581,8 @@ class _Gradients:
         learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
         shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
         weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
-        nats = self.passes.weighted(to_device(tokens, self.device), to_device(targets, self.device), weights)
+        columns = to_device(tokens, self.device), to_device(targets, self.device)
+        nats = self.passes.weighted(*columns, weights, most)
         if nats is None:
             return torch.zeros(len(learned), dtype=torch.float64, device=self.device), np.zeros_like(learned)
         return nats.double(), learned
@@ -595,8 +597,9 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
         nats, tokens = torch.zeros(1, dtype=torch.float64), 0
         for first in range(begin, end, self.most):
             rows = np.arange(first, min(end, first + self.most))
-            rows = rows[self.weights.unit_rows(len(rows))]
-            losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin))
+            part, most = self.weights.unit_rows(len(rows))
+            rows = rows[part]
+            losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
             nats += losses.sum().cpu()
             tokens += int(learned.sum())
         self.weights.take_gradients()
@@ -617,7 +620,7 @@ def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) 
             [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
         )
         owner = np.repeat(np.arange(end - begin), windows)
-        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows))
+        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows), len(rows))
         by_row = torch.from_numpy(owner).to(self.device)
         gradients = []
         for parameter in self.parameters:

@@ -46,7 +46,7 @@ class Passes(Protocol):
         """
 
     def weighted(
-        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor | None:
         """Add the gradient of a weighted sum of the losses of rows to `grad`.
 
@@ -54,6 +54,7 @@ class Passes(Protocol):
             tokens: (B, L), as in `MicroBatch`.
             targets: (B, L), as in `MicroBatch`.
             weights: (B,) float32: the weight of each row's loss, which is summed over its targets.
+            most: The largest B of the processes that call this together.
 
         Returns:
             The rows' losses (B,), float32; None in a process that does not compute them.
@@ -124,7 +125,9 @@ class Direct:
             losses.append(loss.detach())
         return losses
 
-    def weighted(self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def weighted(
+        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, most: int
+    ) -> torch.Tensor:
         """See `Passes`."""
         losses = losses_of_rows(self._forward(tokens, None), targets)
         (losses @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped

@@ -48,8 +48,10 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     """
     inner = getattr(model, model.base_model_prefix)
     blocks = len(inner.layers)
-    # Rounded up: the last stage, which has the output layer, gets no more blocks than the others.
-    first, end = (-(-blocks * edge // stages) for edge in (stage, stage + 1))
+    # The last stage, which has the output layer, gets no more blocks than the others; and blocks do not rise again from
+    # stage to stage after they have fallen, which `clients/holdings.py` relies on.
+    fewest, more = divmod(blocks, stages)
+    first, end = (edge * fewest + min(edge, more) for edge in (stage, stage + 1))
     for index in range(blocks):
         if not first <= index < end:
             inner.layers[index] = Elsewhere()
@@ -102,11 +104,11 @@ class Pipeline:
         return [loss.detach() for loss in losses]
 
     def weighted(
-        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+        self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor | None:
-        """See `Passes`: each row is a micro-batch."""
+        """See `Passes`: each row is a micro-batch, of which all processes with the same stage have equally many."""
         losses: list[torch.Tensor] = []
-        more = max(self._stages - len(tokens), 0)
+        more = max(self._stages, most) - len(tokens)
         factors = torch.cat([weights, weights.new_zeros(more)])
 
         def score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -378,10 +378,10 @@ class Shards:
         """Units are dealt to the replicas in turns."""
         return slice(self._at.replicate, None, self._mesh.replicate)
 
-    def unit_rows(self, n: int) -> slice:
+    def unit_rows(self, n: int) -> tuple[slice, int]:
         """The shards divide the rows; ranks of a tensor group have the same ones."""
         begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
-        return slice(begin, end)
+        return slice(begin, end), -(-n // self._mesh.shard)
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
         """Over the stages, the shards and the tensor group, one after the other."""

@@ -122,8 +122,9 @@ class Weights(Protocol):
     def units(self) -> slice:
         """Which of the units of a batch this process's replica takes."""
 
-    def unit_rows(self, n: int) -> slice:
-        """This process's rows of the `n` rows of a unit that its replica takes; there may be none."""
+    def unit_rows(self, n: int) -> tuple[slice, int]:
+        """This process's rows of the `n` rows of a unit that its replica takes; there may be none. And the most rows of
+        them that a process has."""
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the processes of a replica, in place; the same in each of them."""
@@ -202,9 +203,9 @@ class Whole:
         """See `Weights`."""
         return slice(None)
 
-    def unit_rows(self, n: int) -> slice:
+    def unit_rows(self, n: int) -> tuple[slice, int]:
         """See `Weights`."""
-        return slice(0, n)
+        return slice(0, n), n
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
         """See `Weights`."""

@@ -20,7 +20,7 @@ is the same: the mean is then that of sites that all take mean(tau) steps. On ot
 gradients, as in FedNova itself. For AdamW and Muon it is an approximation: a step has about the length of the
 learning rate whatever the gradient, so an update grows with tau_i too, but the moments of a site with few steps are
 further from their stationary values. The learning rate follows the plan's steps, not the site's (`optimizer.py`):
-its mean over a round is that of the plan for every site, which |a_i|_1 = tau_i needs.
+its mean over a round is about that of the plan for every site, which |a_i|_1 = tau_i needs.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from cloister.tests.rank_rounds import CPU, Job, short_blocks, some, start_of, t
 Z = 0.8
 """The noise multiplier."""
 CLIP = 0.05
+SIZES = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1)
+"""Windows of each unit."""
 
 
 def private(kind: str, *overrides: str) -> Plan:
@@ -44,7 +46,7 @@ def private(kind: str, *overrides: str) -> Plan:
     return tiny(kind, *plain, *settings, *overrides)
 
 
-def in_units(sizes: Sequence[int] = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1), *, owners: bool = False) -> Sequences:
+def in_units(sizes: Sequence[int] = SIZES, *, owners: bool = False) -> Sequences:
     """Units of so many windows each, of which those of an owner have unequal shares."""
     data, starts = some(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     shares = [np.arange(1, size + 1) / (size * (size + 1) / 2) for size in sizes]

@@ -19,6 +19,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.tests.mutants import Mutant
 from cloister.tests.rank_privacy import (
     CLIP,
+    SIZES,
     PrivateJob,
     PrivateRound,
     Z,
@@ -87,11 +88,12 @@ def job_of(
     owners: bool = False,
     nothing: bool = False,
     poisoned: bool = False,
+    sizes: Sequence[int] = SIZES,
 ) -> PrivateJob:
     plan = private(kind, *overrides)
     model = load_model(plan)
     start = model.layout.flatten(model.module)
-    sequences = teaches_nothing() if nothing else in_units(owners=owners or poisoned)
+    sequences = teaches_nothing() if nothing else in_units(sizes, owners=owners or poisoned)
     if poisoned:
         assert sequences.shares is not None
         sequences.shares[[2, 9]] = np.nan  # of a window of the second unit, and of one of the sixth
@@ -162,6 +164,17 @@ def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, fol
     same_round([part.update for part in found], one.update)
     hooked = mesh.shard == mesh.tensor == mesh.pipeline == 1 and name in ("records", "owners", "adapter")
     assert {part.method for part in found} == {"opacus" if hooked or "hooks" in name else "reference"}
+
+
+def test_shards_with_unequal_rows_of_a_unit_make_as_many_passes_through_a_pipeline(folder: Path) -> None:
+    """Of five rows, one shard has two and the other three, more than there are stages; each pass gathers weights."""
+    settings = ("local.steps=1", "local.batch_size=5", "privacy.sampling_rate=1")
+    job = job_of(folder, "llama", *settings, sizes=(5, 1))
+    parts = [each[0] for each in run_ranks(Mesh(1, 2, 1, 2), partial(train_privately, jobs=[job]))]
+    alone = by_one(job)
+    size = alone.update.vector.size
+    (several,), (one,) = summed(parts, size), summed([alone], size)
+    assert np.abs(several - one).max() < 1e-4 * CLIP
 
 
 # --- the noise that is released ---------------------------------------------------------------------------------------

@@ -189,6 +189,14 @@ def test_few_ranks_are_built_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(built) <= 4
 
 
+def test_every_block_of_a_pipeline_is_in_one_stage() -> None:
+    plan = tiny("model.config.num_hidden_layers=10")
+    stages = [each.part.parameters for each in holdings(plan, Mesh(pipeline=8))]
+    assert sum(stages) == holdings(plan, Mesh())[0].part.parameters
+    assert stages[1] == 2 * stages[2]
+    assert len(set(stages[2:7])) == 1
+
+
 @pytest.mark.parametrize("scheme", ["ffa-lora", "rolora"])
 def test_only_the_trained_factors_of_an_adapter_have_gradients(scheme: str) -> None:
     plan = tiny(f"model.adapter.scheme={scheme}", "model.adapter.base_precision=bfloat16")
