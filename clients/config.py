@@ -26,6 +26,11 @@ class SiteConfig(Section):
     """Folder for the state that the site keeps between messages."""
     identity: str = ""
     """File of its Ed25519 identity key, for the secure sum."""
+    supernode_key: str = ""
+    """File of the key by which Flower authenticates the site's SuperNode, in OpenSSH's format."""
+    federation: str = ""
+    """File of the federation that is installed (`protocol/federation.py`); the certificate of the coordinator's
+    authority, `authority.pem`, is beside it. Empty: none is."""
     roster: str = ""
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""
@@ -72,7 +77,7 @@ def read_config(path: Path) -> SiteConfig:
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
-                for name in ("state", "identity", "policy", "ledger")
+                for name in ("state", "identity", "supernode_key", "federation", "policy", "ledger")
                 if (value := getattr(config, name))
             },
             # Sites on one machine name one file in many ways, and a process verifies each path once.
