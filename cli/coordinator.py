@@ -204,7 +204,9 @@ def _terms(arguments: argparse.Namespace) -> Any:
     given = {field: getattr(arguments, field) for field in _FOUNDING}
     for field, value in given.items():
         if value is None:
-            raise RosterError(f"--{field}", expected=f"it for a new federation, which {arguments.out} would be")
+            raise RosterError(
+                f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
+            )
     given["certificate_names"] = arguments.certificate_name
     given["certificate_days"] = arguments.certificate_days
     given["authority_days"] = arguments.authority_days

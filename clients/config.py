@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import SMALLEST_COHORT, MeshSection
 from cloister.protocol.settings import Section, Settings
+
+
+class Membership(NamedTuple):
+    """As whom a site takes part: what `cloister site install` changes, and a run that has begun keeps."""
+
+    identity: str
+    """File of its identity key."""
+    roster: str
+    """File of the roster."""
+    roster_hash: str
+    """Hash of that roster, in hex."""
 
 
 class SiteConfig(Section):
@@ -58,6 +69,11 @@ class SiteConfig(Section):
     def folder(self) -> Path:
         """The state folder."""
         return Path(self.state)
+
+    @property
+    def membership(self) -> Membership | None:
+        """As whom the site joins a run; None where no federation is installed: there is only one roster."""
+        return Membership(self.identity, self.roster, self.roster_hash) if self.federation else None
 
 
 _SETTINGS = Settings(SiteConfig, "site", PlanError)

@@ -7,9 +7,9 @@
 | `site.toml`, `policy.toml` | its settings |
 | `federation/1-89abcdef/` | each version that it installed: `federation.toml`, `roster.toml`, `authority.pem` |
 
-`site.toml` names the installed version and the keys that belong to it. To install a version is to replace that one file:
-everything that it names is on disk before. Nothing that an earlier version uses is removed, because a run that has
-begun goes on with it (`pins.py`).
+`site.toml` names the installed version and the keys that belong to it. To install a version is to replace that one
+file: everything that it names is on disk before. Nothing that an earlier version uses is removed, because a run that
+has begun goes on with it (`kept.py`).
 
 A command that was interrupted is completed by running it again: a file that is there is kept.
 """
@@ -54,7 +54,9 @@ class Offer:
     """File of the SuperNode's key that belongs to it."""
 
 
-def make_request(folder: Path, name: str, contact: str, day: datetime.date) -> tuple[Request, Path]:
+def make_request(
+    folder: Path, name: str, contact: str, day: datetime.date, *, durable: bool = True
+) -> tuple[Request, Path]:
     """Make a site's keys, settings and request, as far as they are not there.
 
     Args:
@@ -62,6 +64,7 @@ def make_request(folder: Path, name: str, contact: str, day: datetime.date) -> t
         name: The site's name.
         contact: Who answers for the site, and how to reach them.
         day: Today.
+        durable: Sync each file before this returns.
 
     Returns:
         The request, and its file. A request that is there is returned again.
@@ -87,16 +90,16 @@ def make_request(folder: Path, name: str, contact: str, day: datetime.date) -> t
         ) from error
     identity_file, supernode_file = folder / "identity.pem", folder / "supernode.key"
     if not os.path.lexists(identity_file):
-        save_identity(identity, identity_file)
+        save_identity(identity, identity_file, durable=durable)
     if not os.path.lexists(supernode_file):
-        make_supernode_key(supernode_file)
+        make_supernode_key(supernode_file, durable=durable)
     identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
     for form, text in (("site.toml", new_settings(name)), ("policy.toml", POLICY)):
         if not os.path.lexists(folder / form):
-            write_bytes(folder / form, text.encode())
+            write_bytes(folder / form, text.encode(), durable=durable)
     if not os.path.lexists(path):
         made = Request.of(name, identity, supernode, contact, day)
-        write_bytes(path, made.to_toml().encode())
+        write_bytes(path, made.to_toml().encode(), durable=durable)
     request = _read_request(path)
     if (request.key, request.supernode, request.contact) != (
         identity.public_key().public_bytes_raw(),
@@ -200,8 +203,12 @@ def consider(folder: Path, federation: Federation, now: datetime.datetime) -> Of
     return Offer(folder, federation, installed, changes, identity, supernode_key)
 
 
-def install(offer: Offer) -> Path:
+def install(offer: Offer, *, durable: bool = True) -> Path:
     """Install a version that a person has agreed to; idempotent.
+
+    Args:
+        offer: The version.
+        durable: Sync each file before this returns.
 
     Returns:
         The file of the installed federation.
@@ -232,9 +239,9 @@ def install(offer: Offer) -> Path:
     for name, content in contents.items():
         path = folder / relative / name
         if not path.exists() or path.read_bytes() != content:
-            write_bytes(path, content)
+            write_bytes(path, content, durable=durable)
     if changed != text:
-        write_bytes(settings, changed.encode())
+        write_bytes(settings, changed.encode(), durable=durable)
     return folder / relative / "federation.toml"
 
 

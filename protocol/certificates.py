@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import warnings
 from collections.abc import Sequence
 
 from cryptography import x509
@@ -137,8 +138,10 @@ def read_certificate(data: bytes, origin: str) -> x509.Certificate:
     """
     try:
         load = x509.load_pem_x509_certificate if data[:5] == b"-----" else x509.load_der_x509_certificate
-        return load(data)
-    except ValueError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of encodings that RFC 5280 forbids
+            return load(data)
+    except (ValueError, Warning):
         raise CertificateError("certificate", origin, expected="one certificate in PEM or DER") from None
 
 

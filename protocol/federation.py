@@ -256,7 +256,6 @@ class Federation:
             raise changed(what, origin, "a value is missing or of another type")
         requests = tuple(Request.from_table(site, what, origin) for site in sites)
         try:
-            keys = tuple(from_base64(key, "revoked") for key in revoked)
             federation = cls(
                 tree["name"],
                 version,
@@ -264,13 +263,14 @@ class Federation:
                 tree["superlink"],
                 tree["exchange"],
                 from_base64(tree["authority"], "authority"),
-                keys,
+                tuple(from_base64(key, "revoked") for key in revoked),
                 requests,
-            ).verified()
+            )
+            if tree["fingerprint"] != federation.fingerprint.hex():
+                raise changed(what, origin, "its values have another fingerprint than it names")
+            federation.verified()
         except (CloisterError, ValueError) as error:
             raise changed(what, origin, str(error)) from error
-        if tree["fingerprint"] != federation.fingerprint.hex():
-            raise changed(what, origin, "its values have another fingerprint than it names")
         check_exact(text, federation.to_toml(), what, origin)
         return federation
 

@@ -2,9 +2,9 @@
 
 A site creates an Ed25519 identity key once and keeps it. Its card contains its name and public key and is signed with
 that key, so that a damaged card is detected and a party cannot show a key that is not its own. The operators of the
-sites exchange cards over channels that they trust, build the roster, and compare its hash (for example by telephone):
-from then on the coordinator cannot invent a site. The roster's hash covers the names and keys, sorted by name, and does
-not depend on the layout of the file.
+sites agree on the roster by the fingerprint of the federation that it is part of (`federation.py`), over another
+channel than the files came by: from then on the coordinator cannot invent a site. The roster's hash covers the names
+and keys, sorted by name, and does not depend on the layout of the file.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def load_identity(path: Path) -> Ed25519PrivateKey:
 
 @dataclass(frozen=True)
 class Card:
-    """A site's name and public key, signed. Create it with `Card.of` or `Card.from_text`."""
+    """A site's name and public key, signed. Create it with `Card.of`."""
 
     name: str
     """Name of the site: letters, digits, dots, dashes, underscores, at most 64."""
@@ -146,24 +146,6 @@ class Card:
         _check_name(name)
         public = identity.public_key().public_bytes_raw()
         return cls(name, public, identity.sign(pack(_CARD, name, public)))
-
-    @classmethod
-    def from_text(cls, text: str) -> Card:
-        """Read a line that `Card.text` wrote.
-
-        Raises:
-            RosterError: the text is not such a line, or a character of it was changed.
-        """
-        words = text.split()
-        if len(words) != 4 or words[0] != _CARD:
-            raise RosterError("card", text, expected=f"one line: {_CARD} NAME KEY SIGNATURE")
-        card = cls(words[1], from_base64(words[2], "card"), from_base64(words[3], "card"))
-        card.verify()
-        return card
-
-    def text(self) -> str:
-        """The card as one printable line."""
-        return f"{_CARD} {self.name} {to_base64(self.public)} {to_base64(self.signature)}"
 
     def verify(self) -> None:
         """Check the name, the key and the signature.

@@ -31,14 +31,18 @@ from cloister.protocol.roster import check_private
 from cloister.protocol.storage import write_new
 
 
-def make_supernode_key(path: Path) -> None:
+def make_supernode_key(path: Path, *, durable: bool = True) -> None:
     """Write a new private key on P-384 to `path`, readable by its owner only; a key that is there stays.
+
+    Args:
+        path: Its file.
+        durable: Sync the file before this returns.
 
     Raises:
         StorageError: the file cannot be written.
     """
     key = generate_private_key(SECP384R1())
-    write_new(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    write_new(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), durable=durable)
 
 
 def load_supernode_key(path: Path) -> str:
@@ -67,7 +71,7 @@ def check_supernode_key(line: str) -> None:
     """
     try:
         key = load_ssh_public_key(line.encode())
-    except (ValueError, UnsupportedAlgorithm):
+    except (ValueError, UnsupportedAlgorithm, NotImplementedError):  # the last for a compressed point
         key = None
     if (
         not isinstance(key, EllipticCurvePublicKey)

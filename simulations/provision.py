@@ -61,17 +61,18 @@ def provision(settings: Provision, out: Path, now: datetime.datetime) -> Federat
         raise RosterError("site.name", taken[0], expected="a name of its own for each site: it is taken")
     made: list[Federation] = []
 
-    def fill(folder: Path) -> None:
+    def fill(folder: Path) -> None:  # the folder is synced as a whole
         folder.chmod(0o700)
         sites = {site.name: folder / "sites" / site.name for site in settings.site}
         (folder / "sites").mkdir(mode=0o700)
         requests = [
-            make_request(sites[site.name], site.name, site.contact, now.date())[0] for site in settings.site
+            make_request(sites[site.name], site.name, site.contact, now.date(), durable=False)[0]
+            for site in settings.site
         ]
         terms = Terms.model_validate(settings.model_dump(exclude={"site"}))
         federation = Registry.create(folder / "coordinator", terms, requests, now, durable=False).federation
         for site in sites.values():
-            install(consider(site, federation, now))
+            install(consider(site, federation, now), durable=False)
         made.append(federation)
 
     write_folder(out, fill)
