@@ -32,12 +32,7 @@ from cloister.tests.parties import ADDRESSES, NAMES, Parties, state
 TODAY = datetime.date(2026, 1, 2)
 
 
-@pytest.fixture(autouse=True)
-def _unsynced() -> Iterator[None]:
-    """Do not sync, which is most of the time of these tests."""
-    sync_to_disk(False)
-    yield
-    sync_to_disk(True)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture
