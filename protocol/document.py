@@ -62,7 +62,7 @@ def check_exact(text: str, written: str, what: str, origin: str) -> None:
         RosterError: it is not.
     """
     if "\n".join(text.split("\r\n")).strip() != written.strip():
-        raise changed(what, origin, "it has more, or in another form, than the program writes")
+        raise changed(what, origin, "its text is not the one that the program writes for these values")
 
 
 def changed(what: str, origin: str, why: str) -> RosterError:

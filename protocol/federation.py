@@ -265,10 +265,7 @@ class Federation:
                 from_base64(tree["authority"], "authority"),
                 tuple(from_base64(key, "revoked") for key in revoked),
                 requests,
-            )
-            if tree["fingerprint"] != federation.fingerprint.hex():
-                raise changed(what, origin, "its values have another fingerprint than it names")
-            federation.verified()
+            ).verified()
         except (CloisterError, ValueError) as error:
             raise changed(what, origin, str(error)) from error
         check_exact(text, federation.to_toml(), what, origin)

@@ -21,11 +21,14 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from cloister.cli import coordinator, site
 from cloister.clients.config import read_config
+from cloister.protocol.encoding import pack
+from cloister.protocol.errors import RosterError
 from cloister.protocol.federation import Federation
 from cloister.protocol.request import Request
 from cloister.protocol.roster import Card, Roster, load_identity, load_roster, new_identity
 from cloister.protocol.storage import sync_to_disk
 from cloister.protocol.supernode import load_supernode_key, make_supernode_key
+from cloister.server.registry import Registry, Terms
 from cloister.tests.command import done, found, lone_refusal, ran, refusal
 from cloister.tests.parties import ADDRESSES, NAMES, Parties, state
 
@@ -144,6 +147,32 @@ def test_settings_that_are_there_are_kept(parties: Parties) -> None:
 def test_a_request_of_which_a_byte_was_changed_is_refused(parties: Parties) -> None:
     text = Path(parties.request("a-hospital")["request"]).read_text(encoding="utf-8")
     assert_no_change_passes(text, Request.from_toml)
+
+
+def test_a_request_with_another_card_is_refused(parties: Parties) -> None:
+    """The card has a signature of its own, and a key for which anybody can sign is refused."""
+    parties.request("a-hospital")
+    identity = load_identity(parties.folder("a-hospital") / "identity.pem")
+    request = Request.from_toml((parties.folder("a-hospital") / "a-hospital.request").read_text())
+    path = parties.path / "lie.request"
+    neutral = bytes([1])
+    for card in (
+        replace(request.card, signature=bytes(64)),
+        Card("a-hospital", neutral + bytes(31), neutral + bytes(63)),
+    ):
+        lie = replace(request, card=card)
+        lie = replace(lie, signature=identity.sign(signed_content(lie)))
+        path.write_text(lie.to_toml(), encoding="utf-8")
+        told = {"request": str(path), "fingerprint": lie.fingerprint.hex()}
+        line = lone_refusal(parties.capsys, *parties.approving(told))
+        assert "expected a signature made with the key on it" in line
+
+
+def signed_content(request: Request) -> bytes:
+    """What the identity key of a request signs."""
+    card = request.card
+    values = (card.name, card.public, card.signature, request.contact, request.supernode, request.date)
+    return pack("cloister-request-1", *values)
 
 
 def test_a_file_of_a_federation_of_which_a_byte_was_changed_is_refused(
@@ -281,11 +310,29 @@ def test_wrong_terms_are_refused(parties: Parties, option: str, value: str, said
     assert not parties.coordinator.exists()
 
 
-def test_a_damaged_version_is_not_continued(installed: tuple[Parties, dict[str, Any]]) -> None:
+def test_a_registry_replaces_no_folder(parties: Parties) -> None:
+    parties.coordinator.mkdir()
+    (parties.coordinator / "mine").write_text("mine")
+    terms = Terms(name="x", superlink="a:1", exchange="a:2")
+    request = Request.from_toml(Path(parties.request("a-hospital")["request"]).read_text())
+    with pytest.raises(RosterError, match="a new folder, or an empty one"):
+        Registry.create(parties.coordinator, terms, [request], datetime.datetime.now(datetime.UTC))
+    assert state(parties.coordinator) == {"mine": b"mine"}
+
+
+def test_a_damaged_version_is_not_continued(
+    installed: tuple[Parties, dict[str, Any]], tmp_path: Path
+) -> None:
     parties, _ = installed
     parties.change("remove", "c-lab")
+    another = Path(Parties(tmp_path / "other", parties.capsys).made()["file"]).read_bytes()
     first, second = (parties.coordinator / f"federation-{number}.toml" for number in (1, 2))
-    for path, other in ((first, first.read_bytes()[:-40]), (first, second.read_bytes()), (second, b"")):
+    for path, other in (
+        (first, first.read_bytes()[:-40]),
+        (first, second.read_bytes()),
+        (first, another),
+        (second, b""),
+    ):
         before = path.read_bytes()
         path.write_bytes(other)
         for action in (["show"], ["remove", "b.bank"], ["revoke", "b.bank"], ["renew"]):
@@ -326,6 +373,13 @@ def test_a_certificate_of_another_authority_is_refused(
             (parties.coordinator / name).write_bytes(wrong)
             assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
         (parties.coordinator / name).write_bytes(right)
+    before = state(parties.coordinator)
+    for names in (("exchange",), ("authority", "superlink", "exchange")):  # a key and its certificate
+        for path in (parties.coordinator / f"{name}.{kind}" for name in names for kind in ("key", "pem")):
+            path.write_bytes((other.coordinator / path.name).read_bytes())
+        assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
+        for file, content in before.items():
+            (parties.coordinator / file).write_bytes(content)
     assert parties.approve(request)["version"] == 2
 
 
@@ -404,6 +458,10 @@ def test_an_installation_can_be_repeated(installed: tuple[Parties, dict[str, Any
     settings.write_text(
         re.sub(r"(?m)^(federation|roster|roster_hash) = .*$", r'\1 = ""', settings.read_text())
     )
+    parties.install("a-hospital", version)
+    assert state(parties.folder("a-hospital")) == before
+    for name in ("authority.pem", "roster.toml"):
+        Path(read_config(settings).federation).with_name(name).write_text("damaged")
     parties.install("a-hospital", version)
     assert state(parties.folder("a-hospital")) == before
 
@@ -503,6 +561,9 @@ def test_settings_that_cannot_be_changed_are_refused(installed: tuple[Parties, d
     value = roster.split(" = ")[1].strip('"')
     settings.write_text(text.replace(roster, f'roster = """\n{value}"""'))
     assert "on a line of its own" in refusal(parties.capsys, *parties.installing("a-hospital", second))
+    hidden = f"\ndata = '''\n{roster}\n'''\n"
+    settings.write_text(re.sub(r"\ndata = .*\n", lambda _: hidden, text))
+    assert "on a line of its own" in refusal(parties.capsys, *parties.installing("a-hospital", second))
     settings.write_text(text.replace(roster, f"{roster} # mine"))
     parties.install("a-hospital", second)
     settings.write_text(text + "[")
@@ -535,7 +596,8 @@ def test_a_sites_key_that_others_can_read_is_refused(
         assert f"permissions of {path} is '0640': expected 0600" in line
         assert "chmod 600" in line
     path.chmod(0o600)
-    for wrong in (b"", path.read_bytes()[:60], (path.parent / "site.toml").read_bytes()):
+    other = parties.folder("b.bank") / name
+    for wrong in (b"", path.read_bytes()[:60], (path.parent / "site.toml").read_bytes(), other.read_bytes()):
         path.write_bytes(wrong)
         lone_refusal(parties.capsys, *parties.installing("a-hospital", version))
 
@@ -711,6 +773,9 @@ def test_a_site_that_was_revoked_or_removed_learns_it(installed: tuple[Parties, 
     parties, _ = installed
     version = parties.change("remove", "c-lab")
     assert "no longer, a member" in lone_refusal(parties.capsys, *parties.installing("c-lab", version))
+    assert "because it replaces a key" in lone_refusal(
+        parties.capsys, *parties.approving(parties.rotate("c-lab"))
+    )
     unknown = lone_refusal(parties.capsys, "coordinator", "remove", "c-lab", str(parties.coordinator))
     assert "expected one of a-hospital, b.bank" in unknown
 
@@ -756,6 +821,15 @@ def test_no_secret_is_printed_or_sent(parties: Parties) -> None:
     second = run(*parties.approving(rotated))
     run(*parties.installing("b.bank", second))
     run("coordinator", "renew", str(parties.coordinator))
+    for path in parties.path.rglob("*"):  # given in the place of other files
+        if path.is_file() and b"PRIVATE" in path.read_bytes():
+            for command in (
+                ["coordinator", "approve", str(path), "--out", str(parties.path / "new")],
+                ["site", "install", str(path), "--folder", str(parties.folder("b.bank"))],
+                ["provision", str(path), "--out", str(parties.path / "new")],
+            ):
+                _, out, err = ran(parties.capsys, *command)
+                printed += out + err
     for path in parties.path.rglob("*.pem"):
         path.chmod(0o644)
     for name in NAMES:
@@ -906,9 +980,9 @@ def test_provision_makes_a_folder_for_each_party(tmp_path: Path, capsys: pytest.
     )
     following = parties.approve(parties.rotate("north"))  # it goes on as any other
     assert changes(parties.install("east", following)) == [("rotated", "north")]
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         if path.is_dir():
-            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
 
 
 @pytest.mark.parametrize(
