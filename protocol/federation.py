@@ -5,8 +5,7 @@ version, fingerprint of the version before, addresses, certificate authority, re
 request. The operators compare the fingerprint over another channel, so that all sites have the same file. The roster of
 its cards (`roster.py`) is what the secure sum uses.
 
-A site computes itself what changed between the version that it has installed and the next one, and takes nothing of it
-from the file's word:
+A file does not state what changed. Each site computes it from the version that it has installed and the next one:
 
 | change | shown where |
 |---|---|
@@ -231,7 +230,7 @@ class Federation:
             "revoked": [to_base64(key) for key in self.revoked],
             "fingerprint": self.fingerprint.hex(),
         }
-        return "".join([table(head), *(f"\n[[site]]\n{site.lines()}" for site in self.sites)])
+        return "".join([table(head), *(f"\n[[site]]\n{site.lines}" for site in self.sites)])
 
     @classmethod
     def from_toml(cls, text: str, origin: str = "federation") -> Federation:

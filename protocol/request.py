@@ -129,8 +129,9 @@ class Request:
 
     def to_toml(self) -> str:
         """The request as a document."""
-        return table({"format": _REQUEST}) + self.lines()
+        return table({"format": _REQUEST}) + self.lines
 
+    @functools.cached_property
     def lines(self) -> str:
         """Its values as lines of TOML."""
         card = self.card

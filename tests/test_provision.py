@@ -9,6 +9,7 @@ import os
 import re
 import ssl
 import stat
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import Encoding, load_ssh_private_key, load_ssh_public_key
 
 from cloister.cli import coordinator, site
 from cloister.clients.config import read_config
+from cloister.protocol.certificates import new_authority, new_key, read_certificate
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import RosterError
+from cloister.protocol.errors import CertificateError, RosterError
 from cloister.protocol.federation import Federation
 from cloister.protocol.request import Request
 from cloister.protocol.roster import Card, Roster, load_identity, load_roster, new_identity
@@ -381,6 +383,20 @@ def test_a_certificate_of_another_authority_is_refused(
         for file, content in before.items():
             (parties.coordinator / file).write_bytes(content)
     assert parties.approve(request)["version"] == 2
+
+
+def test_a_certificate_of_which_a_bit_was_changed_is_read_or_refused_in_silence() -> None:
+    der = new_authority(new_key(), "x", datetime.datetime.now(datetime.UTC), 1).public_bytes(Encoding.DER)
+    refused = 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for at in range(len(der)):
+            try:
+                read_certificate(der[:at] + bytes([der[at] ^ 128]) + der[at + 1 :], "x")
+            except CertificateError:
+                refused += 1
+    assert refused > 20
+    assert not warned
 
 
 def handshake(folder: Path, server: str, authority: Path, host: str) -> None:
