@@ -183,22 +183,22 @@ def test_a_file_of_a_federation_of_which_a_byte_was_changed_is_refused(
     parties, version = installed
     following = parties.change("revoke", "c-lab")  # also a list of revoked keys and a version before
     assert following["version"] == version["version"] + 1
-    assert_no_change_passes(Path(following["file"]).read_text(encoding="utf-8"), Federation.from_toml)
+    text = Path(following["file"]).read_text(encoding="utf-8")
+    assert_no_change_passes(text, Federation.from_toml, step=3)
 
 
-def assert_no_change_passes(text: str, read: Callable[[str], object]) -> None:
+def assert_no_change_passes(text: str, read: Callable[[str], object], step: int = 1) -> None:
     right = read(text)
-    assert read("\ufeff"[1:] + text.replace("\n", "\r\n") + "\r\n\r\n") == right  # as mail may change it
-    for at in range(len(text.rstrip())):
+    assert read(text.replace("\n", "\r\n") + "\r\n\r\n") == right  # as mail may change it
+    for at in range(0, len(text.rstrip()), step):
         other = "x" if text[at] != "x" else "y"
-        torn = (text[:at] + text[at + 1 :], text[:at]) if at % 16 == 0 else ()
+        torn = (text[:at] + text[at + 1 :], text[:at]) if at % 16 < step else ()
         for changed in (text[:at] + other + text[at + 1 :], *torn):
-            with pytest.raises(Exception, match="expected") as caught:
+            with pytest.raises(RosterError):
                 read(changed)
-            assert type(caught.value).__name__ == "RosterError"
     for more in ("# a comment\n", "extra = 1\n", "\n[more]\n"):
         for changed in (text + more, more + text):
-            with pytest.raises(Exception, match="expected"):
+            with pytest.raises(RosterError):
                 read(changed)
 
 
@@ -207,6 +207,8 @@ def assert_no_change_passes(text: str, read: Callable[[str], object]) -> None:
 
 def test_approval_makes_one_file_for_all_sites(parties: Parties) -> None:
     requests = [parties.request(name) for name in NAMES]
+    mailed = Path(requests[0]["request"])
+    mailed.write_bytes(b"\xef\xbb\xbf" + mailed.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
     printed = done(parties.capsys, *parties.approving(*requests))
     version = found(parties.capsys, "coordinator", "show", str(parties.coordinator))
     federation = parties.read(version)
