@@ -25,7 +25,20 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from cloister.cli import audit, budget, generate, ledger, plan, report, resume, roster, simulate, site
+from cloister.cli import (
+    audit,
+    budget,
+    coordinator,
+    generate,
+    ledger,
+    plan,
+    provision,
+    report,
+    resume,
+    roster,
+    simulate,
+    site,
+)
 from cloister.protocol.errors import CloisterError
 
 
@@ -51,6 +64,8 @@ VERBS: dict[str, Verb] = {
     "plan": plan,
     "budget": budget,
     "site": site,
+    "coordinator": coordinator,
+    "provision": provision,
     "roster": roster,
     "ledger": ledger,
     "audit": audit,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cloister.clients.attempt import Member
-from cloister.clients.config import SiteConfig
+from cloister.clients.config import Membership, SiteConfig
 from cloister.clients.pins import Pins
 from cloister.clients.resident import Resident
 from cloister.clients.spending import Spending
@@ -49,6 +49,11 @@ class Admission:
         self._config = config
         self._resident = resident
         self._spending = spending
+
+    @property
+    def membership(self) -> Membership | None:
+        """As whom the site takes part; None where no federation is installed."""
+        return self._config.membership
 
     def check_new(self, plan: Plan, run: str) -> None:
         """Check a plan and a run that the site is asked to join, before any work for them.
@@ -206,7 +211,7 @@ class Admission:
             raise PlanError(
                 f"identity of {config.name}",
                 expected="a key in the site's TOML, because the plan sums securely",
-                fix="make one: cloister site init",
+                fix="make one: cloister site request",
             )
         identity = self._resident.identity(config.identity)
         if identity.public_key() != self.roster().key(config.name):
@@ -219,6 +224,12 @@ class Admission:
         Raises:
             RosterError: the file has another roster.
         """
+        if not self._config.roster:
+            raise RosterError(
+                f"roster of {self._config.name}",
+                expected="an installed federation",
+                fix="cloister site install FILE",
+            )
         return self._resident.roster(self._config.roster, self._config.roster_hash)
 
     def joined(self, request: Join, plan: Plan) -> Joined:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import FASTEST, SLOWEST, SMALLEST_COHORT, MeshSection
 from cloister.protocol.settings import Section, Settings
+
+
+class Membership(NamedTuple):
+    """As whom a site takes part: what `cloister site install` changes, and a run that has begun keeps."""
+
+    identity: str
+    """File of its identity key."""
+    roster: str
+    """File of the roster."""
+    roster_hash: str
+    """Hash of that roster, in hex."""
 
 
 class SiteConfig(Section):
@@ -26,6 +37,11 @@ class SiteConfig(Section):
     """Folder for the state that the site keeps between messages."""
     identity: str = ""
     """File of its Ed25519 identity key, for the secure sum."""
+    supernode_key: str = ""
+    """File of the key by which Flower authenticates the site's SuperNode, in OpenSSH's format."""
+    federation: str = ""
+    """File of the federation that is installed (`protocol/federation.py`); the certificate of the coordinator's
+    authority, `authority.pem`, is beside it. Empty: none is."""
     roster: str = ""
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""
@@ -57,6 +73,11 @@ class SiteConfig(Section):
         """The state folder."""
         return Path(self.state)
 
+    @property
+    def membership(self) -> Membership | None:
+        """As whom the site joins a run; None where no federation is installed: there is only one roster."""
+        return Membership(self.identity, self.roster, self.roster_hash) if self.federation else None
+
 
 _SETTINGS = Settings(SiteConfig, "site", PlanError)
 
@@ -75,7 +96,7 @@ def read_config(path: Path) -> SiteConfig:
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
-                for name in ("state", "identity", "policy", "ledger")
+                for name in ("state", "identity", "supernode_key", "federation", "policy", "ledger")
                 if (value := getattr(config, name))
             },
             # Sites on one machine name one file in many ways, and a process verifies each path once.

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.span import Manifest, Piece, check_received, manifest_of
+from cloister.clients.config import Membership
 from cloister.lm.layout import Vector
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import vector_hash
@@ -52,18 +53,20 @@ class Kept:
 
     # The plan and the base of a run, which are sent once, when the site joins.
 
-    def remember(self, request: Join, digest: bytes) -> None:
+    def remember(self, request: Join, digest: bytes, membership: Membership | None) -> None:
         """Keep the plan and base of a join, durably, for later messages, which name the plan by its digest.
 
         Args:
             request: The join, whose base was checked (`checked_base`).
             digest: Digest of its plan.
+            membership: As whom the site joins; kept for the whole run.
 
         Raises:
             PinnedError: the site has joined that run with another plan or base.
             StorageError: the disk refuses a write.
         """
         joined = {"digest": digest.hex(), "plan": request.plan, "base": request.base_hash.hex()}
+        joined |= membership._asdict() if membership else {}
         known = self._read(request.run)
         if known is not None and any(known[name] != joined[name] for name in ("digest", "base")):
             raise PinnedError(
@@ -77,6 +80,13 @@ class Kept:
     def knows(self, run: str) -> bool:
         """Whether the site has joined a run: its file is there, whatever it has."""
         return self._joined(run).exists()
+
+    def membership(self, run: str) -> Membership | None:
+        """As whom the site has joined a run; None where that was not kept."""
+        joined = self._read(run)
+        if joined is None or not set(Membership._fields) <= set(joined):
+            return None
+        return Membership(*(joined[name] for name in Membership._fields))
 
     def recall(
         self, run: str, digest: bytes, find: Callable[[bytes, Callable[[], Plan]], Plan]
@@ -115,7 +125,8 @@ class Kept:
         """What `remember` kept of a run; None where it kept nothing that is whole."""
         try:
             joined = json.loads(self._joined(run).read_bytes())
-            return {name: str(joined[name]) for name in ("digest", "plan", "base")}
+            needed = ("digest", "plan", "base", *(set(Membership._fields) & set(joined)))
+            return {name: str(joined[name]) for name in needed}
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

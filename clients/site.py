@@ -134,8 +134,8 @@ class Site:
         """The site's signed refusal of a request that its policy or budget forbids."""
         if isinstance(request, Join):
             plan = bytes.fromhex(from_json(request.plan).digest())
-            return self._admission.refuse(request.run, plan, error)
-        return self._admission.refuse(request.sum.run, request.sum.plan, error)
+            return self._demands(request.run).refuse(request.run, plan, error)
+        return self._demands(request.sum.run).refuse(request.sum.run, request.sum.plan, error)
 
     def join(self, request: Join) -> Joined:
         """Check the plan against the site's demands, and prepare the model and, without a privacy unit, the data.
@@ -148,20 +148,21 @@ class Site:
             CloisterError: the site cannot take part.
         """
         plan = from_json(request.plan)
-        self._admission.check_new(plan, request.run)
+        demands = self._demands(request.run)
+        demands.check_new(plan, request.run)
         base = checked_base(request)
         loaded = self._load(plan, request.base_hash, lambda: base)
         if plan.aggregation.secure:
             self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
-        self._kept.remember(request, bytes.fromhex(plan.digest()))
+        self._kept.remember(request, bytes.fromhex(plan.digest()), demands.membership)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
-        self._admission.pin(plan, request.run)
+        demands.pin(plan, request.run)
         if loaded.terms is not None:
             check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
             check_tokenizer(loaded.model.tokenizer, plan.data)
         elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
-        return self._admission.joined(request, plan)
+        return demands.joined(request, plan)
 
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.
@@ -169,11 +170,11 @@ class Site:
         Raises:
             CloisterError: the site refuses.
         """
-        loaded = self._open(request.sum)
-        self._admission.check_unpaid(loaded.plan, request.sum.purpose)
+        loaded, demands = self._open(request.sum), self._demands(request.sum.run)
+        demands.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
-            self._admission.check_policy(loaded.plan, request.sum.run, loaded.terms)
-            self._admission.check_round(loaded.plan, request.sum.purpose, request.told.round)
+            demands.check_policy(loaded.plan, request.sum.run, loaded.terms)
+            demands.check_round(loaded.plan, request.sum.purpose, request.told.round)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -182,11 +183,11 @@ class Site:
         Raises:
             CloisterError: the site cannot contribute, or refuses.
         """
-        loaded = self._open(request.sum)
+        loaded, demands = self._open(request.sum), self._demands(request.sum.run)
         plan, purpose = loaded.plan, request.sum.purpose
-        self._admission.check_unpaid(plan, purpose)
-        self._admission.check_policy(plan, request.sum.run, loaded.terms)
-        self._admission.check_round(plan, purpose, request.sum.round)
+        demands.check_unpaid(plan, purpose)
+        demands.check_policy(plan, request.sum.run, loaded.terms)
+        demands.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         own, seconds = self._admission.own_steps(plan, request), 0.0
@@ -241,10 +242,21 @@ class Site:
 
     # The model and data that a message refers to.
 
+    def _demands(self, run: str) -> Admission:
+        """The site's demands in a run, with the identity and roster with which it has joined it.
+
+        So a version of the federation that is installed during a run does not change the run.
+        """
+        if not self.config.federation:
+            return self._admission
+        kept = self._kept.membership(run)
+        config = self.config.model_copy(update=kept._asdict()) if kept else self.config
+        return Admission(config, self._resident, self._spending)
+
     def _open(self, sum_id: SumId) -> Loaded:
         """Model and trainer for a message, after a check that the site has joined its plan and run."""
         plan, base_hash = self._kept.recall(sum_id.run, sum_id.plan, self._resident.plan)
-        self._admission.check(plan, sum_id.run)
+        self._demands(sum_id.run).check(plan, sum_id.run)
         return self._load(plan, base_hash)
 
     def _load(self, plan: Plan, base_hash: bytes, base: Callable[[], Vector | None] | None = None) -> Loaded:
@@ -254,9 +266,10 @@ class Site:
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
-        contract = contract_for(purpose, plan, self._admission.roster(), sum_id.run, layout.size, model)
+        demands = self._demands(sum_id.run)
+        contract = contract_for(purpose, plan, demands.roster(), sum_id.run, layout.size, model)
         folder = self._attempts_folder(purpose, sum_id.run)
-        member = self._admission.member(plan.quorum())
+        member = demands.member(plan.quorum())
         return Attempts(folder, contract, member, loaded.live, self._agreements)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
@@ -270,7 +283,7 @@ class Site:
         """
         joined = self._kept.knows(run)
         with contextlib.suppress(PinnedError):
-            self._admission.check(plan, run)
+            self._demands(run).check(plan, run)
             joined = True
         for purpose in (TRAIN, EVALUATE):
             folder = self._attempts_folder(purpose, run)
@@ -354,7 +367,7 @@ class Site:
             return kept, 0.0
         noise = None
         if terms is not None:
-            rounds, policy = self._admission.rounds(plan), self._admission.policy()
+            rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
             self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
             noise = self._noise(round_number)
         code = code_for(

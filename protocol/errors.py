@@ -155,6 +155,10 @@ class RosterError(CloisterError):
     """A card or roster is damaged, inconsistent, or not the one that was agreed on."""
 
 
+class CertificateError(CloisterError):
+    """A certificate or its key is damaged, expired, or not of the kind that was expected."""
+
+
 class BudgetError(CloisterError):
     """A release would exceed the privacy budget."""
 

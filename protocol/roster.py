@@ -2,20 +2,20 @@
 
 A site creates an Ed25519 identity key once and keeps it. Its card contains its name and public key and is signed with
 that key, so that a damaged card is detected and a party cannot show a key that is not its own. The operators of the
-sites exchange cards over channels that they trust, build the roster, and compare its hash (for example by telephone):
-from then on the coordinator cannot invent a site. The roster's hash covers the names and keys, sorted by name, and does
-not depend on the layout of the file.
+sites agree on the roster by the fingerprint of the federation that it is part of (`federation.py`), over another
+channel than the files came by: from then on the coordinator cannot invent a site. The roster's hash covers the names
+and keys, sorted by name, and does not depend on the layout of the file.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import collections
 import functools
 import hashlib
 import os
 import re
+import shlex
+import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,8 +31,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from cloister.protocol.document import from_base64, to_base64
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MemberError, RosterError, StorageError
+from cloister.protocol.storage import write_new
 from cloister.protocol.threshold import LARGEST
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -77,36 +79,55 @@ def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = Tr
         RosterError: the file exists already.
         StorageError: the file cannot be written.
     """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity_to_pem(identity))
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-    except FileExistsError:
+    if os.path.lexists(path):
         raise RosterError(
             "identity",
             str(path),
             expected="a path without a file",
             fix="keep the existing identity: it cannot be created again",
-        ) from None
+        )
+    pem = identity_to_pem(identity)
+    write_new(path, pem, durable=durable)
+    if _read(path, "identity") != pem:
+        raise RosterError("identity", str(path), expected="one process at a time that makes it")
+
+
+def check_private(path: Path, what: str) -> None:
+    """Check that a file with a secret can be read and written by its owner only.
+
+    Args:
+        path: The file.
+        what: What it holds, for errors, such as `identity`.
+
+    Raises:
+        RosterError: the file is missing, or its permissions allow more.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        raise StorageError("identity", str(path), expected=f"a file that can be written ({error})") from error
+        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
+    if mode & 0o077:
+        raise RosterError(
+            f"permissions of {path}",
+            f"{mode:04o}",
+            expected="0600: it is secret, and others can read or write it",
+            fix=f"chmod 600 {shlex.quote(str(path))}; if others may have read it, replace the key",
+        )
 
 
 def load_identity(path: Path) -> Ed25519PrivateKey:
     """Read the identity at `path`.
 
     Raises:
-        RosterError: the file is missing, unreadable or not an identity.
+        RosterError: the file is missing, unreadable or not an identity, or others than its owner can read it.
     """
+    check_private(path, "identity")
     return identity_from_pem(_read(path, "identity"))
 
 
 @dataclass(frozen=True)
 class Card:
-    """A site's name and public key, signed. Create it with `Card.of` or `Card.from_text`."""
+    """A site's name and public key, signed. Create it with `Card.of`."""
 
     name: str
     """Name of the site: letters, digits, dots, dashes, underscores, at most 64."""
@@ -125,24 +146,6 @@ class Card:
         _check_name(name)
         public = identity.public_key().public_bytes_raw()
         return cls(name, public, identity.sign(pack(_CARD, name, public)))
-
-    @classmethod
-    def from_text(cls, text: str) -> Card:
-        """Read a line that `Card.text` wrote.
-
-        Raises:
-            RosterError: the text is not such a line, or a character of it was changed.
-        """
-        words = text.split()
-        if len(words) != 4 or words[0] != _CARD:
-            raise RosterError("card", text, expected=f"one line: {_CARD} NAME KEY SIGNATURE")
-        card = cls(words[1], _from_base64(words[2], "card"), _from_base64(words[3], "card"))
-        card.verify()
-        return card
-
-    def text(self) -> str:
-        """The card as one printable line."""
-        return f"{_CARD} {self.name} {_to_base64(self.public)} {_to_base64(self.signature)}"
 
     def verify(self) -> None:
         """Check the name, the key and the signature.
@@ -269,8 +272,8 @@ class Roster:
         """The roster as TOML, with its hash."""
         parts = [f'format = "{_ROSTER}"\nhash = "{self.hash.hex()}"\n']
         parts += [
-            f'[[site]]\nname = "{card.name}"\nkey = "{_to_base64(card.public)}"\n'
-            f'signature = "{_to_base64(card.signature)}"\n'
+            f'[[site]]\nname = "{card.name}"\nkey = "{to_base64(card.public)}"\n'
+            f'signature = "{to_base64(card.signature)}"\n'
             for card in self.cards
         ]
         return "\n".join(parts)
@@ -304,7 +307,7 @@ class Roster:
                 or not all(isinstance(v, str) for v in site.values())
             ):
                 raise RosterError("roster", origin, expected="a name, a key and a signature in each [[site]]")
-            key, signature = _from_base64(site["key"], origin), _from_base64(site["signature"], origin)
+            key, signature = from_base64(site["key"], origin), from_base64(site["signature"], origin)
             cards.append(Card(site["name"], key, signature))
         roster = cls.of(cards)
         if tree["hash"] != roster.hash.hex():
@@ -349,17 +352,3 @@ def _read(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
-
-
-def _to_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _from_base64(text: str, what: str) -> bytes:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        data = b""
-    if _to_base64(data) != text:  # also where unused bits of the last digit are set
-        raise RosterError(what, text, expected="base64")
-    return data

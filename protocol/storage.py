@@ -78,28 +78,35 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     write_file(path, lambda temporary: _fill(temporary, content), durable=durable)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is never replaced, whole and durably; if it exists, its content stays.
+def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a file that is never replaced, whole; if it exists, its content stays.
 
     If several processes write it, the first one determines the content. Only its owner can read it, and list the
     folders that are created for it.
+
+    Args:
+        path: The final path; its folder is created if missing.
+        content: The content.
+        durable: As for `write_file`.
 
     Raises:
         StorageError: the disk is full or refuses the write.
     """
     temporary = _beside(path, "tmp")
     with _refusals_of_the_disk(path):
-        _make(path.parent, durable=True, mode=0o700)
+        _make(path.parent, durable=durable, mode=0o700)
         if not path.exists():
             try:
                 temporary.touch(0o600)
                 _fill(temporary, content)
-                _sync(temporary)
+                if durable:
+                    _sync(temporary)
                 with contextlib.suppress(FileExistsError):
                     os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-        _sync(path.parent)  # also for a file whose writer was killed before it did so
+        if durable:
+            _sync(path.parent)  # also for a file whose writer was killed before it did so
         _remove_stale(path.parent)
 
 
@@ -164,7 +171,8 @@ def disk_refusal(path: Path, error: Exception) -> StorageError:
     return StorageError(
         str(path),
         expected=f"a disk that accepts the write ({reason})",
-        fix="no earlier file is lost: free space or fix the permissions, then continue with: cloister resume",
+        fix="no earlier file is lost: free space or fix the permissions, then run the command again; a run continues "
+        "with: cloister resume",
     )
 
 

@@ -41,6 +41,16 @@ def _fork_server(_interruptible: None) -> None:
     fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))
 
 
+@pytest.fixture
+def unsynced() -> Iterator[None]:
+    """Do not sync files, where a test writes many and none about power cuts."""
+    from cloister.protocol.storage import sync_to_disk
+
+    sync_to_disk(False)
+    yield
+    sync_to_disk(True)
+
+
 @pytest.fixture(scope="session")
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny plan as a file, with the file of its records beside it; do not change them.

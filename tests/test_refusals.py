@@ -305,11 +305,17 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     action = {
         "plan": ["check"],
-        "site": ["init", "--name", "x"],
+        "site": ["request", "--name", "x", "--contact", "x"],
+        "coordinator": ["show", "x"],
         "roster": ["show", "x"],
         "ledger": ["show", "x"],
     }
-    required = {"generate": ["x", "--prompt", "x"], "budget": ["--unit", "site"], "simulate": []}
+    required = {
+        "generate": ["x", "--prompt", "x"],
+        "budget": ["--unit", "site"],
+        "provision": ["x", "--out", "x"],
+        "simulate": [],
+    }
     given = action.get(verb, required.get(verb, ["x"]))
     for wrong, part in (
         ([*given, "--bogus"], "unknown arguments: --bogus"),

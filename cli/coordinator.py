@@ -1,0 +1,291 @@
+"""`cloister coordinator approve | remove | revoke | renew | show`: a federation, its versions and its certificates."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister.cli.agreement import asked, fingerprint_line
+from cloister.cli.shared_options import add_json
+from cloister.protocol.errors import RosterError
+
+if TYPE_CHECKING:
+    from cloister.protocol.federation import Federation
+    from cloister.protocol.request import Request
+    from cloister.server.registry import Registry
+
+HELP = "make a federation of approved sites, and change it"
+
+_FOUNDING = {
+    "name": ("NAME", "name of the federation"),
+    "superlink": ("HOST:PORT", "where sites reach Flower's SuperLink"),
+    "exchange": ("HOST:PORT", "where sites reach the coordinator's exchange"),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `approve`, `remove`, `revoke`, `renew` and `show`."""
+    parser.description = (
+        "Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in "
+        "one file that every site installs after its operator has compared the fingerprint."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    approve = actions.add_parser(
+        "approve",
+        help="approve requests of sites: make a federation, add sites, or take a site's next key",
+        description="Approve requests of sites. The first time, make the folder of the federation, with a certificate "
+        "authority and the certificates of the two servers. Later, add sites, or replace the key of a site whose old "
+        "key signed the request. Compare the fingerprint of each request with the site first, by telephone.",
+    )
+    approve.add_argument("requests", nargs="+", metavar="REQUEST", help="a site's request file")
+    approve.add_argument("--out", required=True, metavar="FEDERATION", help="the folder of the federation")
+    _add_fingerprint(approve)
+    for field, (metavar, help_) in _FOUNDING.items():
+        approve.add_argument(f"--{field}", metavar=metavar, help=f"{help_} (for a new federation)")
+    _add_certificate(approve)
+    approve.add_argument(
+        "--authority-days",
+        type=int,
+        metavar="N",
+        help="days for which the certificate authority is valid (default: 3650)",
+    )
+    remove = actions.add_parser(
+        "remove",
+        help="remove a site that leaves",
+        description="Make a version without a site that leaves. Its key may come back.",
+    )
+    revoke = actions.add_parser(
+        "revoke",
+        help="revoke the key of a site, after it was lost or stolen",
+        description="Make a version in which the key of a site is revoked for good. With --request, the site has the "
+        "keys of that request from then on, which the old key has not signed: be sure who sent it. Runs that have "
+        "begun go on with the old key: stop them if it was stolen.",
+    )
+    revoke.add_argument("--request", metavar="REQUEST", help="the site's new request (default: it leaves)")
+    _add_fingerprint(revoke)
+    renew = actions.add_parser(
+        "renew",
+        help="make the servers' certificates again, also for other addresses",
+        description="Make the servers' certificates again, with the same keys. Other addresses make a new version, "
+        "which the sites install.",
+    )
+    renew.add_argument("--superlink", metavar="HOST:PORT", help="another address of Flower's SuperLink")
+    renew.add_argument(
+        "--exchange", metavar="HOST:PORT", help="another address of the coordinator's exchange"
+    )
+    _add_certificate(renew)
+    show = actions.add_parser(
+        "show",
+        help="print the newest version and its fingerprint",
+        description="Print the sites, addresses, certificates and the fingerprint of the newest version.",
+    )
+    for action, act in (
+        (approve, _approve),
+        (remove, _remove),
+        (revoke, _revoke),
+        (renew, _renew),
+        (show, _show),
+    ):
+        if action in (remove, revoke):
+            action.add_argument("site", metavar="SITE", help="name of the site")
+        if action is not approve:
+            action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+        action.set_defaults(act=act)
+        add_json(action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    arguments.act(arguments, datetime.datetime.now(datetime.UTC))
+    return 0
+
+
+def _add_fingerprint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fingerprint",
+        action="append",
+        default=[],
+        metavar="HEX",
+        help="the fingerprint that a site told you of its request; repeatable (default: ask for each)",
+    )
+
+
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--certificate-name",
+        action="append",
+        metavar="HOST",
+        help="a DNS name or IP address in the certificates, besides the hosts of the addresses; repeatable",
+    )
+    parser.add_argument(
+        "--certificate-days",
+        type=int,
+        metavar="N",
+        help="days for which the servers' certificates are valid (default: 398)",
+    )
+
+
+def _approve(arguments: argparse.Namespace, now: datetime.datetime) -> None:
+    from cloister.server.registry import Registry
+
+    folder = Path(arguments.out)
+    requests = [_read_request(Path(name)) for name in arguments.requests]
+    founding = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if founding:
+        terms = _terms(arguments)
+        agreed = _agreed(requests, arguments)
+        _told(Registry.create(folder, terms, agreed, now), None, arguments)
+        return
+    for field in (*_FOUNDING, "certificate_name", "certificate_days", "authority_days"):
+        if getattr(arguments, field) is not None:
+            raise RosterError(
+                f"--{field.replace('_', '-')}",
+                getattr(arguments, field),
+                expected="it only for a new federation",
+                fix="to change addresses or certificates: cloister coordinator renew",
+            )
+    registry = Registry.open(folder)
+    registry.check_certificates(now)
+    new = [request for request in requests if registry.federation.site(request.name) != request]
+    if not new:
+        _told(registry, None, arguments)  # an interrupted command is run again
+        return
+    following = registry.federation.approving(new)
+    _agreed(new, arguments)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _remove(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.registry import Registry
+
+    registry = Registry.open(Path(arguments.federation))
+    following = registry.federation.removing(arguments.site)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _revoke(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.registry import Registry
+
+    registry = Registry.open(Path(arguments.federation))
+    request = _read_request(Path(arguments.request)) if arguments.request else None
+    following = registry.federation.revoking(arguments.site, request)
+    _agreed([request] if request else [], arguments)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _renew(arguments: argparse.Namespace, now: datetime.datetime) -> None:
+    from cloister.server.registry import Registry, Renewal
+
+    given = {
+        "superlink": arguments.superlink,
+        "exchange": arguments.exchange,
+        "certificate_names": arguments.certificate_name,
+        "certificate_days": arguments.certificate_days,
+    }
+    renewal = Renewal.settings().from_json(_json(given))
+    registry = Registry.open(Path(arguments.federation))
+    before = registry.federation
+    renewed = registry.renew(renewal, now)
+    _told(renewed, before if renewed.federation != before else None, arguments)
+
+
+def _show(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.registry import Registry
+
+    _told(Registry.open(Path(arguments.federation)), None, arguments)
+
+
+def _terms(arguments: argparse.Namespace) -> Any:
+    from cloister.server.registry import Terms
+
+    given = {field: getattr(arguments, field) for field in _FOUNDING}
+    for field, value in given.items():
+        if value is None:
+            raise RosterError(
+                f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
+            )
+    given["certificate_names"] = arguments.certificate_name
+    given["certificate_days"] = arguments.certificate_days
+    given["authority_days"] = arguments.authority_days
+    return Terms.settings().from_json(_json(given))
+
+
+def _json(given: dict[str, Any]) -> str:
+    return json.dumps({field: value for field, value in given.items() if value is not None})
+
+
+def _read_request(path: Path) -> Request:
+    from cloister.protocol.document import read_document
+    from cloister.protocol.request import Request
+
+    return Request.from_toml(read_document(path, "request"), str(path))
+
+
+def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Request]:
+    """The requests, each of whose fingerprints a person was told by its site.
+
+    Raises:
+        RosterError: a fingerprint was not given, or another one was.
+    """
+    from cloister.protocol import fingerprint
+    from cloister.protocol.errors import visible
+
+    told = [fingerprint.given(text) for text in arguments.fingerprint]
+    for request in requests:
+        if not arguments.json:
+            print(f"{request.name}\n  contact      {visible(request.contact)}\n  made         {request.date}")
+            print(f"  {fingerprint_line(request.fingerprint)}\n")
+    for request in requests:
+        same = [one for one in told if fingerprint.same(one, request.fingerprint)]
+        if not same and not told:
+            one = asked(request.name)
+            same = [one] if fingerprint.same(one, request.fingerprint) else []
+        if not same:
+            raise RosterError(
+                f"fingerprint of the request of {request.name}",
+                fingerprint.shown(request.fingerprint),
+                expected="one of those that were given" if told else "the one that was typed",
+                fix=f"do not approve it: {request.name} has another request; get the file again over another channel",
+            )
+    unused = [one for one in told if not any(fingerprint.same(one, each.fingerprint) for each in requests)]
+    if unused:
+        raise RosterError("--fingerprint", fingerprint.shown(unused[0]), expected="that of a request")
+    return requests
+
+
+def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> None:
+    """Print a version, what is new in it, and what to do next."""
+    federation = registry.federation
+    changes = federation.changes_since(before) if before else ()
+    if arguments.json:
+        print(json.dumps(_found(registry) | {"changes": [vars(change) for change in changes]}))
+        return
+    for change in changes:
+        print(f"{change.kind:<8}  {change.what}  {change.detail}")
+    print(f"{federation.name}, version {federation.version}: {len(federation.sites)} sites")
+    for site in federation.sites:
+        print(f"  {site.name}")
+    print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
+    for name in ("authority", "superlink", "exchange"):
+        print(f"certificate  {name}: valid until {registry.certificate(name).not_valid_after_utc:%Y-%m-%d}")
+    print(f"file         {registry.file}")
+    print(f"{fingerprint_line(federation.fingerprint)}\n")
+    print("next:")
+    print(f"  1. Send {registry.file.name} to every site, by any channel.")
+    print("  2. Tell every site the fingerprint over another channel, such as the telephone.")
+    print(f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX")
+
+
+def _found(registry: Registry) -> dict[str, Any]:
+    federation = registry.federation
+    return {
+        "name": federation.name,
+        "version": federation.version,
+        "fingerprint": federation.fingerprint.hex(),
+        "file": str(registry.file),
+        "roster_hash": federation.roster.hash.hex(),
+        "sites": [site.name for site in federation.sites],
+    }

@@ -1,0 +1,111 @@
+"""`docs/deployment.md`: every command on the page is run, word for word, in its order, and does what the page says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cloister.clients.config import read_config
+from cloister.protocol.roster import load_roster
+from cloister.tests.command import done, found
+
+PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
+ACTIONS = [
+    *(f"coordinator {action}" for action in ("approve", "remove", "revoke", "renew", "show")),
+    *(f"site {action}" for action in ("request", "install", "rotate")),
+    "provision",
+]
+FILES = ["identity.pem", "supernode.key", "site.toml", "policy.toml", "authority.key", "authority.pem"]
+FILES += ["superlink.key", "superlink.pem", "exchange.key", "exchange.pem", "federation-1.toml"]
+
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+
+class Operators:
+    """The persons at the sites and at the coordinator; the current folder has what they sent.
+
+    Args:
+        capsys: Captures what the commands print.
+    """
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+        self.told: dict[str, str] = {}
+        """Fingerprints that were read aloud, by the words for them on the page."""
+        self.versions = 0
+        """Versions that were sent."""
+
+    def run(self, command: str) -> None:
+        """Run a command of the page, and send and tell what comes of it."""
+        words = [self.told.get(word, word) for word in shlex.split(command)]
+        assert words[0] == "cloister"
+        assert not [word for word in words if word.startswith("HEX-OF-")], command
+        printed = done(self.capsys, *words[1:])
+        match words[1:3]:
+            case ["site", "request" | "rotate"]:
+                folder = Path(words[words.index("--folder") + 1])
+                request = max(folder.glob("*.request"), key=lambda path: path.stat().st_mtime_ns)
+                self.tell(folder.name if words[2] == "request" else request.stem, printed)
+                if not Path(request.name).exists():
+                    shutil.copy(request, Path())
+            case ["coordinator", _]:
+                self.tell("federation", printed)
+                self.send()
+
+    def tell(self, whose: str, printed: str) -> None:
+        """Read the fingerprint aloud that a command has printed last."""
+        groups = r"fingerprint +((?:[0-9a-f]{4}-){15}[0-9a-f]{4})\n"
+        self.told[f"HEX-OF-{whose.upper()}"] = re.findall(groups, printed)[-1]
+
+    def send(self) -> None:
+        """Send the newest version, if it is new; every site installs it, but for the installation that the page has."""
+        version = found(self.capsys, "coordinator", "show", "federation")
+        if version["version"] == self.versions:
+            return
+        self.versions += 1
+        assert version["version"] == self.versions
+        file = shutil.copy(version["file"], Path())
+        for site in version["sites"]:
+            new = Path(f"{site}-new")
+            folder = str(new if new.exists() else site)
+            if (site, self.versions) != ("north-hospital", 1):
+                told = self.told["HEX-OF-FEDERATION"]
+                done(self.capsys, "site", "install", str(file), "--folder", folder, "--fingerprint", told)
+
+
+def test_every_command_of_the_page_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (settings,) = [block for kind, block in BLOCKS if kind == "toml"]
+    Path("rehearsal.toml").write_text(settings, encoding="utf-8")
+    operators = Operators(capsys)
+    for name in ("east-clinic", "south-lab", "west-institute"):  # the first command, at the other sites
+        operators.run(COMMANDS[0].replace("north-hospital", name))
+    for command in COMMANDS:
+        operators.run(command)
+    version = found(capsys, "coordinator", "show", "federation")
+    assert version["sites"] == ["east-clinic", "north-hospital", "south-lab"]
+    assert version["version"] == operators.versions == 6  # made, added, removed, rotated, revoked, moved
+    for folder in ("east-clinic", "north-hospital", "south-lab-new"):
+        config = read_config(Path(folder, "site.toml"))
+        assert config.roster_hash == version["roster_hash"] == load_roster(Path(config.roster)).hash.hex()
+    assert Path(read_config(Path("north-hospital/site.toml")).identity).name == "identity-2.pem"
+    assert sorted(path.name for path in Path("rehearsal/sites").iterdir()) == version["sites"]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_is_on_the_page(action: str) -> None:
+    """A command that the page does not have is not run as an operator runs it."""
+    assert any(f"cloister {action} " in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_on_the_page(name: str) -> None:
+    assert f"`{name}`" in PAGE
