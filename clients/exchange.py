@@ -67,6 +67,8 @@ from cloister.protocol.transfer import (
     Named,
     Parcel,
     check_vectors,
+    data_of,
+    part_of,
 )
 from cloister.protocol.wire import LONGEST, Buffer, decode_reply
 
@@ -208,6 +210,7 @@ class ExchangeSite:
         while not self._stopped.is_set():
             if invitation is None:
                 invitation = self._invite(why)
+            started = time.monotonic()
             try:
                 following, over = self._attend(invitation)
             except CloisterError as error:
@@ -219,7 +222,8 @@ class ExchangeSite:
             else:
                 if over:
                     return
-                why, failures, invitation = None, 0, following
+                lasted = time.monotonic() - started >= SILENT_S
+                why, failures, invitation = None, 0 if lasted else failures + 1, following
             wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
             self._stopped.wait(wait)
 
@@ -261,22 +265,25 @@ class ExchangeSite:
                         return invitation, True
                     else:
                         self._heard(said)
-            raise ExchangeError("session", expected="one that the coordinator keeps open")
         except grpc.RpcError as error:
             if welcome is None:
                 raise _error(error) from None
             _log.info("exchange: the session broke: %s", printable(_details(error)))
-            return replace(invitation, token=welcome.token), False
         finally:
             self._connected(None)
             unsent.put(None)
             channel.close()
+        if welcome is None:
+            raise ExchangeError("session", expected="one that the coordinator keeps open")
+        return replace(invitation, token=welcome.token), False
 
     def _connect(self, invitation: Invitation) -> grpc.Channel:
         host = invitation.address.rpartition(":")[0].strip("[]")
         proxy = None
         if not urllib.request.proxy_bypass(host):
             proxy = urllib.request.getproxies().get("https")
+        if proxy and "://" not in proxy:
+            proxy = f"http://{proxy}"
         options = [
             *_OPTIONS,
             ("grpc.ssl_target_name_override", invitation.server_name),
@@ -456,7 +463,7 @@ class ExchangeSite:
         call = session.call("unary_stream", "Download")(wanted, metadata=session.metadata)
         with self._watched(call, STALL_S) as moving:
             for data in call:
-                arrival.add(turn, _part(data))
+                arrival.add(turn, [data_of(data)])
                 moving.moved()
         arrival.finish(turn)
 
@@ -471,7 +478,7 @@ class ExchangeSite:
                 return
             for at in range(held, size, CHUNK):
                 moving.moved()
-                yield Part(data=bytes(vector.data[at : at + CHUNK])).SerializeToString()
+                yield part_of(vector.data[at : at + CHUNK])
 
         call = session.call("stream_stream", "Upload")(parts(), metadata=session.metadata)
         with self._watched(call, STALL_S) as moving:
@@ -496,14 +503,6 @@ def _parsed(data: bytes) -> ToSite:
     except DecodeError:
         raise ExchangeError("message", f"{len(data)} bytes", expected="one of the exchange") from None
     return said
-
-
-def _part(data: bytes) -> bytes:
-    try:
-        part: Part = Part.FromString(data)
-    except DecodeError:
-        raise TransferError("part", f"{len(data)} bytes", expected="a part of a vector") from None
-    return part.data
 
 
 def _details(error: grpc.RpcError) -> str:

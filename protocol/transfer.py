@@ -24,13 +24,14 @@ from blake3 import blake3
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import TransferError
+from cloister.protocol.exchange_pb2 import Part
 from cloister.protocol.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.storage import disk_refusal
 from cloister.protocol.wire import LONGEST, MOST_VECTORS, encode, view
 
 VERSION = "cloister/exchange/1"
 """Sent in the first message of a session; it changes when exchange.proto does."""
-CHUNK = 2**20
+CHUNK = 2**18
 """Bytes of a vector in one message."""
 SMALL = 2**18
 """Bytes of the longest first frame that is sent in a session; a longer one travels as a vector does."""
@@ -118,6 +119,37 @@ def check_vectors(vectors: Sequence[tuple[bytes, int]], most: int) -> None:
     total = sum(size for _, size in vectors)
     if total > most:
         raise TransferError("vectors", f"{total} bytes", expected=f"at most {most} bytes")
+
+
+_DATA = bytes([Part.DESCRIPTOR.fields_by_name["data"].number << 3 | 2])
+"""What a `Part` with data begins with: the field's number and the wire type of bytes."""
+
+
+def part_of(data: memoryview) -> bytes:
+    """A serialized `Part` with data, copied once; protobuf would copy it three times."""
+    return b"".join((_DATA, _varint(data.nbytes), data))
+
+
+def data_of(part: bytes) -> memoryview:
+    """The data of a serialized `Part`, not copied.
+
+    Raises:
+        TransferError: it is not the canonical form of a `Part` with data alone.
+    """
+    for head in range(2, 7):  # the length takes one to five bytes
+        data = memoryview(part)[head:]
+        if part[:head] == _DATA + _varint(data.nbytes):
+            return data
+    raise TransferError("part", f"{len(part)} bytes", expected="a part of a vector")
+
+
+def _varint(number: int) -> bytes:
+    """A number in protobuf's encoding."""
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*found, number))
 
 
 class Arrivals:
@@ -224,26 +256,36 @@ class Arrival:
                 self._held = self._found()
             return self._turn, self._held
 
-    def add(self, turn: int, data: bytes) -> int:
-        """Write the next bytes; returns how many are there then.
+    def add(self, turn: int, parts: Sequence[memoryview]) -> int:
+        """Write the next chunks; returns how many bytes are there then.
 
         Raises:
-            TransferError: another stream has the turn, or there are more bytes than announced.
+            TransferError: another stream has the turn, or these are not the next `CHUNK` bytes or the last ones.
             StorageError: the disk refuses; the bytes before stay.
         """
         with self._lock, _disk(self._path):
             held = self._held_by(turn)
-            if not 0 < len(data) <= self.size - held:
-                raise TransferError("vector", f"{held + len(data)} bytes", expected=f"{self.size} bytes")
             file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if os.pwrite(file, data, held) != len(data):
-                    raise OSError(None, "no space left")
+                for data in parts:
+                    self.check(held, data)
+                    if os.pwrite(file, data, held) != data.nbytes:
+                        raise OSError(None, "no space left")
+                    self._hash.update(data)
+                    held = self._held = held + data.nbytes
             finally:
                 os.close(file)
-            self._hash.update(data)
-            self._held = held + len(data)
-            return self._held
+            return held
+
+    def check(self, held: int, data: memoryview) -> None:
+        """Check that a part is the next chunk after `held` bytes: smaller ones would cost more than they carry.
+
+        Raises:
+            TransferError: it is longer or shorter.
+        """
+        following = min(CHUNK, self.size - held)
+        if data.nbytes != following or not following:
+            raise TransferError("part", f"{data.nbytes} bytes", expected=f"{following} bytes, the next chunk")
 
     def finish(self, turn: int) -> None:
         """Check the hash of a vector whose bytes are all there.

@@ -50,7 +50,9 @@ from cloister.protocol.errors import (
     ExchangeError,
     InvitationError,
     MemberError,
+    RosterError,
     SecureSumError,
+    StorageError,
     TransferError,
 )
 from cloister.protocol.exchange_pb2 import (
@@ -84,6 +86,8 @@ from cloister.protocol.transfer import (
     Arrivals,
     Parcel,
     check_vectors,
+    data_of,
+    part_of,
 )
 from cloister.protocol.wire import Buffer
 from cloister.server.certificate import Certificate
@@ -92,7 +96,7 @@ from cloister.server.channel import Failure, reply_in
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT: Mapping[str, str] = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256"}
-"""What a process must have in its environment before it first uses gRPC, so that its server refuses TLS 1.2.
+"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2.
 
 gRPC for Python has no setting for the version. It negotiates 1.3 where the peer can. The variable leaves one cipher
 suite of TLS 1.2, which needs an RSA key, and the certificate's is ECDSA; the suites of 1.3 do not depend on it."""
@@ -107,8 +111,13 @@ _BURST, _RATE = 2048, 100.0
 """Messages of a session and transfers of a site that may come at once, and a second."""
 _UNSENT = 64
 """Messages to a site that wait to be sent; a site that does not read them is disconnected."""
-_TOLD = 16 * CHUNK
+_TOLD = 64 * CHUNK
 """Bytes of an upload after which the site is told how many have arrived."""
+_UNWRITTEN = 4
+"""Chunks of an upload that may wait while earlier ones are written."""
+_WINDOWS = 2**24
+"""Bytes that all sites together may have under way: what limits the memory of many fast sites, and with 100 ms between
+the ends still fills a line of 1 Gbit/s."""
 _WRITERS = 4
 """Threads that write to disk."""
 _CLOSE_S = 2.0
@@ -120,7 +129,8 @@ _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
     (InvitationError, grpc.StatusCode.UNAUTHENTICATED),
     (TransferError, grpc.StatusCode.FAILED_PRECONDITION),
     (EncodingError, grpc.StatusCode.INVALID_ARGUMENT),
-    (SecureSumError, grpc.StatusCode.PERMISSION_DENIED),
+    (SecureSumError, grpc.StatusCode.PERMISSION_DENIED),  # of a signature, or of a site that is no member
+    (RosterError, grpc.StatusCode.PERMISSION_DENIED),  # of a name that no card may have
     (ExchangeError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -131,10 +141,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 2**13),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a compressed message could be any size
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
-    ("grpc.max_connection_idle_ms", int(SILENT_S * 1000)),
+    ("grpc.max_connection_idle_ms", int(HANDSHAKE_S * 1000)),  # a site has its session always
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.bdp_probe", 0),  # it would widen the windows
     ("grpc.so_reuseport", 0),
 )
 
@@ -196,7 +207,8 @@ class _Session:
     """A connection of a site that has proved who it is."""
 
     key: bytes = field(repr=False)
-    task: asyncio.Task[Any]
+    end: Callable[[str], None]
+    """Ends it, with the reason that the site is told."""
     unsent: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(_UNSENT))
     transfers: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -208,7 +220,7 @@ class _Session:
         try:
             self.unsent.put_nowait(message)
         except asyncio.QueueFull:
-            self.task.cancel()
+            self.end("the site does not read its messages")
 
 
 class _Site:
@@ -227,6 +239,8 @@ class _Site:
         self.session: _Session | None = None
         self.pending: _Pending | None = None
         self.arrivals: Arrivals | None = None
+        self.token = b""
+        """Opens its next session; valid while it is connected, and for a time after."""
         self.rate = _Rate()
         self.sent = self.received = 0
         self.moved_at = -STALL_S
@@ -276,6 +290,8 @@ class ExchangeChannel:
         self._sessions: dict[bytes, tuple[_Site, _Session]] = {}
         """By the key of the session, which is 32 random bytes."""
         self._greeting: dict[asyncio.Task[Any], None] = {}
+        self._ended: dict[asyncio.Task[Any], str] = {}
+        """Calls that are being ended, and the reason."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
         self._loop = asyncio.new_event_loop()
@@ -307,8 +323,7 @@ class ExchangeChannel:
         """
         if self._loop.is_closed():
             return
-        if over:
-            self._now(self._dismiss)
+        self._now(partial(self._dismiss, over))
         self._call(self._server.stop(_CLOSE_S if over else 0))
         self._end()
         if over:
@@ -333,7 +348,9 @@ class ExchangeChannel:
         return self._call(wait(), timeout_s)
 
     def connected(self) -> list[Connected]:
-        """All sites that have been connected, by node."""
+        """All sites that have been connected, by node; none after `close`."""
+        if self._loop.is_closed():
+            return []
 
         def read() -> list[Connected]:
             return [
@@ -386,7 +403,8 @@ class ExchangeChannel:
                 self._now(partial(self._taken, pending))
                 timeout = until - time.monotonic()
         finally:
-            self._now(partial(self._withdraw, waiting))
+            if not self._loop.is_closed():
+                self._now(partial(self._withdraw, waiting))
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
         """Run a coroutine in the event loop."""
@@ -464,9 +482,12 @@ class ExchangeChannel:
                 site.arrivals.clear()
                 site.arrivals = None
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, over: bool) -> None:
         for site in self._sites.values():
-            if site.session is not None:
+            if site.pending is not None and not site.pending.answered:
+                site.pending.answered = True
+                site.pending.answers.put((site.node, Failure(f"node {site.node}", "the exchange is closed")))
+            if over and site.session is not None:
                 site.session.tell(over=Over())
 
     # In the thread of the event loop: the service.
@@ -474,13 +495,18 @@ class ExchangeChannel:
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
         connections = 2 * self._most_sites + _GREETINGS
         server = grpc.aio.server(
-            options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections)],
+            options=[
+                *_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", connections),
+                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // self._most_sites, 2**16), 2**22)),
+            ],
             maximum_concurrent_rpcs=connections * _TRANSFERS,
         )
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._refusing(self._session)),
             "Upload": grpc.stream_stream_rpc_method_handler(self._refusing(self._upload)),
-            "Download": grpc.unary_stream_rpc_method_handler(self._refusing(self._download)),
+            # Not unary: gRPC would wait for its one message without a limit.
+            "Download": grpc.stream_stream_rpc_method_handler(self._refusing(self._download)),
         }
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("cloister.Exchange", handlers),)
@@ -498,22 +524,38 @@ class ExchangeChannel:
         async def handled(request: Any, context: Context) -> None:
             try:
                 await handle(request, context)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                reason = self._ended.pop(task, "") if task else ""
+                if task is None or not reason:
+                    raise
+                task.uncancel()  # gRPC would leave the call open
+                await context.abort(grpc.StatusCode.ABORTED, reason)
             except TimeoutError:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout: nothing was received")
+            except StorageError as error:
+                _log.error("%s: %s", context.peer(), error)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
-                code = next(
-                    (code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.UNAVAILABLE
-                )
                 _log.warning("%s: refused: %s", context.peer(), error)
+                code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 
         return handled
+
+    def _cancel(self, task: asyncio.Task[Any], reason: str) -> None:
+        """End a call."""
+        if not task.done():
+            self._ended[task] = reason
+            task.cancel()
 
     async def _session(self, _requests: Any, context: Context) -> None:
         task = asyncio.current_task()
         assert task is not None
         if len(self._greeting) >= _GREETINGS:
-            next(iter(self._greeting)).cancel()
+            oldest = next(iter(self._greeting))
+            del self._greeting[oldest]
+            self._cancel(oldest, "too many sessions have not proved who they are")
         self._greeting[task] = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -521,10 +563,11 @@ class ExchangeChannel:
         finally:
             self._greeting.pop(task, None)
         if site.session is not None:
-            site.session.task.cancel()
-        session = site.session = _Session(os.urandom(32), task)
+            site.session.end("the site has opened another session")
+        session = site.session = _Session(os.urandom(32), partial(self._cancel, task))
         self._sessions[session.key] = site, session
-        token = self._tokens.issue(float("inf"))
+        self._tokens.expire(site.token, 0.0)
+        token = site.token = self._tokens.issue(float("inf"))
         session.tell(welcome=Welcome(key=session.key, token=token))
         if site.pending is not None and not site.pending.answered:
             session.send(site.pending.letter)
@@ -544,8 +587,10 @@ class ExchangeChannel:
             if site.session is session:
                 site.session = None
             self._tokens.expire(token, INVITATION_S)
-            for other in both | session.transfers:
+            for other in both:
                 other.cancel()
+            for other in session.transfers:
+                self._cancel(other, "the site's session has ended")
             _log.info("%s is disconnected", site.name)
 
     async def _greet(self, context: Context) -> _Site:
@@ -667,44 +712,65 @@ class ExchangeChannel:
 
     async def _upload(self, _requests: Any, context: Context) -> None:
         async with self._transfer(context) as (site, pending):
-            first = await _part(context)
+            first = await _received(context)
             if first is None:
                 return
+            vector = _parsed(Part, first).vector
             assert site.arrivals is not None
-            arrival = site.arrivals.begin(first.vector.hash, first.vector.size)
+            arrival = site.arrivals.begin(vector.hash, vector.size)
             turn, held = await self._disk(arrival.take)
             told = held
             await _write(context, Held(size=held, whole=arrival.whole))
+            parts: list[memoryview] = []  # not written yet
+            writing: asyncio.Future[int] | None = None
             while held < arrival.size:
-                part = await _part(context)
+                part = await _received(context)
                 if part is None:
                     return
                 if site.pending is not pending:
                     raise TransferError("vector", expected="a request that waits for its reply")
-                before, held = held, await self._disk(partial(arrival.add, turn, part.data))
-                site.received += held - before
+                parts.append(data_of(part))
+                arrival.check(held, parts[-1])
+                held += parts[-1].nbytes
+                site.received += parts[-1].nbytes
                 site.moved_at = time.monotonic()
+                if writing is None or writing.done() or len(parts) == _UNWRITTEN or held >= arrival.size:
+                    if writing is not None:
+                        await writing
+                    writing, parts = self._disk(partial(arrival.add, turn, parts)), []
                 if held - told >= _TOLD and held < arrival.size:
                     told = held
                     await _write(context, Held(size=held))
+            if writing is not None:
+                await writing
             await self._disk(partial(arrival.finish, turn))
             await _write(context, Held(size=held, whole=True))
 
-    async def _download(self, request: bytes, context: Context) -> None:
+    async def _download(self, _requests: Any, context: Context) -> None:
         async with self._transfer(context) as (site, pending):
-            wanted = _parsed(Wanted, request)
+            async with asyncio.timeout(HANDSHAKE_S):
+                wanted = _parsed(Wanted, await context.read())
             vector = pending.offered.get(wanted.hash)
             if vector is None or not 0 <= wanted.offset <= vector.nbytes:
                 raise TransferError("vector", wanted.hash[:32].hex(), expected="one of the request")
             for at in range(wanted.offset, vector.nbytes, CHUNK):
                 if site.pending is not pending:  # the vector may change from now on
                     raise TransferError("vector", expected="a request that waits for its reply")
-                data = bytes(vector[at : at + CHUNK])
-                await _write(context, Part(data=data))
-                site.sent += len(data)
+                data = vector[at : at + CHUNK]
+                async with asyncio.timeout(STALL_S):
+                    await context.write(part_of(data))
+                site.sent += data.nbytes
 
-    async def _disk(self, work: Callable[[], T]) -> T:
-        return await self._loop.run_in_executor(self._writers, work)
+    def _disk(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        done = self._loop.run_in_executor(self._writers, work)
+        done.add_done_callback(_retrieve)
+        return done
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Look at the error of a write whose upload has ended meanwhile: asyncio would log it as forgotten."""
+    if not done.cancelled():
+        done.exception()
 
 
 def most_bytes_of(plan: Plan, parameters: int) -> int:
@@ -744,11 +810,11 @@ def _parsed(kind: type[M], data: Any) -> M:
     return message
 
 
-async def _part(context: Context) -> Part | None:
-    """The next part of an upload; None where the site has broken it off."""
+async def _received(context: Context) -> bytes | None:
+    """The next message of an upload; None where the site has broken it off."""
     async with asyncio.timeout(STALL_S):
-        data = await context.read()
-    return None if data is grpc.aio.EOF else _parsed(Part, data)
+        data: bytes = await context.read()
+    return None if data is grpc.aio.EOF else data
 
 
 async def _write(context: Context, message: Message) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.clients.config import read_config
@@ -23,9 +27,11 @@ from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
-from cloister.protocol.invitation import Invitation
+from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite
+from cloister.protocol.invitation import Invitation, prove
 from cloister.protocol.messages import TRAIN, Contribute, Join, Joined, Refused, Reply, Request, SumId
 from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.transfer import VERSION
 from cloister.server.certificate import Certificate, new_certificate
 from cloister.server.exchange import ExchangeChannel
 from cloister.tests.federation import contribution_of
@@ -104,6 +110,7 @@ def connected(
     identity: Ed25519PrivateKey | None = None,
     through: Relay | None = None,
     ask: Asker | None = None,
+    more: int = 1,
 ) -> Iterator[Asker]:
     """A site in threads of this process, connected to a channel."""
     asker = ask or Asker(channel)
@@ -122,12 +129,78 @@ def connected(
     before = sum(each.online for each in channel.connected())
     thread.start()
     try:
-        assert channel.wait_for(before + 1, WAIT_S) == before + 1
+        assert channel.wait_for(before + more, WAIT_S) == before + more
         yield asker
     finally:
         client.stop()
         thread.join(WAIT_S)
         assert not thread.is_alive()
+        until = time.monotonic() + WAIT_S
+        while more and any(each.online and each.name == site.name for each in channel.connected()):
+            assert time.monotonic() < until
+
+
+class Raw:
+    """A peer that sends what a test says, without a client of ours.
+
+    Args:
+        channel: The exchange.
+    """
+
+    def __init__(self, channel: ExchangeChannel) -> None:
+        self.channel = channel
+        self._grpc = grpc.secure_channel(
+            channel.address,
+            grpc.ssl_channel_credentials(CERTIFICATE.pem),
+            [("grpc.ssl_target_name_override", NAME), ("grpc.max_send_message_length", -1)],
+        )
+        self.unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unsent.put(None)
+        self._grpc.close()
+
+    def call(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> Any:
+        """A call of the exchange; iterate over it for the answers."""
+        metadata = (("session-bin", key),) if key else ()
+        return self._grpc.stream_stream(f"/cloister.Exchange/{method}")(
+            iter(messages), metadata=metadata, timeout=WAIT_S
+        )
+
+    def refused(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> tuple[str, str]:
+        """The code and text with which a call is refused."""
+        with pytest.raises(grpc.RpcError) as raised:
+            list(self.call(method, messages, key))
+        return raised.value.code().name, raised.value.details()
+
+    def say(self, **said: Any) -> None:
+        """Send a message in the session."""
+        self.unsent.put(FromSite(**said).SerializeToString())
+
+    def session(self) -> Any:
+        """A session, as a call whose messages come from `say`."""
+        return self.call("Session", iter(self.unsent.get, None))
+
+    def open(self, name: str = "site-1", identity: Ed25519PrivateKey | None = None) -> tuple[Any, bytes]:
+        """A session that has been welcomed, and its key."""
+        identity = identity or new_identity()
+        invitation = self.channel.invite()
+        call = self.session()
+        self.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        public = identity.public_key().public_bytes_raw()
+        signature = prove(identity, invitation, nonce, name)
+        self.say(proof=Proof(name=name, key=public, signature=signature))
+        return call, said(call).welcome.key
+
+
+def said(call: Any) -> ToSite:
+    """The next message of a session."""
+    message: ToSite = ToSite.FromString(next(call))
+    return message
 
 
 class Relay:
@@ -135,9 +208,11 @@ class Relay:
 
     Args:
         address: HOST:PORT of the server.
+        proxy: Whether a connection begins with an HTTP CONNECT.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, proxy: bool = False) -> None:
+        self._proxy = proxy
         host, _, port = address.rpartition(":")
         self._to = (host, int(port))
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -146,8 +221,11 @@ class Relay:
         """Bytes from the site and to it."""
         self.cut_at: dict[str, int] = {}
         """The bytes of a direction after which all connections are cut, once."""
-        self.swallow = False
-        """Drop what the site sends."""
+        self.hold_at: dict[str, int] = {}
+        """The bytes of a direction after which nothing is passed on until `passing` is set."""
+        self.passing = threading.Event()
+        self.connects: list[str] = []
+        """As a proxy: what it was asked for."""
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept)]
@@ -157,6 +235,7 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.passing.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self.cut()
@@ -174,9 +253,16 @@ class Relay:
         while True:
             try:
                 near, _ = self._listening.accept()
-                far = socket.create_connection(self._to)
             except OSError:
                 return
+            try:
+                if self._proxy:
+                    self.connects.append(near.recv(2**12).split(b"\r\n")[0].decode())
+                    near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                far = socket.create_connection(self._to)
+            except OSError:  # the server is down
+                near.close()
+                continue
             with self._lock:
                 self._open |= {near, far}
             for name, one, other in (("up", near, far), ("down", far, near)):
@@ -192,8 +278,9 @@ class Relay:
                     del self.cut_at[name]
                     self.cut()
                     break
-                if not (self.swallow and name == "up"):
-                    other.sendall(data)
+                if name in self.hold_at and self.moved[name] >= self.hold_at[name]:
+                    self.passing.wait(WAIT_S)
+                other.sendall(data)
         for each in (one, other):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
