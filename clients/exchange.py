@@ -4,8 +4,10 @@
 outbound port through; a proxy that the environment names (`HTTPS_PROXY`, `NO_PROXY`) is asked to CONNECT.
 
 A session that breaks is opened again, with exponential backoff. The reply to a request is kept until the coordinator
-has taken it and is sent again in each new session, byte for byte; its request is not handled twice. The vectors of a
-request are kept on disk, by hash: the global model is fetched once, and an interrupted download is continued.
+has taken it and is sent again in each new session, byte for byte; its request is not handled twice. A reply with
+vectors that was not taken is kept until there is another one: a coordinator that has started again may ask for it. The
+vectors of a request are kept on disk, by hash: the global model is fetched once, and an interrupted download is
+continued.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import random
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -173,8 +175,12 @@ class ExchangeSite:
         self._current = b""
         """The request that is handled: its id."""
         self._taken = b""
-        """The request whose reply the coordinator took last: its id."""
+        """The request whose reply the coordinator took last, or did not wait for: its id."""
+        self._unasked = False
+        """Whether it did not wait for it."""
         self._moving: set[_Moving] = set()
+        self._kept: tuple[bytes, Parcel] | None = None
+        """The last reply with vectors, and the id of its request, until it is taken; of the worker alone."""
 
     # For the owner.
 
@@ -308,7 +314,7 @@ class ExchangeSite:
                     if said.request.id != self._current:
                         self._asked = said.request
                 case "taken":
-                    self._taken = said.taken.id
+                    self._taken, self._unasked = said.taken.id, said.taken.unasked
             self._changed.notify_all()
 
     @contextmanager
@@ -345,9 +351,10 @@ class ExchangeSite:
     def _work(self) -> None:
         while (letter := self._next()) is not None:
             try:
-                frames = self._fetch(letter)
-                if frames is not None:
-                    self._deliver(letter.id, self._reply(frames))
+                reply = self._reply(letter)
+                taken = reply is not None and self._deliver(letter.id, reply)
+                if taken and self._kept is not None and self._kept[0] == letter.id:
+                    self._kept = None
             except CloisterError as error:
                 _log.warning("exchange: %s", error)
                 self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
@@ -364,8 +371,17 @@ class ExchangeSite:
             self._current, self._taken = letter.id, b""
             return letter
 
-    def _reply(self, frames: Sequence[Buffer]) -> Parcel:
-        return Parcel.of(decode_reply(serve(self._open_site, frames, self._explain)))
+    def _reply(self, letter: Letter) -> Parcel | None:
+        """The reply to a request: the one that was kept, or the site's; None if there is a newer request."""
+        if self._kept is not None and self._kept[0] == letter.id:
+            return self._kept[1]
+        frames = self._fetch(letter)
+        if frames is None:
+            return None
+        reply = Parcel.of(decode_reply(serve(self._open_site, frames, self._explain)))
+        if any(each.data.nbytes for each in reply.vectors):
+            self._kept = letter.id, reply
+        return reply
 
     def _superseded(self) -> bool:
         return self._asked is not None or self._stopped.is_set()
@@ -401,8 +417,9 @@ class ExchangeSite:
         frames: list[Buffer] = [self._arrivals.open(name, size) for name, size in vectors]
         return [letter.frame, *frames] if letter.frame else frames
 
-    def _deliver(self, id: bytes, reply: Parcel) -> None:
-        """Send a reply, in each session again, until it is taken or there is a newer request."""
+    def _deliver(self, id: bytes, reply: Parcel) -> bool:
+        """Send a reply, in each session again, until the coordinator has taken it, does not wait for it or asks for
+        something else; returns whether it has taken it."""
         letter = Letter(
             id=id,
             frame=reply.frame,
@@ -411,18 +428,19 @@ class ExchangeSite:
         sent = [each for each in reply.vectors if each.data.nbytes]
         session: _Session | None = None
         while (session := self._open_session(session)) is not None:
-            if not all(self._streams.map(self._send, sent)):
-                return
+            if not all(self._streams.map(partial(self._send, id), sent)):
+                return False
             with self._changed:
                 session = self._session
                 if session is not None:
                     session.unsent.put(FromSite(reply=letter))
                     self._changed.wait_for(partial(self._settled, id, session))
                 if self._taken == id:
-                    return
+                    return not self._unasked
+        return False
 
-    def _send(self, vector: Named) -> bool:
-        return self._persist(lambda session: self._upload(session, vector))
+    def _send(self, id: bytes, vector: Named) -> bool:
+        return self._persist(lambda session: self._upload(session, id, vector))
 
     def _settled(self, id: bytes, session: _Session) -> bool:
         """Whether a reply that was sent in a session need not be waited for in it any longer."""
@@ -467,12 +485,12 @@ class ExchangeSite:
                 moving.moved()
         arrival.finish(turn)
 
-    def _upload(self, session: _Session, vector: Named) -> None:
+    def _upload(self, session: _Session, id: bytes, vector: Named) -> None:
         start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         size = vector.data.nbytes
 
         def parts() -> Iterator[bytes]:
-            yield Part(vector=Vector(hash=vector.name, size=size)).SerializeToString()
+            yield Part(vector=Vector(hash=vector.name, size=size), request=id).SerializeToString()
             held = start.get()
             if held is None:
                 return

@@ -85,10 +85,12 @@ class Vector(_message.Message):
     def __init__(self, hash: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Taken(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "unasked")
     ID_FIELD_NUMBER: _ClassVar[int]
+    UNASKED_FIELD_NUMBER: _ClassVar[int]
     id: bytes
-    def __init__(self, id: _Optional[bytes] = ...) -> None: ...
+    unasked: bool
+    def __init__(self, id: _Optional[bytes] = ..., unasked: _Optional[bool] = ...) -> None: ...
 
 class Alive(_message.Message):
     __slots__ = ()
@@ -99,12 +101,14 @@ class Over(_message.Message):
     def __init__(self) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("vector", "data")
+    __slots__ = ("vector", "data", "request")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     vector: Vector
     data: bytes
-    def __init__(self, vector: _Optional[_Union[Vector, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    request: bytes
+    def __init__(self, vector: _Optional[_Union[Vector, _Mapping]] = ..., data: _Optional[bytes] = ..., request: _Optional[bytes] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("size", "whole")

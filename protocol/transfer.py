@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,11 +212,6 @@ class Arrivals:
         for path in self._folder.glob("*") if self._folder.exists() else ():
             if path.stem not in kept:
                 path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Remove the folder."""
-        self._known.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Arrival:

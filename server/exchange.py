@@ -10,6 +10,9 @@ Sites connect to the coordinator, which opens no connection. What happens in a s
    after it, by hash (`protocol/transfer.py`).
 6. Taken: the coordinator has taken the reply, and the site may forget it.
 
+What was uploaded for a request stays on disk until the reply is taken or the next upload of the site begins. So a
+coordinator that starts again, and asks for the same byte for byte, gets it without a second upload.
+
 A site is its identity key. Its node, pending request and the vectors that it has uploaded outlive its sessions: the
 request is sent again in the next session, byte for byte, and an upload continues where it was. A newer session of the
 same site ends the older one.
@@ -36,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -290,7 +294,7 @@ class ExchangeChannel:
         self._sessions: dict[bytes, tuple[_Site, _Session]] = {}
         """By the key of the session, which is 32 random bytes."""
         self._greeting: dict[asyncio.Task[Any], None] = {}
-        self._ended: dict[asyncio.Task[Any], str] = {}
+        self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
@@ -448,12 +452,8 @@ class ExchangeChannel:
             if site is None:
                 pending.answers.put((node, Failure(f"node {node}", "it has not been connected")))
                 continue
-            folder = site.folder / pending.id.hex()[:32]
-            for other in site.folder.glob("*"):
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
             site.pending, site.moved_at = pending, -STALL_S
-            site.arrivals = Arrivals(folder, self._most_bytes)
+            site.arrivals = Arrivals(_folder(site, pending), self._most_bytes)
             if site.session is not None:
                 site.session.send(pending.letter)
 
@@ -471,16 +471,15 @@ class ExchangeChannel:
         site = self._site_of(pending)
         if site is not None:
             self._withdraw({site.node: pending})
+            shutil.rmtree(_folder(site, pending), ignore_errors=True)
             if site.session is not None:
                 site.session.tell(taken=Taken(id=pending.id))
 
     def _withdraw(self, requests: Mapping[int, _Pending]) -> None:
         for pending in requests.values():
             site = self._site_of(pending)
-            if site is not None and site.arrivals is not None:
-                site.pending = None
-                site.arrivals.clear()
-                site.arrivals = None
+            if site is not None:
+                site.pending = site.arrivals = None
 
     def _dismiss(self, over: bool) -> None:
         for site in self._sites.values():
@@ -671,7 +670,7 @@ class ExchangeChannel:
     def _replied(self, site: _Site, session: _Session, letter: Letter) -> None:
         pending = site.pending
         if pending is None or pending.id != letter.id:
-            session.tell(taken=Taken(id=letter.id[:32]))  # nothing waits for it
+            session.tell(taken=Taken(id=letter.id[:32], unasked=True))
             return
         if pending.answered:
             return
@@ -715,9 +714,15 @@ class ExchangeChannel:
             first = await _received(context)
             if first is None:
                 return
-            vector = _parsed(Part, first).vector
+            start = _parsed(Part, first)
+            vector = start.vector
+            if start.request != pending.id:  # of a reply to an earlier one
+                raise TransferError("vector", expected="a request that waits for its reply")
             assert site.arrivals is not None
             arrival = site.arrivals.begin(vector.hash, vector.size)
+            for folder in site.folder.iterdir():
+                if folder != _folder(site, pending):
+                    shutil.rmtree(folder, ignore_errors=True)
             turn, held = await self._disk(arrival.take)
             told = held
             await _write(context, Held(size=held, whole=arrival.whole))
@@ -782,6 +787,11 @@ def most_bytes_of(plan: Plan, parameters: int) -> int:
     """
     layout = training_layout(plan, parameters)
     return max(layout.length * np.dtype(layout.ring.dtype).itemsize, CHUNK)
+
+
+def _folder(site: _Site, pending: _Pending) -> Path:
+    """Where the vectors of a reply are kept: the same for the same request of a coordinator that starts again."""
+    return site.folder / pending.id.hex()[:32]
 
 
 def _pending(request: Request, answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]]) -> _Pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -87,18 +88,18 @@ def test_a_vector_is_fetched_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_transfer_that_is_cut_goes_on_where_it_was(tmp_path: Path, direction: str) -> None:
-    site = Answering(vector=random_vector(32))
-    big = np.arange(32 * CHUNK // 4, dtype=np.float32)
-    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
-        relay.cut_at[direction] = 24 * CHUNK
+    site = Answering(vector=random_vector(64))
+    big = np.arange(64 * CHUNK // 4, dtype=np.float32)
+    with open_channel(tmp_path, most_bytes=64 * CHUNK) as channel, Relay(channel.address) as relay:
+        relay.cut_at[direction] = 56 * CHUNK
         with connected(channel, site, tmp_path, through=relay) as asker:
             assert (ask(channel, contribute(big)) == site.vector).all()
         assert relay.cut_at == {}, "nothing was cut"
         assert len(site.asked) == 1
         assert asker.reasons == [None], "the coordinator's own token was not used"
         # What was under way when the connection was cut is sent again, and what TLS adds.
-        assert 32 * CHUNK < relay.moved[direction] < 48 * CHUNK
-        assert channel.connected()[0].received >= 32 * CHUNK
+        assert 64 * CHUNK < relay.moved[direction] < 100 * CHUNK
+        assert channel.connected()[0].received >= 64 * CHUNK
 
 
 def test_a_reply_that_was_lost_is_sent_again_byte_for_byte(tmp_path: Path) -> None:
@@ -171,6 +172,33 @@ def test_a_coordinator_that_starts_again_goes_on_from_its_spool(tmp_path: Path) 
                     (known,) = restarted.connected()
     assert len(site.asked) == 1
     assert known.received < 24 * CHUNK, "the upload began again"
+
+
+def test_a_reply_that_was_not_taken_outlives_other_requests(tmp_path: Path) -> None:
+    site = Answering(vector=random_vector(4))
+    with open_channel(tmp_path) as channel:
+        address = channel.address
+        asker = Asker(channel)
+        with connected(channel, site, tmp_path, ask=asker):
+            asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
+            assert isinstance(
+                next(asking)[1], Contribution
+            )  # and the coordinator dies before it takes the next
+            spool = tmp_path / "spool"
+            kept = tmp_path / "kept"
+            shutil.copytree(spool, kept)
+            channel.close()
+            del asking
+            shutil.rmtree(spool)
+            kept.rename(spool)
+            with open_channel(tmp_path, bind=address) as restarted:
+                asker.channel = restarted
+                assert restarted.wait_for(1, WAIT_S) == 1
+                assert ask(restarted, join_request()) == Joined("site-1")
+                assert (ask(restarted, contribute(MODEL)) == site.vector).all()
+                assert restarted.connected()[0].received == 0, "it was uploaded again"
+                assert ask(restarted, contribute(MODEL)) is not None
+            assert [type(request).__name__ for request in site.asked] == ["Contribute", "Join", "Contribute"]
 
 
 def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
