@@ -291,6 +291,7 @@ class ExchangeChannel:
         self._tokens = Tokens(time.monotonic, most=4 * sites + 64)
         self._sites: dict[bytes, _Site] = {}
         """By public key."""
+        self._nodes: dict[int, _Site] = {}
         self._sessions: dict[bytes, tuple[_Site, _Session]] = {}
         """By the key of the session, which is 32 random bytes."""
         self._greeting: dict[asyncio.Task[Any], None] = {}
@@ -446,9 +447,8 @@ class ExchangeChannel:
         return sum(site.session is not None for site in self._sites.values())
 
     def _ask(self, requests: Mapping[int, _Pending]) -> None:
-        sites = {site.node: site for site in self._sites.values()}
         for node, pending in requests.items():
-            site = sites.get(node)
+            site = self._nodes.get(node)
             if site is None:
                 pending.answers.put((node, Failure(f"node {node}", "it has not been connected")))
                 continue
@@ -461,11 +461,15 @@ class ExchangeChannel:
         """For each node the seconds for which it is waited for: until the deadline, or while its upload moves."""
         now = time.monotonic()
         latest = until + self._most_bytes / SLOWEST
-        moved = {site.node: site.moved_at for site in self._sites.values()}
-        return {node: max(until, min(moved.get(node, -STALL_S) + STALL_S, latest)) - now for node in waiting}
+        left = {}
+        for node in waiting:
+            moves = self._nodes[node].moved_at + STALL_S if node in self._nodes else until
+            left[node] = max(until, min(moves, latest)) - now
+        return left
 
     def _site_of(self, pending: _Pending) -> _Site | None:
-        return next((site for site in self._sites.values() if site.pending is pending), None)
+        site = self._nodes.get(pending.node)
+        return site if site is not None and site.pending is pending else None
 
     def _taken(self, pending: _Pending) -> None:
         site = self._site_of(pending)
@@ -627,7 +631,8 @@ class ExchangeChannel:
             if len(self._sites) >= self._most_sites:
                 raise MemberError("sites", len(self._sites) + 1, expected=f"at most {self._most_sites}")
             node = len(self._sites) + 1
-            site = self._sites[public] = _Site(node, name, self._folder / public.hex())
+            site = _Site(node, name, self._folder / public.hex())
+            self._sites[public] = self._nodes[node] = site
         return site
 
     def _check_card(self, name: str, public: bytes) -> None:

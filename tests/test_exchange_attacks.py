@@ -22,11 +22,13 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from cloister.clients import exchange as clients_exchange
 from cloister.clients.exchange import ExchangeSite
 from cloister.protocol.errors import (
     CertificateError,
     CloisterError,
     EngineError,
+    ExchangeError,
     InvitationError,
     MemberError,
     SignatureError,
@@ -47,6 +49,7 @@ from cloister.tests.exchange_parties import (
     WAIT_S,
     Answering,
     Raw,
+    Relay,
     connected,
     contribute,
     join_request,
@@ -425,6 +428,18 @@ def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.M
                 waiting.set()
                 assert raised.value.details() == "timeout: nothing was received"
             raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+
+
+def test_a_site_leaves_a_coordinator_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients_exchange, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(clients_exchange, "_SAME", 1)
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["down"] = 1
+        error = why(channel, tmp_path, lambda i: replace(i, address=relay.address))
+        assert type(error) is ExchangeError
+        assert "ancelled" in str(error.value)
 
 
 def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:

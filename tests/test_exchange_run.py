@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
+from cloister.protocol.messages import TRAIN
 from cloister.protocol.roster import load_roster
 from cloister.protocol.soundness import load
 from cloister.server.exchange import ExchangeChannel, most_bytes_of
 from cloister.server.folder import RunFolder
+from cloister.server.progress import Event, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
@@ -39,14 +42,22 @@ def test_a_run_over_the_exchange_ends_with_the_weights_of_a_simulation(
         processes = SiteProcesses(channel, [sites / name / "site.toml" for name in names])
         try:
             assert channel.wait_for(len(names), WAIT_S) == len(names)
-            done = run(folder, channel, lambda _event: None, roster=roster)
+
+            def kill_one(event: Event) -> None:
+                """In the second round a site dies, and starts again."""
+                if isinstance(event, RoundStarted) and (event.round, event.purpose) == (2, TRAIN):
+                    processes.kill(0)
+                    processes.start(sites / names[0] / "site.toml")
+
+            done = run(folder, channel, kill_one, roster=roster)
             sent = [site.sent for site in channel.connected()]
         finally:
             channel.close(over=True)
             codes = processes.join()
-    assert codes == [0] * len(names)
+    assert codes == [-signal.SIGKILL, *[0] * len(names)]
     assert done.params_sha256 == whole["params_sha256"]
     assert not (tmp_path / "spool").exists()
-    # Each model is evaluated, all but the last are trained: each site has fetched each of them once.
+    # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also that which
+    # was killed.
     parameters = 11_056
     assert sent == [(plan.run.rounds + 1) * 4 * parameters] * len(names)
