@@ -117,7 +117,7 @@ _UNSENT = 64
 """Messages to a site that wait to be sent; a site that does not read them is disconnected."""
 _TOLD = 64 * CHUNK
 """Bytes of an upload after which the site is told how many have arrived."""
-_UNWRITTEN = 4
+_UNWRITTEN = 2
 """Chunks of an upload that may wait while earlier ones are written."""
 _WINDOWS = 2**24
 """Bytes that all sites together may have under way: what limits the memory of many fast sites, and with 100 ms between

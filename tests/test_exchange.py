@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cloister.clients.exchange import ExchangeSite
-from cloister.protocol.messages import Contribution, Failed, Joined
+from cloister.protocol.messages import Contribute, Contribution, Failed, Joined
 from cloister.protocol.roster import new_identity
 from cloister.protocol.transfer import CHUNK, SMALL
 from cloister.server import exchange
@@ -61,7 +61,8 @@ def test_messages_and_vectors_arrive_as_they_were_sent(tmp_path: Path) -> None:
         (known,) = channel.connected()
         assert (known.name, known.online) == ("site-1", True)
         assert known.received == site.vector.nbytes
-        assert not list((tmp_path / "spool").rglob("*.*")), "an upload is left after it was taken"
+        left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+        assert not left, "an upload is left after it was taken"
 
 
 def test_a_vector_is_fetched_once(tmp_path: Path) -> None:
@@ -102,20 +103,22 @@ def test_a_transfer_that_is_cut_goes_on_where_it_was(tmp_path: Path, direction: 
         assert channel.connected()[0].received >= 64 * CHUNK
 
 
-def test_a_reply_that_was_lost_is_sent_again_byte_for_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("request_", [contribute(MODEL), join_request()], ids=["vectors", "small"])
+def test_a_reply_that_was_lost_is_sent_again_byte_for_byte(tmp_path: Path, request_: Any) -> None:
     site = Answering()
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
 
         def lose(_request: Any) -> None:
             site.vector = random_vector(0.01)  # asked again, the site would answer something else
-            relay.cut_at["up"] = relay.moved["up"] + site.vector.nbytes + 150
+            uploaded = site.vector.nbytes if isinstance(request_, Contribute) else 0
+            relay.cut_at["up"] = relay.moved["up"] + uploaded + 100
 
         site.during = lose
         with connected(channel, site, tmp_path, through=relay):
-            found = ask(channel, contribute(MODEL))
+            found = ask(channel, request_)
         assert relay.cut_at == {}, "nothing was lost"
         assert len(site.asked) == 1
-        assert (found == site.vector).all()
+        assert (found == site.vector).all() if isinstance(request_, Contribute) else found == Joined("site-1")
 
 
 def test_a_site_that_starts_again_has_its_node_and_gets_its_request_again(tmp_path: Path) -> None:
@@ -222,6 +225,11 @@ def test_an_upload_that_stops_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 "node 1", "timeout: no answer within 0.75 s"
             )
             relay.passing.set()
+            relay.hold_at.clear()
+            monkeypatch.undo()
+            assert (ask(channel, contribute(MODEL, 2)) == site.vector).all()
+        left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+        assert not left, "the upload that stopped is left"
 
 
 def test_a_site_is_asked_again_after_it_was_late(tmp_path: Path) -> None:
