@@ -1,7 +1,7 @@
 """The exchange against a bare stream of gRPC for Python with the same TLS, on loopback, in one run.
 
 - `up`, `down`: megabytes a second over all sites, each of which sends, then receives a vector. On the way up that is
-  until the coordinator has the vectors of all sites, hashed, on disk and mapped; on the way down until all have replied.
+  until the coordinator has the vectors of all sites, hashed, on disk and mapped; on the way down, until all reply.
   `folded`: as `up`, until the coordinator has also added each vector to a sum.
 - `stream_up`, `stream_down`: the same bytes by a threaded server of gRPC, in chunks of the same size, dropped.
 - `stream_ratio`: the bare stream's seconds over the exchange's, up and down together.
