@@ -1,6 +1,7 @@
 # make simulate   train a language model across eight simulated sites
 # make test       run the tests
 # make check      lint, types, import directions
+# make proto      generate protocol/exchange_pb2.py from protocol/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
 # Everything else is installed into $(VENV) first; nothing else on the machine is touched.
 
@@ -11,7 +12,7 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test check peers clean
+.PHONY: simulate test check proto peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
@@ -24,6 +25,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p cloister
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+proto: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -Iprotocol --python_out=protocol --pyi_out=protocol exchange.proto
 
 # pfl-research requires an older dp-accounting, so it has an environment of its own, with the versions that matter here.
 PEERS = .venv-pfl

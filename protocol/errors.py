@@ -75,6 +75,22 @@ class EngineError(CloisterError):
     """An engine cannot start, or has lost something that it needs to continue."""
 
 
+class ExchangeError(CloisterError):
+    """A session of the exchange has ended or was refused: its peer is gone, silent, too fast or not understood."""
+
+
+class InvitationError(ExchangeError):
+    """An invitation is unknown, used, expired, or of another run."""
+
+
+class CertificateError(ExchangeError):
+    """A server does not show the certificate that the invitation has, or the certificate is not valid."""
+
+
+class TransferError(ExchangeError):
+    """A vector cannot be sent or received: it is not wanted, too long, or does not match its hash."""
+
+
 class RankError(CloisterError):
     """A rank, one of the processes in which a site trains, has ended, is late, or has raised a defect."""
 

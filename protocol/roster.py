@@ -143,7 +143,7 @@ class Card:
         Raises:
             RosterError: the name is not allowed.
         """
-        _check_name(name)
+        check_name(name)
         public = identity.public_key().public_bytes_raw()
         return cls(name, public, identity.sign(pack(_CARD, name, public)))
 
@@ -153,7 +153,7 @@ class Card:
         Raises:
             RosterError: one of them is wrong.
         """
-        _check_name(self.name)
+        check_name(self.name)
         try:
             _check_key(self.name, self.public, self.signature)
         except (ValueError, InvalidSignature):
@@ -165,7 +165,12 @@ class Card:
             ) from None
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Check the name of a site.
+
+    Raises:
+        RosterError: a card may not have it.
+    """
     if not _NAME.fullmatch(name):
         raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
 

@@ -31,7 +31,9 @@ KNOWS_FLOWER = {
     "simulations/site_losses.py",
     "simulations/workers.py",
 }
-"""The carriers. No other file imports Flower, and none imports gRPC."""
+"""The carriers over Flower. No other file imports it."""
+KNOWS_GRPC = {"clients/exchange.py", "server/exchange.py"}
+"""The carriers over the exchange. No other file imports gRPC."""
 
 
 def imported(path: Path) -> set[str]:
@@ -53,8 +55,10 @@ def wrong_imports(file: str, names: set[str]) -> set[str]:
     package = file.split("/")[0]
     own = {name.split(".")[1] for name in names if name.startswith("cloister.")}
     wrong = {f"cloister.{name}" for name in own - ALLOWED[package] - {package}}
-    carriers = {name for name in names if name.split(".")[0] in ("flwr", "grpc")}
-    return wrong | {name for name in carriers if file not in KNOWS_FLOWER or name.startswith("grpc")}
+    for carrier, known in (("flwr", KNOWS_FLOWER), ("grpc", KNOWS_GRPC)):
+        if file not in known:
+            wrong |= {name for name in names if name.split(".")[0] == carrier}
+    return wrong
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -80,14 +84,16 @@ def test_the_check_finds_a_wrong_import() -> None:
     assert wrong_imports("clients/site.py", {"cloister.server.round"}) == {"cloister.server"}
     assert wrong_imports("server/round.py", {"flwr.serverapp"}) == {"flwr.serverapp"}
     assert wrong_imports("server/app.py", {"grpc"}) == {"grpc"}
+    assert wrong_imports("server/exchange.py", {"grpc.aio", "flwr.serverapp"}) == {"flwr.serverapp"}
     assert wrong_imports("protocol/plan.py", {"cloister.aggregation.graph"}) == {"cloister.aggregation"}
     assert wrong_imports("privacy/terms.py", {"cloister.aggregation.graph"}) == {"cloister.aggregation"}
     assert not wrong_imports("server/app.py", {"flwr.serverapp", "cloister.protocol.plan"})
 
 
-def test_what_may_know_flower_exists_and_does() -> None:
-    for file in KNOWS_FLOWER:
-        assert any(name.split(".")[0] == "flwr" for name in imported(ROOT / file)), file
+@pytest.mark.parametrize(("carrier", "known"), [("flwr", KNOWS_FLOWER), ("grpc", KNOWS_GRPC)])
+def test_what_may_know_a_carrier_exists_and_does(carrier: str, known: set[str]) -> None:
+    for file in known:
+        assert any(name.split(".")[0] == carrier for name in imported(ROOT / file)), file
 
 
 def test_training_code_runs_without_flower() -> None:

@@ -1,0 +1,360 @@
+"""The parties of the exchange's tests: sites that answer as a test says, real sites in processes, a relay between."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cloister.clients.config import read_config
+from cloister.clients.exchange import ExchangeSite
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
+from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite
+from cloister.protocol.invitation import Invitation, prove
+from cloister.protocol.messages import TRAIN, Contribute, Join, Joined, Refused, Reply, Request, SumId
+from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.transfer import VERSION
+from cloister.server.certificate import Certificate, new_certificate
+from cloister.server.exchange import ExchangeChannel
+from cloister.tests.federation import contribution_of
+
+RUN = "0a1b2c"
+NAME = "coordinator.example"
+CERTIFICATE: Certificate = new_certificate([NAME])
+WAIT_S = 30.0
+
+
+def open_channel(folder: Path, **options: Any) -> ExchangeChannel:
+    """An exchange on loopback, for three sites and vectors of up to 8 MiB."""
+    given = {"sites": 3, "most_bytes": 2**23, "bind": "127.0.0.1:0", **options}
+    certificate = given.pop("certificate", CERTIFICATE)
+    return ExchangeChannel(RUN, certificate, folder / "spool", **given)
+
+
+def join_request(text: str = "{}") -> Join:
+    """A request without a vector."""
+    return Join(RUN, text, bytes(32), b"", np.empty(0, np.float32))
+
+
+def contribute(model: Any, number: int = 1) -> Contribute:
+    """A request for a contribution from a model."""
+    return Contribute(SumId(RUN, bytes(32), TRAIN, number, 1), vector_hash(model), 0.0, None, model)
+
+
+class Answering:
+    """A site that answers as a test says.
+
+    Args:
+        name: Its name.
+        vector: What it contributes.
+    """
+
+    def __init__(self, name: str = "site-1", vector: Any = None) -> None:
+        self.name = name
+        self.vector = np.arange(1000, dtype=np.uint32) if vector is None else vector
+        self.asked: list[Request] = []
+        self.during: Callable[[Request], None] = lambda _request: None
+        """Called while a request is handled."""
+
+    def answer(self, request: Request) -> Reply:
+        self.asked.append(request)
+        self.during(request)
+        if isinstance(request, Contribute):
+            return contribution_of(request, self.name, self.vector)
+        return Joined(self.name)
+
+    def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
+        raise AssertionError("it has no policy")
+
+
+class Asker:
+    """Gives a site its invitations, and notes why it asks."""
+
+    def __init__(self, channel: ExchangeChannel) -> None:
+        self.channel = channel
+        self.reasons: list[CloisterError | None] = []
+        self.alter: Callable[[Invitation], Invitation] = lambda invitation: invitation
+        self.most = 100
+
+    def __call__(self, why: CloisterError | None) -> Invitation:
+        self.reasons.append(why)
+        if len(self.reasons) > self.most:
+            raise InvitationError("invitations", len(self.reasons), expected=f"at most {self.most}")
+        return self.alter(self.channel.invite())
+
+
+@contextlib.contextmanager
+def connected(
+    channel: ExchangeChannel,
+    site: Answering,
+    folder: Path,
+    *,
+    identity: Ed25519PrivateKey | None = None,
+    through: Relay | None = None,
+    ask: Asker | None = None,
+    more: int = 1,
+) -> Iterator[Asker]:
+    """A site in threads of this process, connected to a channel."""
+    asker = ask or Asker(channel)
+    if through is not None:
+        asker.alter = lambda invitation: replace(invitation, address=through.address)
+    client = ExchangeSite(
+        site.name,
+        identity or new_identity(),
+        lambda: site,
+        asker,
+        folder / site.name,
+        explain=str,
+        jitter=lambda: 0.1,
+    )
+    thread = threading.Thread(target=client.run)
+    before = sum(each.online for each in channel.connected())
+    thread.start()
+    try:
+        assert channel.wait_for(before + more, WAIT_S) == before + more
+        yield asker
+    finally:
+        client.stop()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        until = time.monotonic() + WAIT_S
+        while more and any(each.online and each.name == site.name for each in channel.connected()):
+            assert time.monotonic() < until
+
+
+class Raw:
+    """A peer that sends what a test says, without a client of ours.
+
+    Args:
+        channel: The exchange.
+    """
+
+    def __init__(self, channel: ExchangeChannel) -> None:
+        self.channel = channel
+        self._grpc = grpc.secure_channel(
+            channel.address,
+            grpc.ssl_channel_credentials(CERTIFICATE.pem),
+            [("grpc.ssl_target_name_override", NAME), ("grpc.max_send_message_length", -1)],
+        )
+        self.unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unsent.put(None)
+        self._grpc.close()
+
+    def call(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> Any:
+        """A call of the exchange; iterate over it for the answers."""
+        metadata = (("session-bin", key),) if key else ()
+        return self._grpc.stream_stream(f"/cloister.Exchange/{method}")(
+            iter(messages), metadata=metadata, timeout=WAIT_S
+        )
+
+    def refused(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> tuple[str, str]:
+        """The code and text with which a call is refused."""
+        with pytest.raises(grpc.RpcError) as raised:
+            list(self.call(method, messages, key))
+        return raised.value.code().name, raised.value.details()
+
+    def say(self, **said: Any) -> None:
+        """Send a message in the session."""
+        self.unsent.put(FromSite(**said).SerializeToString())
+
+    def session(self) -> Any:
+        """A session, as a call whose messages come from `say`."""
+        return self.call("Session", iter(self.unsent.get, None))
+
+    def open(self, name: str = "site-1", identity: Ed25519PrivateKey | None = None) -> tuple[Any, bytes]:
+        """A session that has been welcomed, and its key."""
+        identity = identity or new_identity()
+        invitation = self.channel.invite()
+        call = self.session()
+        self.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        public = identity.public_key().public_bytes_raw()
+        signature = prove(identity, invitation, nonce, name)
+        self.say(proof=Proof(name=name, key=public, signature=signature))
+        return call, said(call).welcome.key
+
+
+def said(call: Any) -> ToSite:
+    """The next message of a session."""
+    message: ToSite = ToSite.FromString(next(call))
+    return message
+
+
+class Relay:
+    """A relay of TCP connections that counts bytes and can cut them.
+
+    Args:
+        address: HOST:PORT of the server.
+        proxy: Whether a connection begins with an HTTP CONNECT.
+    """
+
+    def __init__(self, address: str, *, proxy: bool = False) -> None:
+        self._proxy = proxy
+        host, _, port = address.rpartition(":")
+        self._to = (host, int(port))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.moved = {"up": 0, "down": 0}
+        """Bytes from the site and to it."""
+        self.cut_at: dict[str, int] = {}
+        """The bytes of a direction after which all connections are cut, once."""
+        self.hold_at: dict[str, int] = {}
+        """The bytes of a direction after which nothing is passed on until `passing` is set."""
+        self.passing = threading.Event()
+        self.connects: list[str] = []
+        """As a proxy: what it was asked for."""
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.passing.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def cut(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            try:
+                if self._proxy:
+                    self.connects.append(near.recv(2**12).split(b"\r\n")[0].decode())
+                    near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                far = socket.create_connection(self._to)
+            except OSError:  # the server is down
+                near.close()
+                continue
+            with self._lock:
+                self._open |= {near, far}
+            for name, one, other in (("up", near, far), ("down", far, near)):
+                thread = threading.Thread(target=self._copy, args=(name, one, other))
+                self._threads.append(thread)
+                thread.start()
+
+    def _copy(self, name: str, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(2**16):
+                self.moved[name] += len(data)
+                if name in self.cut_at and self.moved[name] >= self.cut_at[name]:
+                    del self.cut_at[name]
+                    self.cut()
+                    break
+                if name in self.hold_at and self.moved[name] >= self.hold_at[name]:
+                    self.passing.wait(WAIT_S)
+                other.sendall(data)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._open -= {one, other}
+        one.close()
+
+
+class SiteProcesses:
+    """Real sites, each in a process of its own, connected to a channel.
+
+    Args:
+        channel: The exchange.
+        configs: For each site its TOML.
+    """
+
+    def __init__(self, channel: ExchangeChannel, configs: list[Path]) -> None:
+        self._channel = channel
+        self._context = multiprocessing.get_context("forkserver")
+        self._closing = False
+        self.processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._threads: list[threading.Thread] = []
+        for config in configs:
+            self.start(config)
+
+    def start(self, config: Path) -> None:
+        """Start a site."""
+        near, far = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(config, far))
+        process.start()
+        far.close()
+        thread = threading.Thread(target=self._invite, args=(near,))
+        thread.start()
+        self.processes.append(process)
+        self._threads.append(thread)
+
+    def _invite(self, pipe: Connection) -> None:
+        """Stands in for Flower's authenticated channel."""
+        with contextlib.suppress(EOFError, OSError):
+            while pipe.recv() is None:
+                pipe.send_bytes(self._channel.invite().to_bytes())
+
+    def kill(self, index: int) -> None:
+        """End a site as `kill -9` would."""
+        os.kill(self.processes[index].pid, signal.SIGKILL)
+        self.processes[index].join(WAIT_S)
+
+    def join(self) -> list[int | None]:
+        """Wait until all processes have ended; their exit codes."""
+        for process in self.processes:
+            process.join(WAIT_S)
+            if process.is_alive():
+                process.kill()
+                process.join(WAIT_S)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        return [process.exitcode for process in self.processes]
+
+
+def _serve(path: Path, pipe: Connection) -> None:
+    config = read_config(path)
+    resident = Resident()
+
+    def invite(_why: CloisterError | None) -> Invitation:
+        pipe.send(None)
+        if not pipe.poll(WAIT_S):
+            raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
+        return Invitation.from_bytes(pipe.recv_bytes())
+
+    ExchangeSite(
+        config.name,
+        load_identity(Path(config.identity)),
+        lambda: Site(config, resident),
+        invite,
+        config.folder / "exchange",
+    ).run()

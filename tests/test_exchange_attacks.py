@@ -1,0 +1,575 @@
+"""Traffic that the exchange refuses: at the handshake, in a session, in a transfer; and what it costs the others."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from cloister.clients import exchange as clients_exchange
+from cloister.clients.exchange import ExchangeSite
+from cloister.protocol.errors import (
+    CertificateError,
+    CloisterError,
+    EngineError,
+    ExchangeError,
+    InvitationError,
+    MemberError,
+    SignatureError,
+)
+from cloister.protocol.exchange_pb2 import Alive, FromSite, Hello, Letter, Part, Proof, Vector, Wanted
+from cloister.protocol.invitation import Invitation, Tokens, prove, verify_proof
+from cloister.protocol.messages import Joined
+from cloister.protocol.roster import Card, new_identity
+from cloister.protocol.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
+from cloister.server import exchange
+from cloister.server.certificate import Certificate, new_certificate
+from cloister.server.channel import Failure
+from cloister.server.exchange import ENVIRONMENT, ExchangeChannel
+from cloister.tests.exchange_parties import (
+    CERTIFICATE,
+    NAME,
+    RUN,
+    WAIT_S,
+    Answering,
+    Raw,
+    Relay,
+    connected,
+    contribute,
+    join_request,
+    open_channel,
+    said,
+)
+from cloister.tests.test_exchange import ask, memory
+
+IDENTITY = new_identity()
+PUBLIC = IDENTITY.public_key().public_bytes_raw()
+MODEL = np.arange(CHUNK, dtype=np.float32)
+
+
+class StoppedError(Exception):
+    """Ends a client after its first session."""
+
+
+def why(
+    channel: ExchangeChannel, folder: Path, alter: Any, *, name: str = "site-1", identity: Any = IDENTITY
+) -> CloisterError | None:
+    """Why a site's session was refused, with an invitation that was altered."""
+    reasons: list[CloisterError | None] = []
+
+    def invite(reason: CloisterError | None) -> Invitation:
+        reasons.append(reason)
+        if len(reasons) == 2:
+            raise StoppedError
+        invitation: Invitation = alter(channel.invite())
+        return invitation
+
+    client = ExchangeSite(name, identity, Answering, invite, folder / "refused", jitter=lambda: 0.0)
+    with pytest.raises(StoppedError):
+        client.run()
+    return reasons[1]
+
+
+def used(channel: ExchangeChannel, invitation: Invitation) -> Invitation:
+    with Raw(channel) as raw:
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=invitation.token))
+        assert said(call).challenge.nonce
+        call.cancel()
+    return invitation
+
+
+OTHER: Certificate = new_certificate([NAME])
+REFUSED: dict[str, tuple[Any, type[CloisterError], str]] = {
+    "unknown token": (lambda _, i: replace(i, token=bytes(48)), InvitationError, "was issued"),
+    "guessed secret": (lambda _, i: replace(i, token=i.token[:-1] + b"?"), InvitationError, "was issued"),
+    "used token": (lambda c, i: used(c, i), InvitationError, "has not been used"),
+    "expired token": (lambda c, _: c.invite(lifetime_s=0.0), InvitationError, "has not expired"),
+    "other run": (lambda _, i: replace(i, run="other"), MemberError, "a signature of this session"),
+    "other certificate": (lambda _, i: replace(i, certificate=OTHER.pem), CertificateError, "self signed"),
+    "other name": (lambda _, i: replace(i, server_name="else.example"), CertificateError, "Hostname"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_handshake_is_refused(tmp_path: Path, what: str) -> None:
+    alter, kind, reason = REFUSED[what]
+    with open_channel(tmp_path) as channel:
+        error = why(channel, tmp_path, lambda invitation: alter(channel, invitation))
+        assert type(error) is kind
+        assert reason in str(error.value)
+        assert "\n" not in str(error)
+        assert channel.connected() == []
+        with connected(channel, Answering(), tmp_path):
+            assert ask(channel, join_request()) == Joined("site-1")
+
+
+def test_only_the_cards_of_the_roster_connect(tmp_path: Path) -> None:
+    cards = [Card.of("site-1", IDENTITY), Card.of("site-2", new_identity())]
+    with open_channel(tmp_path, cards=cards) as channel:
+        for name, identity in (("site-2", IDENTITY), ("site-1", new_identity()), ("site-3", IDENTITY)):
+            error = why(channel, tmp_path, lambda i: i, name=name, identity=identity)
+            assert isinstance(error, MemberError)
+            assert "a site of the roster, with its key" in str(error.value)
+        with connected(channel, Answering(), tmp_path, identity=IDENTITY):
+            pass
+    with (
+        open_channel(tmp_path, sites=1) as channel,
+        connected(channel, Answering(), tmp_path, identity=IDENTITY),
+    ):
+        taken = why(channel, tmp_path, lambda i: i, identity=new_identity())
+        assert "with which it was first connected" in str(taken.value if taken else "")
+        more = why(channel, tmp_path, lambda i: i, name="site-2", identity=new_identity())
+        assert "at most 1" in str(more.value if more else "")
+        odd = why(channel, tmp_path, lambda i: i, name="\x1b[2J", identity=new_identity())
+        assert "card name" in str(odd.value if odd else "")
+
+
+def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
+    old = new_certificate([NAME], days=2, now=datetime.now(UTC) - timedelta(days=30))
+    with open_channel(tmp_path, certificate=old) as channel:
+        error = why(channel, tmp_path, lambda i: i)
+        assert isinstance(error, CertificateError)
+        assert "expired" in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["run", "token", "fingerprint", "nonce", "name", "public", "signature"])
+def test_a_proof_is_bound_to(field: str) -> None:
+    invitation = Invitation(RUN, "host:1", NAME, CERTIFICATE.pem, b"t" * 48)
+    facts: dict[str, Any] = {
+        "signature": prove(IDENTITY, invitation, b"n" * 32, "site-1"),
+        "run": RUN,
+        "token": invitation.token,
+        "fingerprint": CERTIFICATE.fingerprint,
+        "nonce": b"n" * 32,
+        "name": "site-1",
+        "public": PUBLIC,
+    }
+    verify_proof(**facts)
+    facts[field] = "site-2" if isinstance(facts[field], str) else bytes(len(facts[field]))
+    with pytest.raises(SignatureError):
+        verify_proof(**facts)
+
+
+def test_a_proof_cannot_be_replayed(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        heard = channel.invite()
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=heard.token))
+        proof = Proof(
+            name="site-1",
+            key=PUBLIC,
+            signature=prove(IDENTITY, heard, said(call).challenge.nonce, "site-1"),
+        )
+        raw.say(proof=proof)
+        assert said(call).welcome.key
+        call.cancel()
+        hello = Hello(version=VERSION, token=channel.invite().token)
+        messages = [FromSite(hello=hello).SerializeToString(), FromSite(proof=proof).SerializeToString()]
+        code, text = raw.refused("Session", messages)
+        assert code == "PERMISSION_DENIED"
+        assert "a signature of this session" in text
+
+
+def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
+    with open_channel(tmp_path, advertised="coordinator.example:443") as channel:
+        invitation = channel.invite()
+    assert invitation.address == "coordinator.example:443"
+    assert invitation.server_name == NAME
+    assert invitation.fingerprint == CERTIFICATE.fingerprint
+    assert Invitation.from_bytes(invitation.to_bytes()) == invitation
+    assert "token" not in repr(invitation)
+    assert "key" not in repr(CERTIFICATE)
+    for wrong in (b"", b"x" * 20, invitation.to_bytes()[:-1], bytes(2**15)):
+        with pytest.raises(InvitationError):
+            Invitation.from_bytes(wrong)
+    with pytest.raises(InvitationError, match="one in PEM"):
+        Invitation.from_bytes(replace(invitation, certificate=b"PEM").to_bytes())
+
+
+def test_tokens_are_bounded_and_keep_their_time() -> None:
+    now = [0.0]
+    tokens = Tokens(lambda: now[0], most=3)
+    first, *others = [tokens.issue(10.0) for _ in range(4)]
+    assert len(tokens) == 3
+    with pytest.raises(InvitationError, match="was issued"):
+        tokens.spend(first)
+    with pytest.raises(InvitationError, match="was issued"):
+        tokens.spend(others[0][:16])
+    tokens.spend(others[0])
+    tokens.expire(others[1], 20.0)
+    now[0] = 15.0
+    tokens.spend(others[1])
+    with pytest.raises(InvitationError, match="not expired"):
+        tokens.spend(others[2])
+
+
+def negotiated(address: str, most: ssl.TLSVersion) -> str | None:
+    """The version of TLS that a server negotiates with a client; None if it refuses."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.maximum_version = most
+    client.set_alpn_protocols(["h2"])
+    host, port = address.rsplit(":", 1)
+    try:
+        with (
+            socket.create_connection((host, int(port)), WAIT_S) as tcp,
+            client.wrap_socket(tcp, server_hostname=NAME) as tls,
+        ):
+            return tls.version()
+    except (ssl.SSLError, ConnectionError):
+        return None
+
+
+def test_tls_1_3_is_negotiated(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel:
+        assert negotiated(channel.address, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+
+
+LISTEN = """
+import sys, pathlib
+from cloister.server.certificate import new_certificate
+from cloister.server.exchange import ExchangeChannel
+folder = pathlib.Path(sys.argv[1])
+with ExchangeChannel("r", new_certificate(["n"]), folder, sites=1, most_bytes=9, bind="127.0.0.1:0") as channel:
+    print(channel.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_tls_1_2_is_refused_in_the_environment_for_it(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, str(tmp_path)],
+        env={**os.environ, **ENVIRONMENT},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        assert negotiated(address, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert negotiated(address, ssl.TLSVersion.TLSv1_2) is None
+        server.stdin.close()
+    assert server.returncode == 0
+
+
+# After the handshake.
+
+
+@contextmanager
+def asked(channel: ExchangeChannel, request: Any) -> Iterator[list[Any]]:
+    """A round under way: all sites are asked; their answers are in the list at the end."""
+    answers: list[Any] = []
+    requests = dict.fromkeys(channel.nodes(), request)
+    thread = threading.Thread(
+        target=lambda: answers.extend(reply for _, reply in channel.ask(requests, WAIT_S, group="1"))
+    )
+    thread.start()
+    yield answers
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def refused_upload(raw: Raw, key: bytes, *parts: Part) -> tuple[str, str]:
+    return raw.refused("Upload", [part.SerializeToString() for part in parts], key)
+
+
+def test_what_a_site_may_upload_is_bounded(tmp_path: Path) -> None:
+    data = os.urandom(2 * CHUNK)
+    name = blake3(data).digest()
+    vector = Vector(hash=name, size=len(data))
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        assert refused_upload(raw, key, Part(vector=vector))[1].endswith("a request that waits for its reply")
+        with asked(channel, contribute(MODEL)) as answers:
+            letter = said(call).request
+            id = letter.id
+            assert letter.vectors[0].size == MODEL.nbytes
+            refusals = {
+                "at most": Part(vector=Vector(hash=name, size=2**60), request=id),
+                "32 bytes": Part(vector=Vector(hash=b"../../etc/passwd", size=CHUNK), request=id),
+                "1 byte or more": Part(vector=Vector(hash=name, size=0), request=id),
+            }
+            for expected, part in refusals.items():
+                code, text = refused_upload(raw, key, part)
+                assert (code, expected in text) == ("FAILED_PRECONDITION", True), text
+            for chunk in (data[:100], data[: CHUNK + 1], b""):
+                code, text = refused_upload(raw, key, Part(vector=vector, request=id), Part(data=chunk))
+                assert (code, text[:8]) == ("FAILED_PRECONDITION", "part is "), text
+            wrong = [Part(vector=vector, request=id), Part(data=bytes(CHUNK)), Part(data=bytes(CHUNK))]
+            assert "with the hash" in refused_upload(raw, key, *wrong)[1]
+            other_size = Part(vector=Vector(hash=name, size=CHUNK), request=id)
+            assert "announced before" in refused_upload(raw, key, other_size)[1]
+            oversized = refused_upload(raw, key, Part(vector=vector, request=id), Part(data=bytes(MESSAGE)))
+            assert oversized[0] in ("RESOURCE_EXHAUSTED", "CANCELLED", "UNKNOWN")
+            assert (
+                "a request that waits" in refused_upload(raw, key, Part(vector=vector, request=bytes(32)))[1]
+            )
+            for wrong_key in (b"", bytes(32)):
+                assert refused_upload(raw, wrong_key, Part(vector=vector, request=id))[0] == "UNAUTHENTICATED"
+            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            assert spooled <= len(data)
+            raw.say(reply=Letter(id=letter.id, frame=b"x", vectors=[vector]))
+            assert said(call).taken.id == letter.id
+        assert answers == [
+            Failure("site-1", f"vector is '{name.hex()}': expected one that has arrived as a whole")
+        ]
+
+
+def test_what_a_site_may_download_is_what_it_is_asked_about(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        call, key = raw.open()
+        with asked(channel, contribute(MODEL)):
+            letter = said(call).request
+            name = letter.vectors[0].hash
+            wanted = Wanted(hash=name, offset=MODEL.nbytes - 10).SerializeToString()
+            (part,) = raw.call("Download", [wanted], key)
+            assert data_of(part) == MODEL.tobytes()[-10:]
+            for wrong in (Wanted(hash=bytes(32)), Wanted(hash=name, offset=2**50)):
+                assert "one of the request" in raw.refused("Download", [wrong.SerializeToString()], key)[1]
+            assert raw.refused("Download", [wanted])[0] == "UNAUTHENTICATED"
+            _, idle = other.open("site-2")
+            assert "a request that waits" in other.refused("Download", [wanted], idle)[1]
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        assert "a request that waits" in raw.refused("Download", [wanted], key)[1]
+
+
+def test_a_reply_that_is_no_message_is_a_failure(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open()
+        with asked(channel, join_request()) as answers:
+            letter = said(call).request
+            raw.say(reply=Letter(id=bytes(32), frame=b"for another request"))
+            assert said(call).taken.id == bytes(32)
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        assert isinstance(answers[0], Failure)
+        assert "one encoded tuple" in answers[0].reason
+
+
+def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_BURST", 50)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, connected(channel, Answering(), tmp_path):
+        call, key = raw.open("site-2")
+        for _ in range(60):
+            raw.say(alive=Alive())
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert "messages: expected at most" in raised.value.details()
+        assert raw.refused("Upload", [b""], key)[0] == "UNAUTHENTICATED"
+        monkeypatch.setattr(exchange, "_TRANSFERS", 0)
+        _, key = raw_open_again(raw)
+        assert "transfers" in raw.refused("Upload", [b""], key)[1]
+        monkeypatch.undo()
+        assert next(iter(channel.ask({1: join_request()}, WAIT_S, group="1")))[1] == Joined("site-1")
+
+
+def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
+    raw.unsent.put(None)
+    raw.unsent = type(raw.unsent)()
+    return raw.open("site-3")
+
+
+# What says nothing, or little.
+
+
+def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "HANDSHAKE_S", 0.2)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as raised:
+            list(raw.session())
+        assert raised.value.details() == "timeout: nothing was received"
+        raw.say(hello=Hello(version=VERSION, token=channel.invite().token))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(raw.session())  # no proof follows
+        assert raised.value.details() == "timeout: nothing was received"
+        assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_welcomed_site_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SILENT_S", 0.2)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open()
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.details() == "timeout: nothing was received"
+
+
+def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    monkeypatch.setattr(exchange, "HANDSHAKE_S", 1.0)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        with asked(channel, contribute(MODEL)):
+            letter = said(call).request
+            start = Part(vector=Vector(hash=bytes(32), size=CHUNK), request=letter.id).SerializeToString()
+            for method, first in (("Upload", [start]), ("Download", [])):
+                waiting = threading.Event()
+                with pytest.raises(grpc.RpcError) as raised:
+                    list(raw.call(method, chain(first, waiting), key))
+                waiting.set()
+                assert raised.value.details() == "timeout: nothing was received"
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+
+
+def test_a_site_leaves_a_coordinator_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients_exchange, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(clients_exchange, "_SAME", 1)
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["down"] = 1
+        error = why(channel, tmp_path, lambda i: replace(i, address=relay.address))
+        assert type(error) is ExchangeError
+        assert "ancelled" in str(error.value)
+
+
+def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:
+    """Messages, and then nothing."""
+    yield from first
+    waiting.wait(WAIT_S)
+
+
+def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        silent = [raw.session() for _ in range(3)]
+        with connected(channel, Answering(), tmp_path):
+            assert ask(channel, join_request()) == Joined("site-1")
+            more = [raw.session() for _ in range(3)]
+            for call in silent:
+                with pytest.raises(grpc.RpcError) as raised:
+                    list(call)
+                assert raised.value.code() is grpc.StatusCode.ABORTED
+            assert ask(channel, join_request("2")) == Joined("site-1")
+            for call in more:
+                call.cancel()
+
+
+def test_connections_are_bounded(tmp_path: Path) -> None:
+    with open_channel(tmp_path, sites=1) as channel:
+        host, port = channel.address.rsplit(":", 1)
+        with connected(channel, Answering(), tmp_path):
+            opened = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(80)]
+            assert ask(channel, join_request()) == Joined("site-1")
+            closed = 0
+            for each in opened[-10:]:
+                try:
+                    closed += each.recv(1) == b""
+                except ConnectionError:
+                    closed += 1
+            assert closed == 10
+            for each in opened:
+                each.close()
+
+
+def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    hello = FromSite(hello=Hello(version=VERSION, token=bytes(48))).SerializeToString()
+    letter = FromSite(reply=Letter(id=bytes(32), frame=b"f" * 300)).SerializeToString()
+    seeds = [hello, letter, Part(vector=Vector(hash=bytes(32), size=9)).SerializeToString(), b"", b"\xff" * 9]
+
+    def message() -> bytes:
+        data = bytearray(draw.choice(seeds))
+        for _ in range(draw.randrange(4)):
+            if data:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+        return bytes(data) + draw.randbytes(draw.choice((0, 0, 3, 2000)))
+
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path), Raw(channel) as raw:
+        _, key = raw.open("site-2")
+        before, waiting = 0, []
+        for number in range(1200):
+            method = draw.choice(("Session", "Upload", "Download", "Nothing"))
+            shown = draw.choice((b"", bytes(32), key, draw.randbytes(5)))
+            waiting.append(raw.call(method, [message() for _ in range(3)], shown))
+            if len(waiting) == 12:
+                for call in waiting:
+                    with pytest.raises(grpc.RpcError):
+                        list(call)
+                waiting.clear()
+            if number == 300:
+                before = memory()
+            if number % 400 == 200:
+                assert next(iter(channel.ask({1: join_request(f"{number}")}, WAIT_S, group="1")))[
+                    1
+                ] == Joined("site-1")
+        assert memory() - before < 2**24
+        assert {each.name for each in channel.connected()} == {"site-1", "site-2"}
+
+
+# The pieces alone.
+
+
+def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:
+    data = os.urandom(CHUNK + 5)
+    name = blake3(data).digest()
+    arrival = Arrivals(tmp_path / "a", 2**30).begin(name, len(data))
+    turn, held = arrival.take()
+    assert (held, arrival.add(turn, [memoryview(data)[:CHUNK]])) == (0, CHUNK)
+    again = Arrivals(tmp_path / "a", 2**30)
+    arrival = again.begin(name, len(data))
+    turn, held = arrival.take()
+    assert held == CHUNK
+    arrival.add(turn, [memoryview(data)[CHUNK:]])
+    arrival.finish(turn)
+    assert again.open(name, len(data)) == data
+    (file,) = (tmp_path / "a").iterdir()
+    file.write_bytes(bytes(len(data)))
+    damaged = Arrivals(tmp_path / "a", 2**30)
+    arrival = damaged.begin(name, len(data))
+    with pytest.raises(CloisterError, match="arrived as a whole"):
+        damaged.open(name, len(data))
+    turn, held = arrival.take()
+    assert held == len(data)
+    with pytest.raises(CloisterError, match="with the hash"):
+        arrival.finish(turn)
+    first, _ = arrival.take()
+    second, held = arrival.take()
+    assert held == 0
+    with pytest.raises(CloisterError, match="one stream"):
+        arrival.add(first, [memoryview(data)[:CHUNK]])
+    arrival.add(second, [memoryview(data)[:CHUNK]])
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 16384, CHUNK])
+def test_a_part_is_what_protobuf_writes(size: int) -> None:
+    data = os.urandom(size)
+    assert part_of(memoryview(data)) == Part(data=data).SerializeToString()
+    assert data_of(Part(data=data).SerializeToString()) == data
+    for wrong in (b"", b"\x12", Part(data=data).SerializeToString() + b"\0", data):
+        with pytest.raises(CloisterError):
+            data_of(wrong)
+
+
+def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed")
+    protocol = Path(__file__).parent.parent / "protocol"
+    made = ["protoc", f"-I{protocol}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "exchange.proto"]
+    assert protoc.main(made) == 0
+    for name in ("exchange_pb2.py", "exchange_pb2.pyi"):
+        assert (tmp_path / name).read_text() == (protocol / name).read_text()
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, pytest.raises(EngineError, match="an address that is free"):
+        open_channel(tmp_path, bind=channel.address)
