@@ -32,12 +32,12 @@ from google.protobuf.message import DecodeError
 
 from cloister.clients.serve import Served, reticent, serve
 from cloister.protocol.errors import (
-    CertificateError,
     CloisterError,
     ExchangeError,
     InvitationError,
     MemberError,
     TransferError,
+    UntrustedError,
 )
 from cloister.protocol.exchange_pb2 import (
     Alive,
@@ -240,7 +240,7 @@ class ExchangeSite:
             The invitation for the next one, and whether the run is over.
 
         Raises:
-            CertificateError: the server does not have the certificate of the invitation.
+            UntrustedError: the server does not have the certificate of the invitation.
             InvitationError, MemberError: the coordinator refuses the site.
             ExchangeError: the coordinator cannot be reached, or did not answer as expected.
         """
@@ -531,6 +531,6 @@ def _error(error: grpc.RpcError) -> CloisterError:
     """What a call that failed says, as an error of its own class."""
     reason = printable(error.details() or error.code().name)
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
-        return CertificateError("server", reason, expected="the certificate of the invitation")
+        return UntrustedError("server", reason, expected="the certificate of the invitation")
     kind = _REFUSED.get(error.code(), ExchangeError)
     return kind("session", reason, expected="a coordinator that accepts it")

@@ -83,7 +83,7 @@ class InvitationError(ExchangeError):
     """An invitation is unknown, used, expired, or of another run."""
 
 
-class CertificateError(ExchangeError):
+class UntrustedError(ExchangeError):
     """A server does not show the certificate that the invitation has, or the certificate is not valid."""
 
 

@@ -25,13 +25,13 @@ from blake3 import blake3
 from cloister.clients import exchange as clients_exchange
 from cloister.clients.exchange import ExchangeSite
 from cloister.protocol.errors import (
-    CertificateError,
     CloisterError,
     EngineError,
     ExchangeError,
     InvitationError,
     MemberError,
     SignatureError,
+    UntrustedError,
 )
 from cloister.protocol.exchange_pb2 import Alive, FromSite, Hello, Letter, Part, Proof, Vector, Wanted
 from cloister.protocol.invitation import Invitation, Tokens, prove, verify_proof
@@ -102,8 +102,8 @@ REFUSED: dict[str, tuple[Any, type[CloisterError], str]] = {
     "used token": (lambda c, i: used(c, i), InvitationError, "has not been used"),
     "expired token": (lambda c, _: c.invite(lifetime_s=0.0), InvitationError, "has not expired"),
     "other run": (lambda _, i: replace(i, run="other"), MemberError, "a signature of this session"),
-    "other certificate": (lambda _, i: replace(i, certificate=OTHER.pem), CertificateError, "self signed"),
-    "other name": (lambda _, i: replace(i, server_name="else.example"), CertificateError, "Hostname"),
+    "other certificate": (lambda _, i: replace(i, certificate=OTHER.pem), UntrustedError, "self signed"),
+    "other name": (lambda _, i: replace(i, server_name="else.example"), UntrustedError, "Hostname"),
 }
 
 
@@ -145,7 +145,7 @@ def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
     old = new_certificate([NAME], days=2, now=datetime.now(UTC) - timedelta(days=30))
     with open_channel(tmp_path, certificate=old) as channel:
         error = why(channel, tmp_path, lambda i: i)
-        assert isinstance(error, CertificateError)
+        assert isinstance(error, UntrustedError)
         assert "expired" in str(error.value)
 
 

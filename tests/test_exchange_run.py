@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from cloister.lm.model import count_parameters
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.roster import load_roster
 from cloister.protocol.soundness import load
@@ -59,5 +60,5 @@ def test_a_run_over_the_exchange_ends_with_the_weights_of_a_simulation(
     assert not (tmp_path / "spool").exists()
     # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also that which
     # was killed.
-    parameters = 11_056
+    _, parameters = count_parameters(plan)
     assert sent == [(plan.run.rounds + 1) * 4 * parameters] * len(names)
