@@ -355,11 +355,12 @@ class ExchangeSite:
                 taken = reply is not None and self._deliver(letter.id, reply)
                 if taken and self._kept is not None and self._kept[0] == letter.id:
                     self._kept = None
-            except CloisterError as error:
-                _log.warning("exchange: %s", error)
+            except Exception as error:  # a defect too: the coordinator is told, and the thread goes on
+                if isinstance(error, CloisterError):
+                    _log.warning("exchange: %s", error)
+                else:
+                    _log.exception("failed")
                 self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
-            except Exception:  # a defect; the request ends at the coordinator's deadline
-                _log.exception("failed")
 
     def _next(self) -> Letter | None:
         with self._changed:

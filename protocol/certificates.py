@@ -124,6 +124,28 @@ def issue(
     )
 
 
+def self_signed(
+    key: EllipticCurvePrivateKey, names: Sequence[str], now: datetime.datetime, days: int
+) -> x509.Certificate:
+    """A server's certificate that no authority has issued: its peers are told it, and trust no other.
+
+    Args:
+        key: The server's private key.
+        names: DNS names and IP addresses under which the server is reached; the first is its common name too.
+        now: The present time, with a zone.
+        days: Days from now for which it is valid.
+    """
+    name = _name(names[0])
+    return (
+        _builder(name, name, now, now + datetime.timedelta(days=days))
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_general(each) for each in names]), critical=False)
+        .sign(key, SHA256())
+    )
+
+
 def names_of(certificate: x509.Certificate) -> list[str]:
     """The DNS names and IP addresses of a server's certificate."""
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,12 +32,11 @@ from cloister.protocol.document import changed, check_exact, from_base64, table,
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, RosterError
 from cloister.protocol.request import Request
-from cloister.protocol.roster import Roster
+from cloister.protocol.roster import NAME, Roster
 from cloister.protocol.threshold import LARGEST
 
 _FEDERATION = "cloister-federation-1"
 _TEXTS = ("name", "previous", "superlink", "exchange", "authority", "fingerprint")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ class Federation:
         Raises:
             CloisterError: it is not.
         """
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise RosterError(
                 "name of the federation",
                 self.name,

@@ -88,13 +88,13 @@ def fingerprint_of(certificate: bytes) -> bytes:
     """SHA-256 of a certificate in PEM, over its DER bytes: what `openssl x509 -fingerprint -sha256` prints.
 
     Raises:
-        InvitationError: it is not a certificate.
+        InvitationError: it is not one certificate: a site would trust each of several, and all that they issue.
     """
     try:
-        der = x509.load_pem_x509_certificate(certificate).public_bytes(Encoding.DER)
+        (only,) = x509.load_pem_x509_certificates(certificate)
     except ValueError:
         raise InvitationError("certificate", f"{len(certificate)} bytes", expected="one in PEM") from None
-    return hashlib.sha256(der).digest()
+    return hashlib.sha256(only.public_bytes(Encoding.DER)).digest()
 
 
 class Tokens:

@@ -37,7 +37,8 @@ from cloister.protocol.errors import MemberError, RosterError, StorageError
 from cloister.protocol.storage import write_new
 from cloister.protocol.threshold import LARGEST
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of sites and federations."""
 _CARD = "cloister-card-1"
 _ROSTER = "cloister-roster-1"
 
@@ -171,7 +172,7 @@ def check_name(name: str) -> None:
     Raises:
         RosterError: a card may not have it.
     """
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from cloister.protocol.certificates import certificate_to_pem, key_to_pem, new_key, self_signed
 from cloister.protocol.errors import CertificateError
 from cloister.protocol.invitation import fingerprint_of
 
@@ -22,7 +18,7 @@ class Certificate:
     """A server's certificate and its private key."""
 
     pem: bytes
-    """The certificate, and the certificates that issued it, if any."""
+    """The certificate, self-signed: sites trust it and no other."""
     key: bytes = field(repr=False)
     """The private key, PKCS #8 in PEM."""
 
@@ -54,31 +50,9 @@ def new_certificate(names: Sequence[str], *, days: int = 825, now: datetime | No
 
     Args:
         names: The host names and IP addresses in it; sites ask for the first.
-        days: How long it is valid, from a day before now, because clocks differ.
+        days: How long it is valid; it is valid from a day before now too, because clocks differ.
         now: The time.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, names[0][:64])])
-    started = (now or datetime.now(UTC)) - timedelta(days=1)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(started)
-        .not_valid_after(started + timedelta(days=days))
-        .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return Certificate(certificate.public_bytes(Encoding.PEM), private)
-
-
-def _general(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
+    key = new_key()
+    made = self_signed(key, names, now or datetime.now(UTC), days)
+    return Certificate(certificate_to_pem(made), key_to_pem(key))

@@ -41,7 +41,7 @@ from cloister.protocol.document import read_document
 from cloister.protocol.errors import CertificateError, RosterError
 from cloister.protocol.federation import Federation
 from cloister.protocol.request import Request
-from cloister.protocol.roster import check_private
+from cloister.protocol.roster import NAME, check_private
 from cloister.protocol.settings import InWords, Section, Settings
 from cloister.protocol.storage import write_bytes, write_folder, write_new
 
@@ -50,7 +50,7 @@ _VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
 
 Name = Annotated[
     str,
-    Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+    Field(pattern=f"^{NAME.pattern}$"),
     InWords("1 to 64 letters, digits, dots, dashes, underscores"),
 ]
 """Name of a federation or of a site."""

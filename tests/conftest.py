@@ -42,6 +42,17 @@ def _fork_server(_interruptible: None) -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, where numbers are compared that depend on it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def unsynced() -> Iterator[None]:
     """Do not sync files, where a test writes many and none about power cuts."""
     from cloister.protocol.storage import sync_to_disk

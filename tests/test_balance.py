@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,10 +69,7 @@ DYNAMIC = [*UNIFORM, "local.balance=dynamic", "local.steps=4"]
 CLEAR = ["aggregation.secure=false"]
 
 
-@pytest.fixture(autouse=True)
-def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file is synced to disk: no power cut ends these tests."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 # From speeds to steps.

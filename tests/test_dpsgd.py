@@ -31,7 +31,10 @@ from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
 from cloister.tests.overheard import Overheard
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 CPU = torch.device("cpu")
 LENGTH = 12
@@ -116,14 +119,6 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[npt.NDArray[np.float32]]:
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     return seen
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- references -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cloister.clients.exchange import ExchangeSite
-from cloister.protocol.messages import Contribute, Contribution, Failed, Joined
+from cloister.protocol.messages import Contribute, Contribution, Failed, Join, Joined
 from cloister.protocol.roster import new_identity
 from cloister.protocol.transfer import CHUNK, SMALL
 from cloister.server import exchange
@@ -55,14 +55,31 @@ def test_messages_and_vectors_arrive_as_they_were_sent(tmp_path: Path) -> None:
         assert (ask(channel, contribute(MODEL)) == site.vector).all()
         long = join_request("x" * (SMALL + 1))
         assert ask(channel, long) == Joined("site-1")
-        assert [type(request).__name__ for request in site.asked] == ["Join", "Contribute", "Join"]
-        assert (site.asked[1].model == MODEL).all()  # type: ignore[union-attr]  # it is a Contribute
-        assert site.asked[2].plan == long.plan  # type: ignore[union-attr]  # it is a Join
+        first, second, third = site.asked
+        assert isinstance(first, Join)
+        assert isinstance(second, Contribute)
+        assert isinstance(third, Join)
+        assert (second.model == MODEL).all()
+        assert third.plan == long.plan
         (known,) = channel.connected()
         assert (known.name, known.online) == ("site-1", True)
         assert known.received == site.vector.nbytes
         left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
         assert not left, "an upload is left after it was taken"
+
+
+def test_a_defect_at_a_site_is_told_and_the_site_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator does not wait for its deadline, and learns nothing of the site."""
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr("cloister.clients.exchange.decode_reply", lambda _: 1 // 0)
+            failed = ask(channel, join_request())
+        assert isinstance(failed, Failed)
+        assert "zero" not in failed.reason
+        assert ask(channel, join_request("{} ")) == Joined("site-1")
 
 
 def test_a_vector_is_fetched_once(tmp_path: Path) -> None:
@@ -84,7 +101,9 @@ def test_a_vector_is_fetched_once(tmp_path: Path) -> None:
         again = Answering()
         with open_channel(tmp_path / "again") as other, connected(other, again, tmp_path):
             ask(other, contribute(MODEL))
-            assert (again.asked[0].model == MODEL).all()  # type: ignore[union-attr]  # it is a Contribute
+            (asked,) = again.asked
+            assert isinstance(asked, Contribute)
+            assert (asked.model == MODEL).all()
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
@@ -141,7 +160,10 @@ def test_a_site_that_starts_again_has_its_node_and_gets_its_request_again(tmp_pa
                 asking.join(WAIT_S)
             leave.set()
         assert (found[0] == second.vector).all()
-        assert first.asked[0].sum == second.asked[0].sum  # type: ignore[union-attr]  # they are Contribute
+        one, other = first.asked[0], second.asked[0]
+        assert isinstance(one, Contribute)
+        assert isinstance(other, Contribute)
+        assert one.sum == other.sum
         assert channel.nodes() == [1]
 
 

@@ -34,7 +34,7 @@ from cloister.protocol.errors import (
     UntrustedError,
 )
 from cloister.protocol.exchange_pb2 import Alive, FromSite, Hello, Letter, Part, Proof, Vector, Wanted
-from cloister.protocol.invitation import Invitation, Tokens, prove, verify_proof
+from cloister.protocol.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
 from cloister.protocol.messages import Joined
 from cloister.protocol.roster import Card, new_identity
 from cloister.protocol.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
@@ -139,6 +139,12 @@ def test_only_the_cards_of_the_roster_connect(tmp_path: Path) -> None:
         assert "at most 1" in str(more.value if more else "")
         odd = why(channel, tmp_path, lambda i: i, name="\x1b[2J", identity=new_identity())
         assert "card name" in str(odd.value if odd else "")
+
+
+def test_a_second_certificate_is_not_trusted_with_the_first() -> None:
+    """A site would trust it, and all that it issues, as the server too."""
+    with pytest.raises(InvitationError, match="one in PEM"):
+        fingerprint_of(OTHER.pem + new_certificate([NAME]).pem)
 
 
 def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:

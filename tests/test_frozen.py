@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,10 @@ from cloister.protocol.soundness import parse
 from cloister.tests.command import found, refusal
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 CPU = torch.device("cpu")
 LOWER = "model.adapter.base_precision=bfloat16"
@@ -66,14 +68,6 @@ def moved(model: LanguageModel) -> npt.NDArray[np.float32]:
     """An adapter that changes what the model says."""
     random = np.random.default_rng(1)
     return 0.1 * random.standard_normal(model.layout.size, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- what is stored how -----------------------------------------------------------------------------------------------

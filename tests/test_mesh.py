@@ -44,7 +44,10 @@ from cloister.tests.rank_rounds import (
 from cloister.tests.ranks import run_ranks
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 PIPELINES = [Mesh(1, 1, 1, 2), Mesh(2, 1, 1, 2), Mesh(1, 2, 1, 2), Mesh(1, 1, 2, 2)]
 MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), *PIPELINES]
@@ -83,14 +86,6 @@ WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
 }
 ROUNDED = [("mistral", "local.optimizer=muon"), ("qwen2", "local.precision=bfloat16")]
 """Muon and the passes round to bfloat16."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

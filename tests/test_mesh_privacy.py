@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from cloister.lm.mesh import Mesh
@@ -32,7 +31,10 @@ from cloister.tests.rank_rounds import Job
 from cloister.tests.ranks import run_ranks
 from cloister.tests.test_mesh import by_degrees, same_round
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 NOISE = NoiseStream.from_declared_seed(5)
 MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2), Mesh(2, 2, 1), Mesh(1, 2, 2)]
@@ -41,14 +43,6 @@ ROLORA = ("model.adapter.scheme=rolora", "model.adapter.rank=1")
 OWNERS = ("privacy.unit=owner", "data.owner=patient", "privacy.windows=2", "privacy.records=2")
 REFERENCE = "privacy.method=reference"
 on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
 from cloister.tests import test_train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 MUON = "local.optimizer=muon"
 KEEP = "local.optimizer_state=keep"
@@ -66,14 +68,6 @@ class Run(test_train.Run):
             vector = vector + update.vector
             losses.append(update.loss)
         return vector, losses
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------

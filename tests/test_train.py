@@ -25,7 +25,10 @@ from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.soundness import parse
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 CPU = torch.device("cpu")
 SITE = (7, 1)
@@ -71,14 +74,6 @@ class Run:
         return self.trainer.train(
             self.start if start is None else start, some() if data is None else data, **options
         )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- references -------------------------------------------------------------------------------------------------------
