@@ -57,7 +57,7 @@ def log_to_stderr() -> None:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S%z",
     )
-    for noisy in ("httpx", "httpcore", "flwr"):
+    for noisy in ("httpx", "httpcore", "flwr", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -51,7 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit it."""
     from cloister.server.control import command
-    from cloister.server.deployed import Deployment, check_deployable
+    from cloister.server.deployment import Deployment, check_deployable
     from cloister.server.folder import RunFolder
     from cloister.server.registry import Registry
 

@@ -37,7 +37,7 @@ from cloister.protocol.fork_server import ending
 from cloister.protocol.storage import lock, write_bytes
 from cloister.server.app import SuperLink
 from cloister.server.control import Answer, Control
-from cloister.server.deployed import Deployment, check_deployable
+from cloister.server.deployment import Deployment, check_deployable
 from cloister.server.events import from_json
 from cloister.server.exchange import ENVIRONMENT
 from cloister.server.folder import RunFiles, read_plan

@@ -22,7 +22,7 @@ from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_folder
 from cloister.server.control import command
-from cloister.server.deployed import Deployment
+from cloister.server.deployment import Deployment
 from cloister.server.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.progress import Observer, Preparing
 from cloister.server.registry import Registry, Terms
