@@ -65,16 +65,21 @@ class Members:
                 expected=f"at least {plan.cohort.needed()} of {plan.cohort.sites} to join{why}",
             )
 
+    def newcomers(self) -> list[int]:
+        """The nodes that have not been asked to join: all at first, later those that have come since."""
+        return [node for node in self._channel.nodes() if node not in self._asked]
+
     def admit(self) -> list[str]:
-        """Ask the nodes to join that have not been asked: all at first, later those that have come since.
+        """Ask the newcomers to join.
 
         Returns:
             Why nodes did not join.
         """
-        plan, requests = self._plan.to_json(), {}
-        for node in self._channel.nodes():
-            if node not in self._asked:
-                requests[node] = Join(self._run, plan, os.urandom(32), self._base_hash, self._base)
+        plan = self._plan.to_json()
+        requests = {
+            node: Join(self._run, plan, os.urandom(32), self._base_hash, self._base)
+            for node in self.newcomers()
+        }
         self._asked.update(requests)
         reasons = []
         answers = self._channel.ask(requests, self._plan.cohort.deadline_s, group="join") if requests else ()
