@@ -9,10 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from cloister.cli.console import PipedConsole
 from cloister.cli.shared_options import add_json
 from cloister.protocol.errors import EngineError, RunFolderError
 
@@ -69,6 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(found: Mapping[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.console import PipedConsole
+
     console = PipedConsole()
     if not found["runs"]:
         console.print("no run was submitted")
