@@ -89,6 +89,7 @@ class Stay:
     def invite(self, invitation: Invitation) -> None:
         """Give it another invitation to the same run, for when its session has broken."""
         self._invitations.put(invitation)
+        self._site.invited()
 
     def end(self, wait_s: float | None = None) -> None:
         """Leave; returns when the request that is handled is done, or after `wait_s` seconds."""

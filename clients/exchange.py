@@ -167,6 +167,8 @@ class ExchangeSite:
         self._jitter = jitter
         self._arrivals = Arrivals(folder, most_bytes)
         self._stopped = threading.Event()
+        self._woken = threading.Event()
+        """Set to end the wait before the next session, and to ask for an invitation."""
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
         self._session: _Session | None = None
@@ -203,9 +205,15 @@ class ExchangeSite:
         """Whether a session is open."""
         return self._session is not None
 
+    def invited(self) -> None:
+        """There is a new invitation: if no session is open, ask for it now, and do not wait to try an older one."""
+        if not self.connected:
+            self._woken.set()
+
     def stop(self) -> None:
         """Disconnect; `run` returns when the request that is handled is."""
         self._stopped.set()
+        self._woken.set()
         with self._changed:
             self._changed.notify_all()
             moving = list(self._moving)
@@ -236,7 +244,9 @@ class ExchangeSite:
                 lasted = time.monotonic() - started >= SILENT_S
                 why, failures, invitation = None, 0 if lasted else failures + 1, following
             wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
-            self._stopped.wait(wait)
+            if self._woken.wait(wait) and not self._stopped.is_set():
+                self._woken.clear()
+                invitation = None
 
     def _attend(self, invitation: Invitation) -> tuple[Invitation, bool]:
         """Open a session and stay in it until it breaks.

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,6 +50,17 @@ def kill(*words: str) -> None:
     os.kill(first, signal.SIGKILL)
 
 
+def wait_for_end(pids: list[int]) -> None:
+    """Wait until these processes have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            descriptor = os.pidfd_open(pid)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            assert poll.poll(60_000), f"process {pid} goes on"
+            os.close(descriptor)
+
+
 def simulated(plan: Path, out: Path, *options: str) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -82,7 +94,7 @@ def test_a_run_survives_the_kill_of_each_process(small_plan: Path, tmp_path: Pat
         from cloister.server.outcome import outcome
 
         assert outcome(folder).params_sha256 == whole["params_sha256"]
-    assert not processes("cloister.protocol.child", str(tmp_path))
+    wait_for_end(processes("cloister.protocol.child", str(tmp_path)))
 
 
 def test_a_rehearsal_that_was_killed_leaves_no_process_and_goes_on(small_plan: Path, tmp_path: Path) -> None:
@@ -95,15 +107,7 @@ def test_a_rehearsal_that_was_killed_leaves_no_process_and_goes_on(small_plan: P
         before = processes("cloister.protocol.child", str(out))
         assert before
         process.kill()
-    for pid in before:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended already
-            descriptor = os.pidfd_open(pid)
-            import select
-
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            assert poll.poll(60_000), f"process {pid} outlives its parent"
-            os.close(descriptor)
+    wait_for_end(before)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["up", "--again", str(out), "--json"]) == 0
