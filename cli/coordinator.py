@@ -160,6 +160,7 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
 
 def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     """Run one run, and print its events."""
+    import resource
     import threading
 
     from cloister.cli.logs import log_to_stderr
@@ -172,6 +173,10 @@ def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     from cloister.server.progress import Event
     from cloister.server.registry import Registry
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # each upload that waits to be summed is an open file
     one_at_a_time = threading.Lock()
 
     def observe(event: Event) -> None:

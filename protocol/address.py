@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import random
 import re
 import socket
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from cloister.protocol.errors import RosterError
+from cloister.protocol.errors import EngineError, RosterError
 
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DNS = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
@@ -50,10 +52,18 @@ def host_of(address: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that is free now, for a server that cannot choose one itself."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port: int = bound.getsockname()[1]
-    return port
+    """A TCP port of loopback that is free now, for a server that cannot choose one itself.
+
+    It is below the ports that systems take for outgoing connections: a client that tries again and again to reach one
+    of those, while nothing listens there, can connect to itself, and then the port is taken.
+
+    Raises:
+        EngineError: none was found.
+    """
+    for port in random.sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise EngineError("port", "127.0.0.1", expected="a free one from 10000 to 32000")
 
 
 def _address(text: str) -> str:
