@@ -108,7 +108,7 @@ INVITATION_S = 3600.0
 """Seconds for which an invitation is valid."""
 
 _GREETINGS = 64
-"""Sessions that have not proved who they are; a newer one ends the oldest."""
+"""Sessions that have shown no token yet; a newer one ends the oldest."""
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
 _BURST, _RATE = 2048, 100.0
@@ -558,11 +558,11 @@ class ExchangeChannel:
         if len(self._greeting) >= _GREETINGS:
             oldest = next(iter(self._greeting))
             del self._greeting[oldest]
-            self._cancel(oldest, "too many sessions have not proved who they are")
+            self._cancel(oldest, "too many sessions have shown no token")
         self._greeting[task] = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                site = await self._greet(context)
+                site = await self._greet(task, context)
         finally:
             self._greeting.pop(task, None)
         if site.session is not None:
@@ -589,14 +589,14 @@ class ExchangeChannel:
             del self._sessions[session.key]
             if site.session is session:
                 site.session = None
-            self._tokens.expire(token, INVITATION_S)
+                self._tokens.expire(token, INVITATION_S)
             for other in both:
                 other.cancel()
             for other in session.transfers:
                 self._cancel(other, "the site's session has ended")
             _log.info("%s is disconnected", site.name)
 
-    async def _greet(self, context: Context) -> _Site:
+    async def _greet(self, task: asyncio.Task[Any], context: Context) -> _Site:
         """Steps 1 to 3: the site that has proved who it is."""
         hello = _parsed(FromSite, await context.read())
         if hello.WhichOneof("said") != "hello":
@@ -610,6 +610,7 @@ class ExchangeChannel:
             )
         token = hello.hello.token
         self._tokens.spend(token)
+        del self._greeting[task]  # tokens are bounded: no newer session ends this one
         nonce = os.urandom(NONCE)
         await context.write(ToSite(challenge=Challenge(nonce=nonce)).SerializeToString())
         said = _parsed(FromSite, await context.read())
@@ -721,7 +722,7 @@ class ExchangeChannel:
                 return
             start = _parsed(Part, first)
             vector = start.vector
-            if start.request != pending.id:  # of a reply to an earlier one
+            if site.pending is not pending or start.request != pending.id:  # of a reply to an earlier one
                 raise TransferError("vector", expected="a request that waits for its reply")
             assert site.arrivals is not None
             arrival = site.arrivals.begin(vector.hash, vector.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import socket
 import ssl
@@ -33,7 +34,7 @@ from cloister.protocol.errors import (
     SignatureError,
     UntrustedError,
 )
-from cloister.protocol.exchange_pb2 import Alive, FromSite, Hello, Letter, Part, Proof, Vector, Wanted
+from cloister.protocol.exchange_pb2 import Alive, FromSite, Held, Hello, Letter, Part, Proof, Vector, Wanted
 from cloister.protocol.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
 from cloister.protocol.messages import Joined
 from cloister.protocol.roster import Card, new_identity
@@ -340,6 +341,37 @@ def test_what_a_site_may_upload_is_bounded(tmp_path: Path) -> None:
         ]
 
 
+def test_an_upload_for_an_earlier_request_leaves_that_of_the_next(tmp_path: Path) -> None:
+    """Its first part arrives when the request that it was for is not waited for any longer."""
+    data = os.urandom(2 * CHUNK)
+    late: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        asking = channel.ask({1: contribute(MODEL)}, 0.2, group="1")
+        thread = threading.Thread(target=lambda: next(asking))
+        thread.start()
+        first = said(call).request
+        old = raw.call("Upload", iter(late.get, None), key)
+        thread.join(WAIT_S)
+        start = Part(vector=Vector(hash=bytes(32), size=CHUNK), request=first.id).SerializeToString()
+        with asked(channel, contribute(MODEL, 2)):
+            letter = said(call).request
+            vector = Vector(hash=blake3(data).digest(), size=len(data))
+            parts.put(Part(vector=vector, request=letter.id).SerializeToString())
+            new = raw.call("Upload", iter(parts.get, None), key)
+            assert not Held.FromString(next(new)).whole
+            late.put(start)
+            with pytest.raises(grpc.RpcError) as raised:
+                list(old)
+            assert "a request that waits for its reply" in raised.value.details()
+            for at in (0, CHUNK, None):
+                parts.put(None if at is None else part_of(memoryview(data)[at : at + CHUNK]))
+            assert Held.FromString(next(new)).whole
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        late.put(None)
+
+
 def test_what_a_site_may_download_is_what_it_is_asked_about(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
         call, key = raw.open()
@@ -468,6 +500,40 @@ def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: 
             assert ask(channel, join_request("2")) == Joined("site-1")
             for call in more:
                 call.cancel()
+
+
+def test_a_session_with_a_token_is_not_ended_by_sessions_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        invitation = channel.invite()
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        silent = [other.session() for _ in range(5)]
+        with pytest.raises(grpc.RpcError) as raised:
+            list(silent[0])  # the later ones have arrived
+        assert raised.value.details() == "too many sessions have shown no token"
+        raw.say(
+            proof=Proof(name="site-1", key=PUBLIC, signature=prove(IDENTITY, invitation, nonce, "site-1"))
+        )
+        assert said(call).welcome.key
+        for each in silent:
+            each.cancel()
+
+
+def test_the_token_of_a_session_ends_with_the_next_session(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other, Raw(channel) as third:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        other.open(identity=IDENTITY)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.details() == "the site has opened another session"
+        third.say(hello=Hello(version=VERSION, token=welcome.token))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(third.session())
+        assert "has not expired" in raised.value.details()
 
 
 def test_connections_are_bounded(tmp_path: Path) -> None:
