@@ -20,8 +20,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from cloister.protocol.address import check_host, host_of
 from cloister.protocol.encoding import pack, unpack
-from cloister.protocol.errors import EncodingError, InvitationError, SignatureError
+from cloister.protocol.errors import EncodingError, InvitationError, RosterError, SignatureError
 
 _INVITATION = "cloister/invitation/1"
 _SESSION = "cloister/session/1"
@@ -66,7 +67,8 @@ class Invitation:
         """Read what `to_bytes` wrote.
 
         Raises:
-            InvitationError: the bytes are anything else.
+            InvitationError: the bytes are anything else, or have an address other than HOST:PORT: gRPC would take
+                others too, such as those of sockets of this machine.
         """
         try:
             values = unpack(data) if len(data) <= LONGEST else ()
@@ -78,6 +80,11 @@ class Invitation:
             ):
                 invitation = cls(run, address, name, certificate, token)
                 assert len(invitation.fingerprint) == 32  # it raises for a certificate that cannot be read
+                try:
+                    host_of(address)
+                    check_host(name)
+                except RosterError as error:
+                    raise InvitationError("invitation", address, expected=str(error)) from None
                 return invitation
         raise InvitationError(
             "invitation", f"{len(data)} bytes", expected="an invitation of this release of cloister"

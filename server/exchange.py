@@ -99,8 +99,12 @@ from cloister.server.channel import Failure, reply_in
 
 _log = logging.getLogger(__name__)
 
-ENVIRONMENT: Mapping[str, str] = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256"}
-"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2.
+ENVIRONMENT: Mapping[str, str] = {
+    "GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256",
+    "GRPC_VERBOSITY": "NONE",
+}
+"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2, and a peer that is
+refused does not fill the log with lines of gRPC's own.
 
 gRPC for Python has no setting for the version. It negotiates 1.3 where the peer can. The variable leaves one cipher
 suite of TLS 1.2, which needs an RSA key, and the certificate's is ECDSA; the suites of 1.3 do not depend on it."""
@@ -113,6 +117,8 @@ _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
 _BURST, _RATE = 2048, 100.0
 """Messages of a session and transfers of a site that may come at once, and a second."""
+_LOGGED = 100
+"""Refusals that are logged at once; later ones are, one a second."""
 _UNSENT = 64
 """Messages to a site that wait to be sent; a site that does not read them is disconnected."""
 _TOLD = 64 * CHUNK
@@ -188,10 +194,11 @@ class _Pending:
 
 
 class _Rate:
-    """A token bucket."""
+    """A token bucket: so many at once, and so many a second."""
 
-    def __init__(self) -> None:
-        self._left, self._at = float(_BURST), time.monotonic()
+    def __init__(self, burst: int, rate: float) -> None:
+        self._burst, self._rate = burst, rate
+        self._left, self._at = float(burst), time.monotonic()
 
     def take(self) -> None:
         """Count one message.
@@ -200,10 +207,11 @@ class _Rate:
             ExchangeError: there were too many.
         """
         now = time.monotonic()
-        self._left = min(_BURST, self._left + (now - self._at) * _RATE) - 1
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left < 0:
-            raise ExchangeError("messages", expected=f"at most {_RATE:g} a second")
+        if self._left < 1:
+            raise ExchangeError("messages", expected=f"at most {self._rate:g} a second")
+        self._left -= 1
 
 
 @dataclass(eq=False)
@@ -245,7 +253,7 @@ class _Site:
         self.arrivals: Arrivals | None = None
         self.token = b""
         """Opens its next session; valid while it is connected, and for a time after."""
-        self.rate = _Rate()
+        self.rate = _Rate(_BURST, _RATE)
         self.sent = self.received = 0
         self.moved_at = -STALL_S
         """When the last bytes of an upload for the pending request have arrived."""
@@ -297,6 +305,8 @@ class ExchangeChannel:
         self._greeting: dict[asyncio.Task[Any], None] = {}
         self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
+        self._refusals = _Rate(_LOGGED, 1.0)
+        """Refusals that are logged: a peer that is refused must not fill the disk with them."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
         self._loop = asyncio.new_event_loop()
@@ -540,7 +550,9 @@ class ExchangeChannel:
                 _log.error("%s: %s", context.peer(), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
-                _log.warning("%s: refused: %s", context.peer(), error)
+                with contextlib.suppress(ExchangeError):
+                    self._refusals.take()
+                    _log.warning("%s: refused: %s", context.peer(), error)
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 

@@ -9,6 +9,7 @@ import os
 import re
 import ssl
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -149,6 +150,43 @@ def test_settings_that_are_there_are_kept(parties: Parties) -> None:
 def test_a_request_of_which_a_byte_was_changed_is_refused(parties: Parties) -> None:
     text = Path(parties.request("a-hospital")["request"]).read_text(encoding="utf-8")
     assert_no_change_passes(text, Request.from_toml)
+
+
+HOSTILE = {
+    "arrays in arrays": "x = " + "[" * 10**5,
+    "tables in tables": "x = " + "{a=" * 10**5,
+    "a long number": "version = " + "9" * 5000,
+    "a dotted key": ".".join("a" * 10**5) + " = 1",
+    "long names of tables": "".join(f"[{'.'.join('a' * dots)}]\n" for dots in range(1, 1500)),
+    "many lines": "a = 1\n" * 10**6,
+    "a long line": f'a = "{"x" * 2**21}"',
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_that_is_made_to_cost_much_is_refused_at_once(
+    parties: Parties, tmp_path: Path, what: str
+) -> None:
+    """As TOML some of them take minutes, gigabytes, or more stack than there is."""
+    parties.request("a-hospital")
+    file = tmp_path / "sent"
+    file.write_text(HOSTILE[what])
+    started = time.process_time()
+    told = {"request": str(file), "fingerprint": "0" * 64}
+    for command in (
+        parties.approving(told),
+        (
+            "site",
+            "install",
+            str(file),
+            "--folder",
+            str(parties.folder("a-hospital")),
+            "--fingerprint",
+            "0" * 64,
+        ),
+    ):
+        assert "expected the whole file, unchanged (line" in lone_refusal(parties.capsys, *command)
+    assert time.process_time() - started < 2
 
 
 def test_a_request_with_another_card_is_refused(parties: Parties) -> None:
