@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ _ID = 16
 _SECRET = 32
 NONCE = 32
 """Bytes of the nonce of a session."""
+_RUN = re.compile(r"[0-9A-Za-z]{1,64}")
 LONGEST = 2**14
 """Bytes of the longest invitation."""
 
@@ -39,7 +41,7 @@ class Invitation:
     """Where a site finds the exchange of a run, and the token that opens one session there."""
 
     run: str
-    """Label of the run, the same in all its invitations."""
+    """Label of the run, the same in all its invitations: 1 to 64 letters and digits, as sites name a folder by it."""
     address: str
     """HOST:PORT at which sites reach the exchange."""
     server_name: str
@@ -67,8 +69,8 @@ class Invitation:
         """Read what `to_bytes` wrote.
 
         Raises:
-            InvitationError: the bytes are anything else, or have an address other than HOST:PORT: gRPC would take
-                others too, such as those of sockets of this machine.
+            InvitationError: the bytes are anything else. So is a run that could name another folder of the site, and an
+                address other than HOST:PORT, of which gRPC takes more, such as sockets of this machine.
         """
         try:
             values = unpack(data) if len(data) <= LONGEST else ()
@@ -80,6 +82,8 @@ class Invitation:
             ):
                 invitation = cls(run, address, name, certificate, token)
                 assert len(invitation.fingerprint) == 32  # it raises for a certificate that cannot be read
+                if not _RUN.fullmatch(run):
+                    raise InvitationError("run of the invitation", run, expected="1 to 64 letters and digits")
                 try:
                     host_of(address)
                     check_host(name)

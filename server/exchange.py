@@ -74,7 +74,7 @@ from cloister.protocol.exchange_pb2 import (
     Welcome,
 )
 from cloister.protocol.invitation import NONCE, Invitation, Tokens, verify_proof
-from cloister.protocol.messages import Reply, Request
+from cloister.protocol.messages import Failed, Reply, Request
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable
 from cloister.protocol.roster import Card, check_name
@@ -413,6 +413,9 @@ class ExchangeChannel:
                 pending = waiting.pop(node)
                 reply = answer if isinstance(answer, Failure) else reply_in(answer, node)
                 del answer
+                name = self._nodes[node].name
+                if not isinstance(reply, Failure | Failed) and reply.site != name:
+                    reply = Failure(name, f"it answered under the name {reply.site!r}")
                 yield node, reply
                 del reply  # its vectors are mapped
                 self._now(partial(self._taken, pending))

@@ -51,7 +51,7 @@ from cloister.protocol.invitation import Invitation, Tokens, fingerprint_of, pro
 from cloister.protocol.messages import Failed, Joined
 from cloister.protocol.roster import Card, new_identity
 from cloister.protocol.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
-from cloister.protocol.wire import LONGEST
+from cloister.protocol.wire import LONGEST, to_bytes
 from cloister.server import exchange
 from cloister.server.certificate import Certificate, new_certificate
 from cloister.server.channel import Failure
@@ -224,6 +224,9 @@ def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
     for address in ("unix:/run/secret.sock", "dns:///other.example:1", "xds:///a:1", "host", "host:0", ""):
         with pytest.raises(InvitationError, match="HOST:PORT"):
             Invitation.from_bytes(replace(invitation, address=address).to_bytes())
+    for run in ("/etc", "..", "../../data", "a/b", "", ".", "x" * 65, "\0"):
+        with pytest.raises(InvitationError, match="letters and digits"):
+            Invitation.from_bytes(replace(invitation, run=run).to_bytes())
     with pytest.raises(InvitationError, match="a DNS name"):
         Invitation.from_bytes(replace(invitation, server_name="a b").to_bytes())
 
@@ -418,6 +421,16 @@ def test_a_reply_that_is_no_message_is_a_failure(tmp_path: Path) -> None:
             raw.say(reply=Letter(id=letter.id, frame=b"no message"))
         assert isinstance(answers[0], Failure)
         assert "one encoded tuple" in answers[0].reason
+
+
+def test_a_site_answers_under_no_name_but_its_own(tmp_path: Path) -> None:
+    """Also where the plan sums in clear, and no reply is signed."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open("site-2")
+        with asked(channel, join_request()) as answers:
+            letter = said(call).request
+            raw.say(reply=Letter(id=letter.id, frame=to_bytes(Joined("site-1"))))
+        assert answers == [Failure("site-2", "it answered under the name 'site-1'")]
 
 
 def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

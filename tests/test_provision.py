@@ -23,10 +23,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_ssh_priv
 
 from cloister.cli import coordinator, site
 from cloister.clients.config import read_config
-from cloister.protocol.certificates import new_authority, new_key, read_certificate
+from cloister.clients.deployed import accepted
+from cloister.protocol.certificates import certificate_to_pem, new_authority, new_key, read_certificate
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import CertificateError, RosterError
+from cloister.protocol.errors import CertificateError, InvitationError, RosterError
 from cloister.protocol.federation import Federation
+from cloister.protocol.invitation import Invitation
 from cloister.protocol.request import Request
 from cloister.protocol.roster import Card, Roster, load_identity, load_roster, new_identity
 from cloister.protocol.storage import sync_to_disk
@@ -606,6 +608,17 @@ def test_a_pinned_roster_that_was_edited_is_refused(installed: tuple[Parties, di
     settings = parties.folder("a-hospital") / "site.toml"
     settings.write_text(settings.read_text().replace(first["roster_hash"], second["roster_hash"]))
     assert "roster_hash" in lone_refusal(parties.capsys, *parties.installing("a-hospital", second))
+
+
+def test_a_site_follows_no_invitation_to_another_address(installed: tuple[Parties, dict[str, Any]]) -> None:
+    _, version = installed
+    federation = Federation.from_toml(Path(version["file"]).read_text(encoding="utf-8"))
+    pem = certificate_to_pem(read_certificate(federation.authority, "authority"))
+    invitation = Invitation("run", federation.exchange, "fl.example.org", pem, bytes(48))
+    assert accepted(invitation.to_bytes(), federation) == invitation
+    for address in ("10.0.0.1:22", federation.superlink):
+        with pytest.raises(InvitationError, match="as in the installed federation"):
+            accepted(replace(invitation, address=address).to_bytes(), federation)
 
 
 def test_settings_that_cannot_be_changed_are_refused(installed: tuple[Parties, dict[str, Any]]) -> None:
