@@ -412,10 +412,9 @@ class ExchangeSite:
             raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
         if any(size for _, size in (vectors if letter.frame else vectors[1:])):
             self._arrivals.retain({name for name, _ in vectors})  # the model stays until there is another
-        wanted = [(name, size) for name, size in vectors if size]
+        wanted = [self._arrivals.begin(name, size) for name, size in vectors if size]
 
-        def fetch(vector: tuple[bytes, int]) -> bool:
-            arrival = self._arrivals.begin(*vector)
+        def fetch(arrival: Arrival) -> bool:
             return arrival.whole or self._persist(lambda session: self._download(session, arrival))
 
         if not all(self._streams.map(fetch, wanted)):

@@ -411,11 +411,8 @@ class ExchangeChannel:
                         yield late, Failure(f"node {late}", f"timeout: no answer within {deadline_s:g} s")
                     continue
                 pending = waiting.pop(node)
-                reply = answer if isinstance(answer, Failure) else reply_in(answer, node)
+                reply = answer if isinstance(answer, Failure) else self._reply_in(answer, node)
                 del answer
-                name = self._nodes[node].name
-                if not isinstance(reply, Failure | Failed) and reply.site != name:
-                    reply = Failure(name, f"it answered under the name {reply.site!r}")
                 yield node, reply
                 del reply  # its vectors are mapped
                 self._now(partial(self._taken, pending))
@@ -423,6 +420,13 @@ class ExchangeChannel:
         finally:
             if not self._loop.is_closed():
                 self._now(partial(self._withdraw, waiting))
+
+    def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:
+        """As `reply_in`; a reply under another name than the site has proved is a failure too."""
+        reply, name = reply_in(frames, node), self._nodes[node].name
+        if isinstance(reply, Failure | Failed) or reply.site == name:
+            return reply
+        return Failure(name, f"it answered under the name {reply.site!r}")
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
         """Run a coroutine in the event loop."""

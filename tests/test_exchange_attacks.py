@@ -462,11 +462,15 @@ def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
 def test_refusals_do_not_fill_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    now = [0.0]
     monkeypatch.setattr(exchange, "_LOGGED", 5)
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
-        for _ in range(200):
-            assert raw.refused("Upload", [], b"no session")[0] == "UNAUTHENTICATED"
-    assert 5 <= caplog.text.count("refused") < 50
+        for logged in (5, 8):
+            for _ in range(100):
+                assert raw.refused("Upload", [], b"no session")[0] == "UNAUTHENTICATED"
+            assert caplog.text.count("refused") == logged
+            now[0] = 3.0
 
 
 def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

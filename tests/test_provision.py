@@ -832,6 +832,26 @@ def test_a_revoked_key_never_comes_back(installed: tuple[Parties, dict[str, Any]
     assert "revoked keys" in line
 
 
+def test_a_key_of_a_supernode_is_replaced_with_the_revoked_key(
+    installed: tuple[Parties, dict[str, Any]], tmp_path: Path
+) -> None:
+    """It was in the same folder, and by it the SuperLink would take a thief for the site."""
+    parties, version = installed
+    old = load_supernode_key(parties.folder("c-lab") / "supernode.key")
+    request = Request.of("c-lab", new_identity(), old, "x", TODAY)
+    path = tmp_path / "c-lab.request"
+    path.write_text(request.to_toml(), encoding="utf-8")
+    told = ("--request", str(path), "--fingerprint", request.fingerprint.hex())
+    line = lone_refusal(parties.capsys, "coordinator", "revoke", "c-lab", str(parties.coordinator), *told)
+    assert "SuperNode key of c-lab: expected a new one" in line
+    federation = parties.read(version)
+    sites = tuple(request if site.name == "c-lab" else site for site in federation.sites)
+    revoked = (next(site.key for site in federation.sites if site.name == "c-lab"),)
+    lie = replace(federation, version=2, previous=federation.fingerprint, sites=sites, revoked=revoked)
+    line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(lie)))
+    assert "request of c-lab" in line
+
+
 def test_a_removed_key_may_come_back(installed: tuple[Parties, dict[str, Any]]) -> None:
     parties, _ = installed
     parties.change("remove", "c-lab")
