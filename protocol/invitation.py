@@ -113,7 +113,7 @@ class Tokens:
 
     Args:
         clock: Seconds.
-        most: Tokens that are kept; the oldest is dropped for a new one.
+        most: Tokens that are kept; that which expires first is dropped for a new one.
         random: Source of tokens.
     """
 
@@ -131,7 +131,7 @@ class Tokens:
     def issue(self, lifetime_s: float) -> bytes:
         """A new token, valid for `lifetime_s` seconds."""
         while len(self._issued) >= self._most:
-            del self._issued[next(iter(self._issued))]
+            del self._issued[min(self._issued, key=lambda id: self._issued[id][1])]
         id, secret = self._random(_ID), self._random(_SECRET)
         self._issued[id] = secret, self._clock() + lifetime_s
         return id + secret

@@ -581,6 +581,19 @@ def test_the_token_of_a_session_ends_with_the_next_session(tmp_path: Path) -> No
         assert "has not expired" in raised.value.details()
 
 
+def test_invitations_that_are_not_used_do_not_end_the_tokens_of_sites(tmp_path: Path) -> None:
+    """A site that is away is invited again and again, and the others need no invitation when a session breaks."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        for _ in range(500):
+            channel.invite()
+        call.cancel()
+        again = other.session()
+        other.say(hello=Hello(version=VERSION, token=welcome.token))
+        assert said(again).challenge.nonce
+        again.cancel()
+
+
 def test_connections_are_bounded(tmp_path: Path) -> None:
     with open_channel(tmp_path, sites=1) as channel:
         host, port = channel.address.rsplit(":", 1)
