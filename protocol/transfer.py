@@ -49,7 +49,8 @@ SILENT_S = 60.0
 STALL_S = 120.0
 """Seconds after which a transfer that has moved no chunk is over."""
 SLOWEST = 2**16
-"""Bytes a second that an upload must reach on average after the deadline of its request."""
+"""Bytes a second: after the deadline of its request an upload is waited for while it moves, but no longer than the
+largest reply takes at this rate."""
 
 _HASH = 32
 _SHARE = 0.9
