@@ -58,12 +58,10 @@ def tree_of(text: str, what: str, origin: str) -> dict[str, Any]:
     Raises:
         RosterError: the text is not such TOML.
     """
-    lines = text.split("\n", _MOST_LINES)
-    wrong = next(
-        (at for at, line in enumerate(lines, 1) if len(line) > _LONGEST_LINE or not _LINE.fullmatch(line)), 0
-    )
-    if wrong or len(lines) > _MOST_LINES:
-        raise changed(what, origin, f"line {wrong or len(lines)} is not one that the program writes")
+    lines = text.split("\n", _MOST_LINES)  # the last one has all that follow
+    for number, line in enumerate(lines, 1):
+        if len(line) > _LONGEST_LINE or not _LINE.fullmatch(line):
+            raise changed(what, origin, f"line {number} is not one that the program writes")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
