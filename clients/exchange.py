@@ -316,7 +316,8 @@ class ExchangeSite:
         with self._changed:
             match said.WhichOneof("said"):
                 case "request":
-                    if said.request.id != self._current:
+                    # One that is handled is sent again in a new session; after `taken` it is asked once more.
+                    if said.request.id != self._current or said.request.id == self._taken:
                         self._asked = said.request
                 case "taken":
                     self._taken, self._unasked = said.taken.id, said.taken.unasked
