@@ -211,7 +211,7 @@ class DeployedSite:
 
     def _invited(self, data: bytes) -> None:
         """Accept an invitation."""
-        invitation = Invitation.from_bytes(data)
+        invitation = accepted(data, _installed(self._config()))
         stay = self._stay
         if stay is not None and not stay.over and stay.run == invitation.run:
             stay.invite(invitation)
@@ -235,6 +235,25 @@ class DeployedSite:
             "connected": stay is not None and running and stay.connected,
         }
         write_bytes(alive_path(self._config()), json.dumps(seen).encode(), durable=False)
+
+
+def accepted(data: bytes, federation: Federation) -> Invitation:
+    """The invitation in a message, if it is to the exchange whose address the site has installed.
+
+    A coordinator could else have the site connect to any machine of the site's network.
+
+    Raises:
+        InvitationError: it is not.
+    """
+    invitation = Invitation.from_bytes(data)
+    if invitation.address != federation.exchange:
+        raise InvitationError(
+            "address of the exchange",
+            invitation.address,
+            expected=f"{federation.exchange}, as in the installed federation",
+            fix="if the coordinator has moved, install its newest version",
+        )
+    return invitation
 
 
 def alive_path(config: SiteConfig) -> Path:

@@ -326,7 +326,8 @@ class ExchangeSite:
         with self._changed:
             match said.WhichOneof("said"):
                 case "request":
-                    if said.request.id != self._current:
+                    # One that is handled is sent again in a new session; after `taken` it is asked once more.
+                    if said.request.id != self._current or said.request.id == self._taken:
                         self._asked = said.request
                 case "taken":
                     self._taken, self._unasked = said.taken.id, said.taken.unasked
@@ -422,10 +423,9 @@ class ExchangeSite:
             raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
         if any(size for _, size in (vectors if letter.frame else vectors[1:])):
             self._arrivals.retain({name for name, _ in vectors})  # the model stays until there is another
-        wanted = [(name, size) for name, size in vectors if size]
+        wanted = [self._arrivals.begin(name, size) for name, size in vectors if size]
 
-        def fetch(vector: tuple[bytes, int]) -> bool:
-            arrival = self._arrivals.begin(*vector)
+        def fetch(arrival: Arrival) -> bool:
             return arrival.whole or self._persist(lambda session: self._download(session, arrival))
 
         if not all(self._streams.map(fetch, wanted)):
