@@ -14,7 +14,6 @@ import datetime
 import json
 import logging
 import os
-import queue
 import shutil
 import threading
 import time
@@ -59,7 +58,11 @@ class Stay:
 
     def __init__(self, invitation: Invitation, config: Callable[[], SiteConfig]) -> None:
         self.run = invitation.run
-        self._invitations: queue.SimpleQueue[Invitation | None] = queue.SimpleQueue()
+        self._newest: Invitation | None = invitation
+        """The newest invitation that was not used."""
+        self._ended = False
+        self._changed = threading.Condition()
+        """Guards the two fields above, and is notified when one changes."""
         self._config = config
         self._resident = Resident()
         now = config()
@@ -73,7 +76,6 @@ class Stay:
             self._folder,
         )
         self._thread = threading.Thread(target=self._stay, name="stay", daemon=True)
-        self._invitations.put(invitation)
         self._thread.start()
 
     @property
@@ -82,18 +84,27 @@ class Stay:
         return not self._thread.is_alive()
 
     @property
+    def leaving(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
+
+    @property
     def connected(self) -> bool:
         """Whether the site has a session now."""
         return self._site.connected
 
     def invite(self, invitation: Invitation) -> None:
         """Give it another invitation to the same run, for when its session has broken."""
-        self._invitations.put(invitation)
+        with self._changed:
+            self._newest = invitation
+            self._changed.notify_all()
         self._site.invited()
 
     def end(self, wait_s: float | None = None) -> None:
         """Leave; returns when the request that is handled is done, or after `wait_s` seconds."""
-        self._invitations.put(None)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
         self._site.stop()
         self._thread.join(wait_s)
 
@@ -101,12 +112,12 @@ class Stay:
         """The newest invitation; waits for one."""
         if why is not None:
             _log.info("run %s: waiting for another invitation: %s", self.run, why)
-        newest = self._invitations.get()
-        while newest is not None and not self._invitations.empty():
-            newest = self._invitations.get()
-        if newest is None:
-            raise InvitationError("invitation", expected="one, and the site is stopping")
-        return newest
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._ended)
+            newest, self._newest = self._newest, None
+            if newest is None or self._ended:
+                raise InvitationError("invitation", expected="one, and the site is stopping")
+            return newest
 
     def _stay(self) -> None:
         _log.info("run %s: invited", self.run)
@@ -117,8 +128,9 @@ class Stay:
         except Exception:  # a defect: the next invitation starts another stay
             _log.exception("run %s: failed", self.run)
         else:
-            _log.info("run %s: over", self.run)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _log.info("run %s: %s", self.run, "left" if self.leaving else "over")
+            if not self.leaving:
+                shutil.rmtree(self._folder, ignore_errors=True)
         finally:
             self._resident.close()
 
@@ -213,11 +225,17 @@ class DeployedSite:
         """Accept an invitation."""
         invitation = accepted(data, _installed(self._config()))
         stay = self._stay
-        if stay is not None and not stay.over and stay.run == invitation.run:
+        if stay is not None and stay.run == invitation.run and not (stay.over or stay.leaving):
             stay.invite(invitation)
             return
         if stay is not None:
-            stay.end()
+            stay.end(_END_S)
+            if not stay.over:
+                raise InvitationError(
+                    "run of the invitation",
+                    invitation.run,
+                    expected=f"the request of run {stay.run} to be finished first; the site stops after it",
+                )
         self._stay = Stay(invitation, self._config)
 
     def _answered(self) -> None:
