@@ -96,6 +96,7 @@ from cloister.protocol.transfer import (
 from cloister.protocol.wire import Buffer
 from cloister.server.certificate import Certificate
 from cloister.server.channel import Failure, reply_in
+from cloister.server.rate import Rate
 
 _log = logging.getLogger(__name__)
 
@@ -187,25 +188,6 @@ class _Pending:
     answered: bool = False
 
 
-class _Rate:
-    """A token bucket."""
-
-    def __init__(self) -> None:
-        self._left, self._at = float(_BURST), time.monotonic()
-
-    def take(self) -> None:
-        """Count one message.
-
-        Raises:
-            ExchangeError: there were too many.
-        """
-        now = time.monotonic()
-        self._left = min(_BURST, self._left + (now - self._at) * _RATE) - 1
-        self._at = now
-        if self._left < 0:
-            raise ExchangeError("messages", expected=f"at most {_RATE:g} a second")
-
-
 @dataclass(eq=False)
 class _Session:
     """A connection of a site that has proved who it is."""
@@ -245,7 +227,7 @@ class _Site:
         self.arrivals: Arrivals | None = None
         self.token = b""
         """Opens its next session; valid while it is connected, and for a time after."""
-        self.rate = _Rate()
+        self.rate = Rate(_BURST, _RATE)
         self.sent = self.received = 0
         self.moved_at = -STALL_S
         """When the last bytes of an upload for the pending request have arrived."""
