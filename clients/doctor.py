@@ -16,7 +16,7 @@ from cloister.clients.enrolment import read_installed
 from cloister.clients.probe import Echo, echo
 from cloister.clients.route import Route
 from cloister.protocol.certificates import certificate_to_pem, check_authority, read_certificate
-from cloister.protocol.errors import MachineError, ModelError, RosterError, visible
+from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError, visible
 from cloister.protocol.federation import Federation
 from cloister.protocol.findings import Hop, Skipped
 from cloister.protocol.machine import ENOUGH, check_releases, check_space, releases
@@ -109,23 +109,15 @@ class SiteDoctor:
                 fix=f"correct name in {self._path}; or the site has left: ask the coordinator",
             )
         path = Path(self._config.federation).with_name("authority.pem")
+        again = "install the same file again: cloister site install FILE"
         try:
-            pem = path.read_bytes()
+            authority = read_certificate(path.read_bytes(), str(path))
         except OSError as error:
-            raise RosterError(
-                "certificate of the authority",
-                str(path),
-                expected=f"a file that can be read ({error.strerror})",
-                fix="install the same file again: cloister site install FILE",
+            raise CertificateError(
+                str(path), expected=f"a file that can be read ({error.strerror})", fix=again
             ) from error
-        authority = read_certificate(pem, str(path))
         if authority.public_bytes(Encoding.DER) != federation.authority:
-            raise RosterError(
-                "certificate of the authority",
-                str(path),
-                expected="that of the installed federation",
-                fix="install the same file again: cloister site install FILE",
-            )
+            raise CertificateError(str(path), expected="that of the installed federation", fix=again)
         check_authority(authority, datetime.datetime.now(datetime.UTC))
         self._federation = federation
         return f"{federation.name}, version {federation.version}, of {len(federation.sites)} sites"

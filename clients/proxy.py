@@ -29,6 +29,15 @@ def proxy_of_grpc(host: str) -> str | None:
     return _with_scheme(next((value for name in _OF_GRPC if (value := os.environ.get(name))), None))
 
 
+def unseen_by_grpc() -> list[str]:
+    """The names in capitals that are set, where gRPC reads the name in small letters, which is not."""
+    return [
+        name
+        for name in ("HTTPS_PROXY", "NO_PROXY")
+        if os.environ.get(name) and not os.environ.get(name.lower())
+    ]
+
+
 def _covers(entry: str, host: str) -> bool:
     """Whether an entry of `no_proxy` is a host, a domain that it is in, or a range with its IP address."""
     domain = entry.removeprefix(".").lower()

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from cloister.clients.proxy import proxy_for, proxy_of_grpc
+from cloister.clients.proxy import proxy_for, proxy_of_grpc, unseen_by_grpc
 from cloister.protocol.address import Endpoint, host_of, port_of, resolve
 from cloister.protocol.certificates import is_self_signed, names_of, read_certificate
 from cloister.protocol.errors import CertificateError, ConnectionFailedError, one_line
@@ -74,12 +74,13 @@ class Route:
         """
         wanted = proxy_for(self.host)
         used = proxy_of_grpc(self.host) if self.server == "superlink" else wanted
-        if wanted and not used:
+        unseen = unseen_by_grpc()
+        if bool(wanted) != bool(used) and unseen:
             raise ConnectionFailedError(
-                "https_proxy",
-                "",
-                expected=f"{_shown(wanted)}, as in HTTPS_PROXY: Flower's SuperNode reads only small letters",
-                fix="set https_proxy and no_proxy to the values of HTTPS_PROXY and NO_PROXY",
+                "names of variables",
+                " and ".join(unseen),
+                expected="them in small letters too, which alone Flower's SuperNode reads",
+                fix=f"set {' and '.join(name.lower() for name in unseen)} to the same",
             )
         if used is None:
             return "none: HTTPS_PROXY is not set, or NO_PROXY has this host"
@@ -149,10 +150,7 @@ class Route:
             else "the proxy needs a name and password: HTTPS_PROXY=http://NAME:PASSWORD@HOST:PORT",
             403: f"ask the proxy's administrator to allow CONNECT to {self.address}",
             0: "HTTPS_PROXY names something that is not an HTTP proxy: correct it",
-        }.get(
-            code,
-            f"ask the proxy's administrator whether it reaches {self.address}; {self._unreachable(True)}",
-        )
+        }.get(code, f"if the proxy's administrator lets it through: {self._nothing_there()}")
         raise ConnectionFailedError(
             f"answer of the proxy {self._proxy.address}",
             line,
@@ -191,7 +189,7 @@ class Route:
         except ssl.SSLError as error:
             raise self._no_tls(
                 f"TLS ({error.reason or one_line(error)})",
-                "another program listens at that port, or a server without TLS: ask the coordinator",
+                "another program listens at that port, or a server without TLS: ask the coordinator what it is",
             ) from error
         except OSError as error:
             raise self._closed() from error
@@ -214,7 +212,7 @@ class Route:
                 "ALPN",
                 agreed or "",
                 expected="h2, which gRPC needs",
-                fix="a proxy in front of the server ends TLS: the coordinator must let TCP through to it unchanged, for "
+                fix="a proxy in front of the server ends TLS: the coordinator must let TCP through to it as it is, for "
                 f"{self.address}",
             )
         return "h2"
@@ -300,20 +298,26 @@ class Route:
             raise self._closed() from error
 
     def _unreachable(self, late: bool) -> str:
+        """What to do where no TCP connection is made; `late`: there was no answer."""
         if self._proxy:
             return f"is {self._proxy.address} the proxy of your network, and does it run? correct HTTPS_PROXY"
-        port = port_of(self.address)
         if late:
             return (
-                f"a firewall drops it: ask your network's administrator to let TCP port {port} out to {self.host}, or "
-                "set HTTPS_PROXY"
+                f"a firewall drops it: ask your network's administrator to let TCP port {port_of(self.address)} out to "
+                f"{self.host}, or set HTTPS_PROXY"
             )
+        return self._nothing_there()
+
+    def _nothing_there(self) -> str:
         if self.server == "exchange":
             return (
                 "nothing listens there while no run does: ask the coordinator to run `cloister doctor FEDERATION "
                 "--listen`, then run this again"
             )
-        return f"ask the coordinator whether its SuperLink runs, and whether its firewall lets TCP port {port} in"
+        return (
+            "ask the coordinator whether its SuperLink runs, and whether its firewall lets TCP port "
+            f"{port_of(self.address)} in"
+        )
 
     def _no_tls(self, expected: str, fix: str) -> ConnectionFailedError:
         return ConnectionFailedError("server", self.address, expected=expected, fix=fix)
