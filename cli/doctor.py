@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -187,7 +188,7 @@ def _concluded(facts: dict[str, object], findings: list[Finding], arguments: arg
     return _FAILED if first else 0
 
 
-def _measured(echo: Echo) -> dict[str, float]:
+def _measured(echo: Echo) -> dict[str, float | None]:
     from cloister.protocol.probe import ECHO
 
     return {
@@ -195,5 +196,5 @@ def _measured(echo: Echo) -> dict[str, float]:
         "up_s": echo.up_s,
         "down_s": echo.down_s,
         "round_trip_s": echo.round_trip_s,
-        "ahead_s": echo.ahead_s,
+        "ahead_s": echo.ahead_s if math.isfinite(echo.ahead_s) else None,  # JSON has no other numbers
     }

@@ -311,8 +311,8 @@ class Route:
     def _nothing_there(self) -> str:
         if self.server == "exchange":
             return (
-                "nothing listens there while no run does: ask the coordinator to run `cloister doctor FEDERATION "
-                "--listen`, then run this again"
+                "nothing listens there while no run goes on, or a firewall rejects it: ask the coordinator to run "
+                "`cloister doctor FEDERATION --listen`, then run this again"
             )
         return (
             "ask the coordinator whether its SuperLink runs, and whether its firewall lets TCP port "

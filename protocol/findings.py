@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cloister.protocol.errors import CloisterError, visible
+from cloister.protocol.errors import CloisterError, one_line, visible
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Finding:
 
 def examine(hops: Iterable[Hop]) -> Iterator[Finding]:
     """Check hops in their order; one is skipped where a hop that it needs is not ok."""
-    found: dict[str, Finding] = {}
+    lacking: dict[str, str] = {}
+    """For each hop that is not ok, why others that need it are skipped."""
     for hop in hops:
-        lacking = next((found[name] for name in hop.needs if found[name].state != "ok"), None)
-        if lacking is None:
-            finding = _looked(hop)
-        else:
-            was = "failed" if lacking.state == "failed" else "was skipped"
-            finding = Finding(hop.name, "skipped", f"{lacking.hop} {was}")
-        found[hop.name] = finding
+        why = next((lacking[name] for name in hop.needs if name in lacking), None)
+        finding = _looked(hop) if why is None else Finding(hop.name, "skipped", why)
+        if finding.state != "ok":
+            lacking[hop.name] = (
+                why or f"{hop.name} {'failed' if finding.state == 'failed' else 'was skipped'}"
+            )
         yield finding
 
 
@@ -70,6 +70,8 @@ def _looked(hop: Hop) -> Finding:
     except CloisterError as error:
         own = visible(error.fix)
         return Finding(hop.name, "failed", str(error).removesuffix(f"; {own}"), own or hop.fix)
+    except OSError as error:
+        return Finding(hop.name, "failed", one_line(error), hop.fix)
     if isinstance(found, Skipped):
         return Finding(hop.name, "skipped", visible(found.why))
     return Finding(hop.name, "ok", visible(found))

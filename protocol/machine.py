@@ -75,8 +75,9 @@ def check_space(folder: Path, needed: int, why: str) -> str:
     Raises:
         MachineError: it has less, or cannot be written to.
     """
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = folder.absolute()
     try:
+        there = next(each for each in (there, *there.parents) if each.exists())
         free = shutil.disk_usage(there).free
         if free >= needed:
             with tempfile.TemporaryFile(dir=there) as file:

@@ -44,7 +44,7 @@ from cloister.protocol.invitation import NONCE, fingerprint_of
 from cloister.protocol.machine import releases
 from cloister.protocol.probe import ECHO, VERSION, verify_proof
 from cloister.protocol.refusal import printable
-from cloister.protocol.transfer import CHUNK, HANDSHAKE_S, MESSAGE, SLOWEST
+from cloister.protocol.transfer import CHUNK, HANDSHAKE_S, MESSAGE, SLOWEST, STALL_S
 from cloister.server.rate import Rate
 from cloister.server.registry import Registry
 
@@ -53,10 +53,6 @@ _WINDOW = 2**22
 """Bytes of a connection that may be under way."""
 _TOLD = 4 * CHUNK
 """Bytes after which the site is told how many have arrived."""
-_STALL_S = 20.0
-"""Seconds in which the next message must come or go."""
-_WHOLE_S = 2 * ECHO / SLOWEST
-"""Seconds for one use."""
 _BURST, _RATE = 20, 0.2
 """Uses of a site that may come at once, and a second after that; the same for the refusals that are reported."""
 _CALL_S = 30.0
@@ -169,7 +165,7 @@ class Probe:
 
     async def _echo(self, _requests: Any, context: _Context) -> None:
         try:
-            async with asyncio.timeout(_WHOLE_S):
+            async with asyncio.timeout(2 * ECHO / SLOWEST):
                 await self._use(context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout: nothing was received")
@@ -223,19 +219,19 @@ class Probe:
         await context.write(_said(about=about))
         first, held, started = b"", 0, time.monotonic()
         while held < ECHO:  # 5
-            async with asyncio.timeout(_STALL_S):
+            async with asyncio.timeout(STALL_S):
                 data = _heard("data", await context.read()).data
             if len(data) != CHUNK:
                 raise EncodingError("data", f"{len(data)} bytes", expected=f"{CHUNK} bytes")
             first = first or data
             held += len(data)
             if held % _TOLD == 0:
-                async with asyncio.timeout(_STALL_S):
+                async with asyncio.timeout(STALL_S):
                     await context.write(_said(held=Held(size=held, whole=held == ECHO)))
         half = time.monotonic()
         again = ToProbe(data=first).SerializeToString()
         for _ in range(0, ECHO, CHUNK):  # 6
-            async with asyncio.timeout(_STALL_S):
+            async with asyncio.timeout(STALL_S):
                 await context.write(again)
         up, down = half - started, time.monotonic() - half
         self._say(f"{name}: {ECHO / 1e6:.1f} MB received in {up:.2f} s, sent in {down:.2f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import queue
 import shutil
 import subprocess
 import time
@@ -241,7 +242,8 @@ def test_11_a_name_does_not_resolve(make: Make) -> None:
     fault = report.fault("exchange DNS")
     assert "'no-such-host.invalid'" in fault
     assert "your DNS" in fault
-    assert report.states("exchange TCP", "exchange TLS", "echo") == {"skipped"}
+    for hop in ("exchange TCP", "exchange TLS", "echo", "clock"):
+        assert report.hops[hop] == {"hop": hop, "state": "skipped", "what": "exchange DNS failed", "fix": ""}
 
 
 def test_12_nothing_listens(parties: Rehearsal) -> None:
@@ -439,7 +441,9 @@ def test_27_a_clock_is_off_by_an_hour(parties: Rehearsal, off: float, side: str)
 
 def test_a_time_that_is_no_number_is_a_fault(parties: Rehearsal) -> None:
     with parties.probe(clock=lambda: float("nan")):
-        parties.doctor().fault("clock")
+        report = parties.doctor()
+    assert "by NTP" in report.fault("clock")
+    assert report.found["echo"]["ahead_s"] is None
 
 
 @pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9\x1b[31m"), ("flwr", "1.20.0")])
@@ -543,6 +547,7 @@ def test_34_a_certificate_lacks_the_name_of_its_address(parties: Rehearsal) -> N
 def test_35_a_key_of_the_coordinator_can_be_read_by_others(parties: Rehearsal) -> None:
     (parties.coordinator / "authority.key").chmod(0o640)
     assert "chmod 600" in coordinator(parties).fault("certificates")
+    assert "chmod 600" in lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")
 
 
 def test_36_a_version_is_missing(parties: Rehearsal) -> None:
@@ -589,10 +594,9 @@ class Stranger:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
 
-    def says(self, *messages: Callable[[], FromProbe]) -> list[ToProbe]:
-        """Says each message after an answer to the one before; returns the answers."""
-        import queue
-
+    def says(self, *messages: Callable[[], FromProbe], silent: bool = False) -> list[ToProbe]:
+        """Says each message after an answer to the one before, and waits for one more if it is silent then; returns the
+        answers."""
         unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         call = self.channel.stream_stream(METHOD)(iter(unsent.get, None), timeout=20)
         answers = []
@@ -601,6 +605,8 @@ class Stranger:
                 unsent.put(message().SerializeToString())
                 answers.append(ToProbe.FromString(next(call)))
                 self.nonce = answers[-1].challenge.nonce or self.nonce
+            if silent:
+                answers.append(ToProbe.FromString(next(call)))
         finally:
             unsent.put(None)
             call.cancel()
@@ -688,6 +694,36 @@ def test_the_probe_limits_what_a_site_may_do(parties: Rehearsal) -> None:
         assert refused(use) == exhausted
         assert uses < 25
         assert "wait a minute" in parties.doctor().fault("echo")
+
+
+@pytest.mark.parametrize("limit", ["HANDSHAKE_S", "STALL_S", "SLOWEST"])
+def test_the_probe_waits_for_no_peer_without_end(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """For its proof, for its next bytes, and for all of them."""
+    monkeypatch.setattr(f"cloister.server.probe.{limit}", 8 * ECHO if limit == "SLOWEST" else 0.25)
+    with parties.probe(), Stranger(parties) as peer:
+        before = [peer.hello] if limit == "HANDSHAKE_S" else [peer.hello, peer.proof()]
+        assert refused(partial(peer.says, *before, silent=True)) == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_probe_reports_few_of_many_refusals(parties: Rehearsal) -> None:
+    told: list[str] = []
+    with parties.probe(tell=told.append), Stranger(parties) as peer:
+        for _ in range(40):
+            assert refused(partial(peer.says, peer.proof())) == grpc.StatusCode.INVALID_ARGUMENT
+    assert 0 < len(told) < 30
+
+
+def test_bytes_that_come_back_changed_are_a_fault(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(**said: Any) -> ToProbe:
+        return ToProbe(data=bytes(CHUNK)) if "data" in said else ToProbe(**said)
+
+    monkeypatch.setattr("cloister.server.probe.ToProbe", changed)
+    with parties.probe():
+        assert "the bytes that were sent" in parties.doctor().fault("echo")
 
 
 def test_another_release_of_the_probe_is_named(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
