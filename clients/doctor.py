@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -16,7 +17,7 @@ from cloister.clients.enrolment import read_installed
 from cloister.clients.probe import Echo, echo
 from cloister.clients.route import Route
 from cloister.protocol.certificates import certificate_to_pem, check_authority, read_certificate
-from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError, visible
+from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError
 from cloister.protocol.federation import Federation
 from cloister.protocol.findings import Hop, Skipped
 from cloister.protocol.machine import ENOUGH, check_releases, check_space, releases
@@ -28,6 +29,8 @@ from cloister.protocol.supernode import load_supernode_key
 
 _ECHO_WAITS = 6
 """An echo may take so many times as long as a wait."""
+_NOT_OF_RELEASES = re.compile(r"[^0-9A-Za-z.+!_-]")
+"""Characters that no release has: what the coordinator states is part of a command that a person may copy."""
 _SHOWN = 40
 """Characters of a release that the coordinator states."""
 _HOPS: tuple[tuple[str, Callable[[Route], str | Skipped], int], ...] = (
@@ -172,7 +175,7 @@ class SiteDoctor:
                     expected=f"a product of at most {len(there)}, the site's devices, but it is {mesh.size}",
                     fix=f"lower a degree of [mesh] in {self._path}, or add devices",
                 )
-            more = ""
+            more = "; torch sees no GPU" if config.device == "auto" and names == ["cpu"] else ""
         shown = ", ".join(f"{name} ({memory_of(name) / 1e9:.0f} GB)" for name in dict.fromkeys(names))
         return f"{shown}{more}"
 
@@ -220,7 +223,9 @@ class SiteDoctor:
         assert self.echo is not None
         assert self._federation is not None
         about, own = self.echo.about, releases()
-        stated = {name: visible(about.releases.get(name, "unknown"))[:_SHOWN] for name in own}
+        stated = {
+            name: _NOT_OF_RELEASES.sub("?", about.releases.get(name, "unknown"))[:_SHOWN] for name in own
+        }
         for name, same in (("cloister", str), ("flwr", _minor)):
             if same(own[name]) != same(stated[name]):
                 raise MachineError(

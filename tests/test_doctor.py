@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import queue
+import re
 import shutil
 import subprocess
 import time
@@ -254,7 +255,9 @@ def test_12_nothing_listens(parties: Rehearsal) -> None:
 
 def test_13_a_firewall_drops_the_connection(make: Make) -> None:
     with crowded() as address:
+        began = time.monotonic()
         fault = make(exchange=address).doctor(*SOON).fault("exchange TCP")
+        assert time.monotonic() - began < 20  # as the command says
     assert "no answer within 1 s" in fault
     assert f"let TCP port {address.rpartition(':')[2]} out" in fault
 
@@ -446,15 +449,14 @@ def test_a_time_that_is_no_number_is_a_fault(parties: Rehearsal) -> None:
     assert report.found["echo"]["ahead_s"] is None
 
 
-@pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9\x1b[31m"), ("flwr", "1.20.0")])
+@pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9'; \x1b[31m"), ("flwr", "1.20.0")])
 def test_28_another_release(parties: Rehearsal, name: str, release: str) -> None:
     from cloister.protocol.machine import releases
 
     with parties.probe(stated={**releases(), name: release}):
         fault = parties.doctor().fault("versions")
     assert f"release of {name}" in fault
-    assert f"pip install '{name}==" in fault
-    assert "\x1b" not in fault
+    assert f"pip install '{name}=={re.sub('[^a-z0-9.]', '?', release)}' here" in fault
 
 
 def test_29_a_key_that_the_coordinator_does_not_know(parties: Rehearsal) -> None:
@@ -704,7 +706,8 @@ def test_the_probe_waits_for_no_peer_without_end(
     monkeypatch.setattr(f"cloister.server.probe.{limit}", 8 * ECHO if limit == "SLOWEST" else 0.25)
     with parties.probe(), Stranger(parties) as peer:
         before = [peer.hello] if limit == "HANDSHAKE_S" else [peer.hello, peer.proof()]
-        assert refused(partial(peer.says, *before, silent=True)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.RpcError, match="timeout: nothing was received"):  # the peer's own is another
+            peer.says(*before, silent=True)
 
 
 def test_the_probe_reports_few_of_many_refusals(parties: Rehearsal) -> None:
