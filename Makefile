@@ -1,5 +1,6 @@
 # make simulate   train a language model across eight simulated sites
 # make test       run the tests
+# make test-deployment   kill processes of a real deployment, and cut its network; minutes, and partly as root
 # make check      lint, types, import directions
 # make proto      generate protocol/exchange_pb2.py from protocol/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
@@ -12,13 +13,16 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test check proto peers clean
+.PHONY: simulate test test-deployment check proto peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST)
+
+test-deployment: $(READY)
+	$(BIN)/python -m pytest -v tests/deployment_*.py $(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -49,8 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind",
         metavar="HOST:PORT",
-        help="with --listen: listen there (default: the port of the exchange's address, at all addresses of the "
-        "machine, or at the IP address in it)",
+        help="with --listen: listen there (default: the port of the exchange's address, at all addresses)",
     )
     parser.add_argument(
         "--plan",
@@ -113,14 +112,13 @@ def _listen(path: Path, arguments: argparse.Namespace) -> int:
     """Serve a probe until interrupted."""
     import datetime
 
-    from cloister.protocol.address import host_of
-    from cloister.server.doctor import bind_of
+    from cloister.protocol.address import everywhere, host_of
     from cloister.server.probe import Probe
     from cloister.server.registry import Registry
 
     registry = Registry.open(path)
     registry.check_certificates(datetime.datetime.now(datetime.UTC))
-    bind = arguments.bind or bind_of(registry.federation.exchange)
+    bind = arguments.bind or everywhere(registry.federation.exchange)
     host_of(bind)
     with Probe(registry, bind, tell=lambda line: print(line, flush=True)) as probe:
         listening = {"listening": probe.address, "address": registry.federation.exchange}

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done, also when the reader of the output closed its end of the pipe |
-| 1 | `ledger verify`: the ledger does not verify; `doctor`: a hop fails |
+| 1 | `ledger verify`: the ledger does not verify; `status --probe`: the process is not well; `doctor`: a hop fails |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
 | 4 | `site check`: the mesh suits the plan, but its devices are absent, so that nothing was run |
@@ -32,6 +32,7 @@ from cloister.cli import (
     doctor,
     generate,
     ledger,
+    logs,
     plan,
     provision,
     report,
@@ -39,6 +40,10 @@ from cloister.cli import (
     roster,
     simulate,
     site,
+    status,
+    stop,
+    submit,
+    up,
 )
 from cloister.protocol.errors import CloisterError
 
@@ -68,6 +73,11 @@ VERBS: dict[str, Verb] = {
     "coordinator": coordinator,
     "provision": provision,
     "doctor": doctor,
+    "up": up,
+    "submit": submit,
+    "status": status,
+    "stop": stop,
+    "logs": logs,
     "roster": roster,
     "ledger": ledger,
     "audit": audit,

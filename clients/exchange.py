@@ -168,6 +168,8 @@ class ExchangeSite:
         self._jitter = jitter
         self._arrivals = Arrivals(folder, most_bytes)
         self._stopped = threading.Event()
+        self._woken = threading.Event()
+        """Set to end the wait before the next session, and to ask for an invitation."""
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
         self._session: _Session | None = None
@@ -199,9 +201,20 @@ class ExchangeSite:
                 worker.join()
                 pulse.join()
 
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open."""
+        return self._session is not None
+
+    def invited(self) -> None:
+        """There is a new invitation: if no session is open, ask for it now, and do not wait to try an older one."""
+        if not self.connected:
+            self._woken.set()
+
     def stop(self) -> None:
         """Disconnect; `run` returns when the request that is handled is."""
         self._stopped.set()
+        self._woken.set()
         with self._changed:
             self._changed.notify_all()
             moving = list(self._moving)
@@ -232,7 +245,9 @@ class ExchangeSite:
                 lasted = time.monotonic() - started >= SILENT_S
                 why, failures, invitation = None, 0 if lasted else failures + 1, following
             wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
-            self._stopped.wait(wait)
+            if self._woken.wait(wait) and not self._stopped.is_set():
+                self._woken.clear()
+                invitation = None
 
     def _attend(self, invitation: Invitation) -> tuple[Invitation, bool]:
         """Open a session and stay in it until it breaks.
@@ -297,7 +312,8 @@ class ExchangeSite:
         with self._changed:
             match said.WhichOneof("said"):
                 case "request":
-                    if said.request.id != self._current:
+                    # One that is handled is sent again in a new session; after `taken` it is asked once more.
+                    if said.request.id != self._current or said.request.id == self._taken:
                         self._asked = said.request
                 case "taken":
                     self._taken, self._unasked = said.taken.id, said.taken.unasked
@@ -393,10 +409,9 @@ class ExchangeSite:
             raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
         if any(size for _, size in (vectors if letter.frame else vectors[1:])):
             self._arrivals.retain({name for name, _ in vectors})  # the model stays until there is another
-        wanted = [(name, size) for name, size in vectors if size]
+        wanted = [self._arrivals.begin(name, size) for name, size in vectors if size]
 
-        def fetch(vector: tuple[bytes, int]) -> bool:
-            arrival = self._arrivals.begin(*vector)
+        def fetch(arrival: Arrival) -> bool:
             return arrival.whole or self._persist(lambda session: self._download(session, arrival))
 
         if not all(self._streams.map(fetch, wanted)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import queue
+import random
 import re
 import socket
 import threading
@@ -11,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
 
-from cloister.protocol.errors import ConnectionFailedError, RosterError
+from cloister.protocol.errors import ConnectionFailedError, EngineError, RosterError
 
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DNS = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
@@ -54,6 +56,11 @@ def host_of(address: str) -> str:
 def port_of(address: str) -> int:
     """The port of an address that `host_of` accepts."""
     return int(address.rpartition(":")[2])
+
+
+def everywhere(address: str) -> str:
+    """Where a server listens that sites reach at an address: at its port, at all addresses of the machine."""
+    return f"[::]:{port_of(address)}"
 
 
 class Endpoint(NamedTuple):
@@ -99,6 +106,21 @@ def resolve(host: str, port: int, limit_s: float) -> list[Endpoint]:
         why = answer.strerror or str(answer)
         raise ConnectionFailedError("host", host, expected=f"a name that DNS resolves ({why})") from answer
     return answer
+
+
+def free_port() -> int:
+    """A TCP port of loopback that is free now, for a server that cannot choose one itself.
+
+    It is below the ports that systems take for outgoing connections: a client that tries again and again to reach one
+    of those, while nothing listens there, can connect to itself, and then the port is taken.
+
+    Raises:
+        EngineError: none was found.
+    """
+    for port in random.sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise EngineError("port", "127.0.0.1", expected="a free one from 10000 to 32000")
 
 
 def _address(text: str) -> str:

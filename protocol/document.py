@@ -10,14 +10,20 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cloister.protocol.errors import RosterError
+from cloister.protocol.threshold import LARGEST
 
 _LARGEST = 64 * 2**20  # bytes; a federation of 10,000 sites takes 8 MB
+_MOST_LINES = 16 * LARGEST  # a site of a federation takes ten
+_LONGEST_LINE = 2**20  # characters; the list of 10,000 revoked keys takes half of it
+_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_LINE = re.compile(rf"(?:\[\[site\]\]|[a-z]+ = (?:[0-9]{{1,10}}|{_TEXT}|\[(?:{_TEXT}(?:, {_TEXT})*)?\]))?\s*")
 
 
 def read_document(path: Path, what: str) -> str:
@@ -46,9 +52,16 @@ def read_document(path: Path, what: str) -> str:
 def tree_of(text: str, what: str, origin: str) -> dict[str, Any]:
     """The tables of a document.
 
+    The text is only parsed if its lines have the shape of those that `table` writes: nested or dotted TOML of a few
+    hundred kilobytes can cost minutes and gigabytes.
+
     Raises:
-        RosterError: the text is not TOML.
+        RosterError: the text is not such TOML.
     """
+    lines = text.split("\n", _MOST_LINES)  # the last one has all that follow
+    for number, line in enumerate(lines, 1):
+        if len(line) > _LONGEST_LINE or not _LINE.fullmatch(line):
+            raise changed(what, origin, f"line {number} is not one that the program writes")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

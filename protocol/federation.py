@@ -142,12 +142,19 @@ class Federation:
             request: Its new request, which the old key need not have signed; None: the site leaves.
 
         Raises:
-            RosterError: there is no such site, the request is of another, or its key is taken or revoked.
+            RosterError: there is no such site, the request is of another, its key is taken or revoked, or that of its
+                SuperNode stays.
         """
         old = self._member(name)
         if request is not None and request.name != name:
             raise RosterError(
                 "request", request.name, expected=f"the request of {name}, whose key is revoked"
+            )
+        if request is not None and request.supernode == old.supernode:
+            raise RosterError(
+                f"SuperNode key of {name}",
+                expected="a new one: it was lost or stolen with the identity key",
+                fix="make new keys: `cloister site request` in a new folder",
             )
         sites = [site for site in self.sites if site.name != name]
         sites += [] if request is None else [request]
@@ -191,7 +198,7 @@ class Federation:
                 found.append(Change(kind, name, detail))
             elif after.rotates(before.key):
                 found.append(Change("rotated", name, "its old key signed the new one"))
-            elif before.key != after.key and before.key in revoked:
+            elif before.key != after.key and before.supernode != after.supernode and before.key in revoked:
                 detail = (
                     "its key is revoked; its old key did NOT sign the new one: call the site before you agree"
                 )

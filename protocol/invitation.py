@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,8 +21,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from cloister.protocol.address import check_host, host_of
 from cloister.protocol.encoding import pack, unpack
-from cloister.protocol.errors import EncodingError, InvitationError, SignatureError
+from cloister.protocol.errors import EncodingError, InvitationError, RosterError, SignatureError
 
 _INVITATION = "cloister/invitation/1"
 _SESSION = "cloister/session/1"
@@ -29,6 +31,7 @@ _ID = 16
 _SECRET = 32
 NONCE = 32
 """Bytes of the nonce of a session."""
+_RUN = re.compile(r"[0-9A-Za-z]{1,64}")
 LONGEST = 2**14
 """Bytes of the longest invitation."""
 
@@ -38,7 +41,7 @@ class Invitation:
     """Where a site finds the exchange of a run, and the token that opens one session there."""
 
     run: str
-    """Label of the run, the same in all its invitations."""
+    """Label of the run, the same in all its invitations: 1 to 64 letters and digits, as sites name a folder by it."""
     address: str
     """HOST:PORT at which sites reach the exchange."""
     server_name: str
@@ -66,7 +69,8 @@ class Invitation:
         """Read what `to_bytes` wrote.
 
         Raises:
-            InvitationError: the bytes are anything else.
+            InvitationError: the bytes are anything else. So is a run that could name another folder of the site, and an
+                address other than HOST:PORT, of which gRPC takes more, such as sockets of this machine.
         """
         try:
             values = unpack(data) if len(data) <= LONGEST else ()
@@ -78,6 +82,13 @@ class Invitation:
             ):
                 invitation = cls(run, address, name, certificate, token)
                 assert len(invitation.fingerprint) == 32  # it raises for a certificate that cannot be read
+                if not _RUN.fullmatch(run):
+                    raise InvitationError("run of the invitation", run, expected="1 to 64 letters and digits")
+                try:
+                    host_of(address)
+                    check_host(name)
+                except RosterError as error:
+                    raise InvitationError("invitation", address, expected=str(error)) from None
                 return invitation
         raise InvitationError(
             "invitation", f"{len(data)} bytes", expected="an invitation of this release of cloister"
@@ -102,7 +113,7 @@ class Tokens:
 
     Args:
         clock: Seconds.
-        most: Tokens that are kept; the oldest is dropped for a new one.
+        most: Tokens that are kept; that which expires first is dropped for a new one.
         random: Source of tokens.
     """
 
@@ -120,7 +131,7 @@ class Tokens:
     def issue(self, lifetime_s: float) -> bytes:
         """A new token, valid for `lifetime_s` seconds."""
         while len(self._issued) >= self._most:
-            del self._issued[next(iter(self._issued))]
+            del self._issued[min(self._issued, key=lambda id: self._issued[id][1])]
         id, secret = self._random(_ID), self._random(_SECRET)
         self._issued[id] = secret, self._clock() + lifetime_s
         return id + secret

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,9 +49,12 @@ SILENT_S = 60.0
 STALL_S = 120.0
 """Seconds after which a transfer that has moved no chunk is over."""
 SLOWEST = 2**16
-"""Bytes a second that an upload must reach on average after the deadline of its request."""
+"""Bytes a second: after the deadline of its request an upload is waited for while it moves, but no longer than the
+largest reply takes at this rate."""
 
 _HASH = 32
+_SHARE = 0.9
+"""The most of a disk's free bytes that a vector may take: a peer must not fill the disk for everything else."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class Arrivals:
         self._folder = folder
         self._most = most + LONGEST
         self._known: dict[bytes, Arrival] = {}
+        self._left: dict[str, int] | None = None
+        """Bytes of the files of an earlier process, by the hash in their names; None: not looked for yet."""
 
     def begin(self, name: bytes, size: int) -> Arrival:
         """The file of a vector, which may have its first bytes already.
@@ -173,7 +179,7 @@ class Arrivals:
 
         Raises:
             TransferError: it exceeds a limit, or has been announced with another size.
-            StorageError: the disk refuses.
+            StorageError: the disk refuses, or the vector would take more than `_SHARE` of what is free.
         """
         known = self._known.get(name)
         if known is not None:
@@ -186,10 +192,22 @@ class Arrivals:
             raise TransferError("size of a vector", size, expected="1 byte or more")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(name, size)
         except OSError as error:
             raise disk_refusal(self._folder, error) from error
         arrival = self._known[name] = Arrival(self._folder / name.hex(), name, size)
         return arrival
+
+    def _make_room(self, name: bytes, size: int) -> None:
+        """Remove what an earlier process has left where it takes too much, and check that the disk has room."""
+        if self._left is None:
+            self._left = {path.stem: path.stat().st_size for path in self._folder.iterdir()}
+        there = self._left.pop(name.hex(), 0)
+        if sum((size, *self._left.values(), *(each.size for each in self._known.values()))) > self._most:
+            self.retain({name, *self._known})
+        free = shutil.disk_usage(self._folder).free
+        if size - there > _SHARE * free:
+            raise OSError(None, f"{size} bytes, and {free} are free")
 
     def open(self, name: bytes, size: int) -> memoryview:
         """A vector that is whole, mapped from its file; an empty one is always there.
@@ -212,6 +230,8 @@ class Arrivals:
         for path in self._folder.glob("*") if self._folder.exists() else ():
             if path.stem not in kept:
                 path.unlink(missing_ok=True)
+        if self._left is not None:
+            self._left = {stem: size for stem, size in self._left.items() if stem in kept}
 
 
 class Arrival:

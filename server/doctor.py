@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import errno
-import ipaddress
 import math
 import socket
 import ssl
 from functools import partial
 from pathlib import Path
 
-from cloister.protocol.address import host_of, port_of, resolve
+from cloister.protocol.address import everywhere, host_of, port_of, resolve
 from cloister.protocol.certificates import is_self_signed, names_of, read_certificate
 from cloister.protocol.errors import CertificateError, MachineError
 from cloister.protocol.findings import Hop, Skipped
@@ -92,7 +91,7 @@ class CoordinatorDoctor:
 
     def _port(self, server: str) -> str | Skipped:
         """Whether the port of a server is free, or used by that server."""
-        bind = bind_of(getattr(self._known.federation, server))
+        bind = everywhere(getattr(self._known.federation, server))
         try:
             with _bound(bind):
                 return f"{bind} is free: nothing listens there now"
@@ -102,15 +101,11 @@ class CoordinatorDoctor:
                     "port",
                     bind,
                     expected=f"one that can be listened on ({error.strerror})",
-                    fix="use a port above 1023 (cloister coordinator renew), or give cloister the right to it"
-                    if error.errno == errno.EACCES
-                    else "is this address one of this machine? name another: cloister coordinator renew",
+                    fix="use a port above 1023 (cloister coordinator renew), or give cloister the right to it",
                 ) from error
         return self._served(server, bind)
 
     def _served(self, server: str, bind: str) -> str | Skipped:
-        host = host_of(bind)
-        loopback = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(host, host)
         other = MachineError(
             "port",
             bind,
@@ -118,7 +113,7 @@ class CoordinatorDoctor:
             fix=f"find it with ss -ltnp 'sport = :{port_of(bind)}' and stop it",
         )
         try:
-            pem = ssl.get_server_certificate((loopback, port_of(bind)), timeout=self._limit_s)
+            pem = ssl.get_server_certificate(("127.0.0.1", port_of(bind)), timeout=self._limit_s)
             shown = read_certificate(pem.encode(), "the server's")
         except (OSError, ValueError, CertificateError) as error:
             raise other from error
@@ -139,22 +134,6 @@ class CoordinatorDoctor:
         raise other
 
 
-def bind_of(address: str) -> str:
-    """Where a server listens whose address is HOST:PORT: at that IP address of this machine, else at all of them."""
-    host, port = host_of(address), port_of(address)
-    try:
-        six = ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
-    own = f"[{host}]:{port}" if six else f"{host}:{port}"
-    try:
-        _bound(own).close()
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
-    return own
-
-
 def _bound(bind: str) -> socket.socket:
     """A socket that is bound, and does not listen.
 
@@ -162,8 +141,9 @@ def _bound(bind: str) -> socket.socket:
         OSError: the address cannot be had.
     """
     host = host_of(bind)
-    six = ":" in host
-    made = socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_STREAM)
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # as gRPC does
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if host == "::":

@@ -74,7 +74,7 @@ from cloister.protocol.exchange_pb2 import (
     Welcome,
 )
 from cloister.protocol.invitation import NONCE, Invitation, Tokens, verify_proof
-from cloister.protocol.messages import Reply, Request
+from cloister.protocol.messages import Failed, Reply, Request
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable
 from cloister.protocol.roster import Card, check_name
@@ -100,8 +100,12 @@ from cloister.server.rate import Rate
 
 _log = logging.getLogger(__name__)
 
-ENVIRONMENT: Mapping[str, str] = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256"}
-"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2.
+ENVIRONMENT: Mapping[str, str] = {
+    "GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256",
+    "GRPC_VERBOSITY": "NONE",
+}
+"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2, and a peer that is
+refused does not fill the log with lines of gRPC's own.
 
 gRPC for Python has no setting for the version. It negotiates 1.3 where the peer can. The variable leaves one cipher
 suite of TLS 1.2, which needs an RSA key, and the certificate's is ECDSA; the suites of 1.3 do not depend on it."""
@@ -109,11 +113,13 @@ INVITATION_S = 3600.0
 """Seconds for which an invitation is valid."""
 
 _GREETINGS = 64
-"""Sessions that have not proved who they are; a newer one ends the oldest."""
+"""Sessions that have shown no token yet; a newer one ends the oldest."""
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
 _BURST, _RATE = 2048, 100.0
 """Messages of a session and transfers of a site that may come at once, and a second."""
+_LOGGED = 100
+"""Refusals that are logged at once; later ones are, one a second."""
 _UNSENT = 64
 """Messages to a site that wait to be sent; a site that does not read them is disconnected."""
 _TOLD = 64 * CHUNK
@@ -279,6 +285,8 @@ class ExchangeChannel:
         self._greeting: dict[asyncio.Task[Any], None] = {}
         self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
+        self._refusals = Rate(_LOGGED, 1.0)
+        """Refusals that are logged: a peer that is refused must not fill the disk with them."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
         self._loop = asyncio.new_event_loop()
@@ -383,7 +391,7 @@ class ExchangeChannel:
                         yield late, Failure(f"node {late}", f"timeout: no answer within {deadline_s:g} s")
                     continue
                 pending = waiting.pop(node)
-                reply = answer if isinstance(answer, Failure) else reply_in(answer, node)
+                reply = answer if isinstance(answer, Failure) else self._reply_in(answer, node)
                 del answer
                 yield node, reply
                 del reply  # its vectors are mapped
@@ -392,6 +400,13 @@ class ExchangeChannel:
         finally:
             if not self._loop.is_closed():
                 self._now(partial(self._withdraw, waiting))
+
+    def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:
+        """As `reply_in`; a reply under another name than the site has proved is a failure too."""
+        reply, name = reply_in(frames, node), self._nodes[node].name
+        if isinstance(reply, Failure | Failed) or reply.site == name:
+            return reply
+        return Failure(name, f"it answered under the name {reply.site!r}")
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
         """Run a coroutine in the event loop."""
@@ -522,7 +537,9 @@ class ExchangeChannel:
                 _log.error("%s: %s", context.peer(), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
-                _log.warning("%s: refused: %s", context.peer(), error)
+                with contextlib.suppress(ExchangeError):
+                    self._refusals.take()
+                    _log.warning("%s: refused: %s", context.peer(), error)
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 
@@ -540,11 +557,11 @@ class ExchangeChannel:
         if len(self._greeting) >= _GREETINGS:
             oldest = next(iter(self._greeting))
             del self._greeting[oldest]
-            self._cancel(oldest, "too many sessions have not proved who they are")
+            self._cancel(oldest, "too many sessions have shown no token")
         self._greeting[task] = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                site = await self._greet(context)
+                site = await self._greet(task, context)
         finally:
             self._greeting.pop(task, None)
         if site.session is not None:
@@ -571,14 +588,14 @@ class ExchangeChannel:
             del self._sessions[session.key]
             if site.session is session:
                 site.session = None
-            self._tokens.expire(token, INVITATION_S)
+                self._tokens.expire(token, INVITATION_S)
             for other in both:
                 other.cancel()
             for other in session.transfers:
                 self._cancel(other, "the site's session has ended")
             _log.info("%s is disconnected", site.name)
 
-    async def _greet(self, context: Context) -> _Site:
+    async def _greet(self, task: asyncio.Task[Any], context: Context) -> _Site:
         """Steps 1 to 3: the site that has proved who it is."""
         hello = _parsed(FromSite, await context.read())
         if hello.WhichOneof("said") != "hello":
@@ -592,6 +609,7 @@ class ExchangeChannel:
             )
         token = hello.hello.token
         self._tokens.spend(token)
+        del self._greeting[task]  # tokens are bounded: no newer session ends this one
         nonce = os.urandom(NONCE)
         await context.write(ToSite(challenge=Challenge(nonce=nonce)).SerializeToString())
         said = _parsed(FromSite, await context.read())
@@ -703,7 +721,7 @@ class ExchangeChannel:
                 return
             start = _parsed(Part, first)
             vector = start.vector
-            if start.request != pending.id:  # of a reply to an earlier one
+            if site.pending is not pending or start.request != pending.id:  # of a reply to an earlier one
                 raise TransferError("vector", expected="a request that waits for its reply")
             assert site.arrivals is not None
             arrival = site.arrivals.begin(vector.hash, vector.size)

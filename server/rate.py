@@ -26,7 +26,8 @@ class Rate:
             ExchangeError: there were too many.
         """
         now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s) - 1
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
-        if self._left < 0:
+        if self._left < 1:
             raise ExchangeError("messages", expected=f"at most {self._per_s:g} a second")
+        self._left -= 1

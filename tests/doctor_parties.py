@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cloister.protocol.address import free_port
 from cloister.protocol.certificates import certificate_to_pem, issue, key_from_pem
 from cloister.server.probe import Probe
 from cloister.server.registry import Registry
@@ -23,12 +24,6 @@ from cloister.tests.command import ran
 SITE = "east-clinic"
 NOW = datetime.datetime.now(datetime.UTC)
 Handle = Callable[[socket.socket], None]
-
-
-def free_port() -> int:
-    """A port of loopback at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Listener:

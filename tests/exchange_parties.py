@@ -27,7 +27,7 @@ from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
-from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite
+from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
 from cloister.protocol.invitation import Invitation, prove
 from cloister.protocol.messages import TRAIN, Contribute, Join, Joined, Refused, Reply, Request, SumId
 from cloister.protocol.roster import load_identity, new_identity
@@ -186,7 +186,11 @@ class Raw:
 
     def open(self, name: str = "site-1", identity: Ed25519PrivateKey | None = None) -> tuple[Any, bytes]:
         """A session that has been welcomed, and its key."""
-        identity = identity or new_identity()
+        call, welcome = self.welcomed(name, identity or new_identity())
+        return call, welcome.key
+
+    def welcomed(self, name: str, identity: Ed25519PrivateKey) -> tuple[Any, Welcome]:
+        """A session, and what it was welcomed with."""
         invitation = self.channel.invite()
         call = self.session()
         self.say(hello=Hello(version=VERSION, token=invitation.token))
@@ -194,7 +198,7 @@ class Raw:
         public = identity.public_key().public_bytes_raw()
         signature = prove(identity, invitation, nonce, name)
         self.say(proof=Proof(name=name, key=public, signature=signature))
-        return call, said(call).welcome.key
+        return call, said(call).welcome
 
 
 def said(call: Any) -> ToSite:

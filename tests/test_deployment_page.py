@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cloister.clients.config import read_config
+from cloister.protocol.address import free_port
 from cloister.protocol.roster import load_roster
 from cloister.server.probe import Probe
 from cloister.tests.command import done, found
-from cloister.tests.doctor_parties import free_port
 from cloister.tests.exchange_parties import Relay
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")
@@ -112,7 +112,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return known("127.0.0.1" if host.startswith("fl.example.") else host, *others, **options)
 
     monkeypatch.setattr("socket.getaddrinfo", resolved)
-    monkeypatch.setattr("cloister.server.doctor.bind_of", lambda _address: bind)
+    for user in ("server.doctor", "protocol.address"):
+        monkeypatch.setattr(f"cloister.{user}.everywhere", lambda _address: bind)
     with Relay(bind, proxy=True) as relay:
         monkeypatch.setenv("https_proxy", f"http://{relay.address}")
         monkeypatch.setenv("no_proxy", "")

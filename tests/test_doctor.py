@@ -21,6 +21,7 @@ import pytest
 from cloister.aggregation.sums import training_layout
 from cloister.cli.main import main
 from cloister.clients.doctor import site_bytes
+from cloister.protocol.address import free_port
 from cloister.protocol.exchange_pb2 import About, FromProbe, Hello, Proof, ToProbe
 from cloister.protocol.invitation import Invitation, fingerprint_of
 from cloister.protocol.invitation import prove as prove_session
@@ -39,7 +40,6 @@ from cloister.tests.doctor_parties import (
     Rehearsal,
     Report,
     crowded,
-    free_port,
     says,
     tls,
 )
@@ -564,15 +564,6 @@ def test_37_the_own_name_does_not_resolve(make: Make) -> None:
     assert "cloister coordinator renew" in report.fault("superlink DNS")
 
 
-def test_38_the_address_is_that_of_no_machine_here(parties: Rehearsal) -> None:
-    """Behind a router the servers listen at all addresses."""
-    from cloister.server.doctor import bind_of
-
-    assert bind_of("192.0.2.7:9443") in ("[::]:9443", "0.0.0.0:9443")
-    assert bind_of("fl.example.org:9443") == bind_of("192.0.2.7:9443")
-    assert bind_of(parties.exchange) == parties.exchange
-
-
 # What the probe serves, and to whom
 
 
@@ -748,7 +739,7 @@ def test_the_coordinator_listens_until_it_is_interrupted(
     monkeypatch.setattr("cloister.server.probe.Probe.wait", wait)
     printed = done(parties.capsys, "doctor", str(parties.coordinator), "--listen")
     assert reports == [0]
-    assert f"listening on {parties.exchange}; sites reach it at {parties.exchange}" in printed
+    assert f"sites reach it at {parties.exchange}" in printed
     assert f"{SITE}: 16.8 MB received in" in printed
     with Listener(port=int(parties.exchange.rpartition(":")[2])):
         refused_ = lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")

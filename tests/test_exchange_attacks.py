@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import socket
 import ssl
@@ -11,10 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -33,11 +35,23 @@ from cloister.protocol.errors import (
     SignatureError,
     UntrustedError,
 )
-from cloister.protocol.exchange_pb2 import Alive, FromSite, Hello, Letter, Part, Proof, Vector, Wanted
+from cloister.protocol.exchange_pb2 import (
+    Alive,
+    FromSite,
+    Held,
+    Hello,
+    Letter,
+    Part,
+    Proof,
+    ToSite,
+    Vector,
+    Wanted,
+)
 from cloister.protocol.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
-from cloister.protocol.messages import Joined
+from cloister.protocol.messages import Failed, Joined
 from cloister.protocol.roster import Card, new_identity
 from cloister.protocol.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
+from cloister.protocol.wire import LONGEST, to_bytes
 from cloister.server import exchange
 from cloister.server.certificate import Certificate, new_certificate
 from cloister.server.channel import Failure
@@ -207,6 +221,14 @@ def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
             Invitation.from_bytes(wrong)
     with pytest.raises(InvitationError, match="one in PEM"):
         Invitation.from_bytes(replace(invitation, certificate=b"PEM").to_bytes())
+    for address in ("unix:/run/secret.sock", "dns:///other.example:1", "xds:///a:1", "host", "host:0", ""):
+        with pytest.raises(InvitationError, match="HOST:PORT"):
+            Invitation.from_bytes(replace(invitation, address=address).to_bytes())
+    for run in ("/etc", "..", "../../data", "a/b", "", ".", "x" * 65, "\0"):
+        with pytest.raises(InvitationError, match="letters and digits"):
+            Invitation.from_bytes(replace(invitation, run=run).to_bytes())
+    with pytest.raises(InvitationError, match="a DNS name"):
+        Invitation.from_bytes(replace(invitation, server_name="a b").to_bytes())
 
 
 def test_tokens_are_bounded_and_keep_their_time() -> None:
@@ -340,6 +362,37 @@ def test_what_a_site_may_upload_is_bounded(tmp_path: Path) -> None:
         ]
 
 
+def test_an_upload_for_an_earlier_request_leaves_that_of_the_next(tmp_path: Path) -> None:
+    """Its first part arrives when the request that it was for is not waited for any longer."""
+    data = os.urandom(2 * CHUNK)
+    late: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        asking = channel.ask({1: contribute(MODEL)}, 0.2, group="1")
+        thread = threading.Thread(target=lambda: next(asking))
+        thread.start()
+        first = said(call).request
+        old = raw.call("Upload", iter(late.get, None), key)
+        thread.join(WAIT_S)
+        start = Part(vector=Vector(hash=bytes(32), size=CHUNK), request=first.id).SerializeToString()
+        with asked(channel, contribute(MODEL, 2)):
+            letter = said(call).request
+            vector = Vector(hash=blake3(data).digest(), size=len(data))
+            parts.put(Part(vector=vector, request=letter.id).SerializeToString())
+            new = raw.call("Upload", iter(parts.get, None), key)
+            assert not Held.FromString(next(new)).whole
+            late.put(start)
+            with pytest.raises(grpc.RpcError) as raised:
+                list(old)
+            assert "a request that waits for its reply" in raised.value.details()
+            for at in (0, CHUNK, None):
+                parts.put(None if at is None else part_of(memoryview(data)[at : at + CHUNK]))
+            assert Held.FromString(next(new)).whole
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        late.put(None)
+
+
 def test_what_a_site_may_download_is_what_it_is_asked_about(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
         call, key = raw.open()
@@ -370,6 +423,16 @@ def test_a_reply_that_is_no_message_is_a_failure(tmp_path: Path) -> None:
         assert "one encoded tuple" in answers[0].reason
 
 
+def test_a_site_answers_under_no_name_but_its_own(tmp_path: Path) -> None:
+    """Also where the plan sums in clear, and no reply is signed."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open("site-2")
+        with asked(channel, join_request()) as answers:
+            letter = said(call).request
+            raw.say(reply=Letter(id=letter.id, frame=to_bytes(Joined("site-1"))))
+        assert answers == [Failure("site-2", "it answered under the name 'site-1'")]
+
+
 def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_BURST", 50)
     with open_channel(tmp_path) as channel, Raw(channel) as raw, connected(channel, Answering(), tmp_path):
@@ -394,6 +457,20 @@ def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
 
 
 # What says nothing, or little.
+
+
+def test_refusals_do_not_fill_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(exchange, "_LOGGED", 5)
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        for logged in (5, 8):
+            for _ in range(100):
+                assert raw.refused("Upload", [], b"no session")[0] == "UNAUTHENTICATED"
+            assert caplog.text.count("refused") == logged
+            now[0] = 3.0
 
 
 def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +547,53 @@ def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: 
                 call.cancel()
 
 
+def test_a_session_with_a_token_is_not_ended_by_sessions_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        invitation = channel.invite()
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        silent = [other.session() for _ in range(5)]
+        until = time.monotonic() + WAIT_S
+        while sum(each.is_active() for each in silent) > 3:  # until all have arrived
+            assert time.monotonic() < until
+        raw.say(
+            proof=Proof(name="site-1", key=PUBLIC, signature=prove(IDENTITY, invitation, nonce, "site-1"))
+        )
+        assert said(call).welcome.key
+        for each in silent:
+            each.cancel()
+
+
+def test_the_token_of_a_session_ends_with_the_next_session(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other, Raw(channel) as third:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        other.open(identity=IDENTITY)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.details() == "the site has opened another session"
+        third.say(hello=Hello(version=VERSION, token=welcome.token))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(third.session())
+        assert "has not expired" in raised.value.details()
+
+
+def test_invitations_that_are_not_used_do_not_end_the_tokens_of_sites(tmp_path: Path) -> None:
+    """A site that is away is invited again and again, and the others need no invitation when a session breaks."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        for _ in range(500):
+            channel.invite()
+        call.cancel()
+        again = other.session()
+        other.say(hello=Hello(version=VERSION, token=welcome.token))
+        assert said(again).challenge.nonce
+        again.cancel()
+
+
 def test_connections_are_bounded(tmp_path: Path) -> None:
     with open_channel(tmp_path, sites=1) as channel:
         host, port = channel.address.rsplit(":", 1)
@@ -523,7 +647,133 @@ def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> Non
         assert {each.name for each in channel.connected()} == {"site-1", "site-2"}
 
 
+def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """6,400 messages in its sessions and uploads, which with those above makes 10,000."""
+    monkeypatch.setattr(exchange, "_BURST", 2**20)
+    draw = random.Random(8)
+    letters = [Letter(id=bytes(32))]  # what the site was asked, the newest last
+    over = threading.Event()
+
+    def hear(call: Any) -> None:
+        with suppress(grpc.RpcError):
+            letters.extend(each.request for each in map(ToSite.FromString, call) if each.request.id)
+
+    def some_bytes() -> bytes:
+        chosen = (bytes(32), letters[-1].id, b"", draw.randbytes(31), draw.randbytes(300), draw.randbytes(32))
+        return draw.choice(chosen)
+
+    def vector() -> Vector:
+        return Vector(hash=some_bytes(), size=draw.choice((0, 1, CHUNK, CHUNK, 2**32, 2**63, 2**64 - 1)))
+
+    def message() -> Any:
+        kind = draw.randrange(100)
+        if kind == 0:
+            return draw.randbytes(draw.choice((1, 9, 2000)))
+        if kind == 1:
+            return FromSite(hello=Hello(version=VERSION, token=some_bytes())).SerializeToString()
+        if kind < 10:
+            return FromSite(alive=Alive()).SerializeToString()
+        id = letters[-1].id if kind < 20 else some_bytes()
+        vectors = [vector() for _ in range(draw.choice((0, 1, 2, 20)))]
+        return FromSite(
+            reply=Letter(id=id, frame=draw.randbytes(draw.choice((0, 20, 3000))), vectors=vectors)
+        ).SerializeToString()
+
+    def parts() -> list[bytes]:
+        start = Part(vector=vector(), request=draw.choice((letters[-1].id, some_bytes())))
+        data = [Part(data=draw.randbytes(draw.choice((0, 5, CHUNK)))) for _ in range(2)]
+        return [part.SerializeToString() for part in (start, *data)]
+
+    def go_on_asking(channel: ExchangeChannel) -> None:
+        while not over.is_set():
+            for _, reply in channel.ask({2: contribute(MODEL)}, 5.0, group="2"):
+                assert isinstance(reply, Failure)
+
+    site, identity = Answering(), new_identity()
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, connected(channel, site, tmp_path):
+        sent, sessions, before = 0, 0, 0
+        asking = threading.Thread(target=go_on_asking, args=(channel,))
+        while sent < 6400:
+            with Raw(channel) as raw:
+                call, key = raw.open("site-2", identity)
+                sessions += 1
+                if sessions == 1:
+                    asking.start()
+                hearing = threading.Thread(target=hear, args=(call,))
+                hearing.start()
+                while hearing.is_alive() and sent < 6400:
+                    for _ in range(20):
+                        raw.unsent.put(message())
+                    with suppress(grpc.RpcError):
+                        list(raw.call("Upload", parts(), key))
+                    sent += 23
+                    if sent % 690 == 0:
+                        assert next(iter(channel.ask({1: join_request(f"{sent}")}, WAIT_S, group="1")))[
+                            1
+                        ] == Joined("site-1")
+                call.cancel()
+                hearing.join(WAIT_S)
+            if not before and sent > 1500:
+                before = memory()
+        over.set()
+        asking.join(WAIT_S)
+        assert not asking.is_alive()
+        assert sessions > 5
+        assert memory() - before < 2**24
+        spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+        assert spooled <= 4 * CHUNK + LONGEST
+    assert not [record for record in caplog.records if record.exc_info], "a defect"
+
+
 # The pieces alone.
+
+
+def test_what_a_request_of_the_same_bytes_left_counts(tmp_path: Path) -> None:
+    """A site that uploads something else, each time that it is asked again, does not fill the disk."""
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        for _ in range(20):
+            asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
+            thread = threading.Thread(target=next, args=(asking,))
+            thread.start()
+            letter = next(message.request for message in iter(lambda: said(call), None) if message.request.id)
+            data = os.urandom(4 * CHUNK)
+            vector = Vector(hash=blake3(data).digest(), size=len(data))
+            parts = [Part(vector=vector, request=letter.id).SerializeToString()]
+            parts += [part_of(memoryview(data)[at : at + CHUNK]) for at in range(0, len(data), CHUNK)]
+            assert Held.FromString(list(raw.call("Upload", parts, key))[-1]).whole
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+            thread.join(WAIT_S)
+            del asking, thread  # as a coordinator that dies before it takes the reply
+            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            assert spooled <= 4 * CHUNK + LONGEST
+
+
+def test_a_vector_that_would_fill_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [MODEL.nbytes]
+    monkeypatch.setattr(
+        "cloister.protocol.transfer.shutil.disk_usage", lambda _: SimpleNamespace(free=free[0])
+    )
+    with open_channel(tmp_path) as channel, connected(channel, Answering(), tmp_path):
+        refused = ask(channel, contribute(MODEL))
+        assert isinstance(refused, Failed)
+        assert f"{free[0]} are free" in refused.reason
+        free[0] = 2 * MODEL.nbytes
+        assert len(ask(channel, contribute(MODEL))) == 1000
+    # What is there already takes no room.
+    data = os.urandom(2 * CHUNK)
+    name = blake3(data).digest()
+    arrival = Arrivals(tmp_path / "a", 2**30).begin(name, len(data))
+    arrival.add(arrival.take()[0], [memoryview(data)[:CHUNK]])
+    free[0] = 2 * CHUNK
+    again = Arrivals(tmp_path / "a", 2**30)
+    assert again.begin(name, len(data)).take()[1] == CHUNK
+    with pytest.raises(CloisterError, match="are free"):
+        again.begin(bytes(32), len(data))
 
 
 def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import ssl
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,10 +23,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_ssh_priv
 
 from cloister.cli import coordinator, site
 from cloister.clients.config import read_config
-from cloister.protocol.certificates import new_authority, new_key, read_certificate
+from cloister.clients.deployed import accepted
+from cloister.protocol.certificates import certificate_to_pem, new_authority, new_key, read_certificate
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import CertificateError, RosterError
+from cloister.protocol.errors import CertificateError, InvitationError, RosterError
 from cloister.protocol.federation import Federation
+from cloister.protocol.invitation import Invitation
 from cloister.protocol.request import Request
 from cloister.protocol.roster import Card, Roster, load_identity, load_roster, new_identity
 from cloister.protocol.storage import sync_to_disk
@@ -149,6 +152,43 @@ def test_settings_that_are_there_are_kept(parties: Parties) -> None:
 def test_a_request_of_which_a_byte_was_changed_is_refused(parties: Parties) -> None:
     text = Path(parties.request("a-hospital")["request"]).read_text(encoding="utf-8")
     assert_no_change_passes(text, Request.from_toml)
+
+
+HOSTILE = {
+    "arrays in arrays": "x = " + "[" * 10**5,
+    "tables in tables": "x = " + "{a=" * 10**5,
+    "a long number": "version = " + "9" * 5000,
+    "a dotted key": ".".join("a" * 10**5) + " = 1",
+    "long names of tables": "".join(f"[{'.'.join('a' * dots)}]\n" for dots in range(1, 1500)),
+    "many lines": "a = 1\n" * 10**6,
+    "a long line": f'a = "{"x" * 2**21}"',
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_that_is_made_to_cost_much_is_refused_at_once(
+    parties: Parties, tmp_path: Path, what: str
+) -> None:
+    """As TOML some of them take minutes, gigabytes, or more stack than there is."""
+    parties.request("a-hospital")
+    file = tmp_path / "sent"
+    file.write_text(HOSTILE[what])
+    started = time.process_time()
+    told = {"request": str(file), "fingerprint": "0" * 64}
+    for command in (
+        parties.approving(told),
+        (
+            "site",
+            "install",
+            str(file),
+            "--folder",
+            str(parties.folder("a-hospital")),
+            "--fingerprint",
+            "0" * 64,
+        ),
+    ):
+        assert "expected the whole file, unchanged (line" in lone_refusal(parties.capsys, *command)
+    assert time.process_time() - started < 2
 
 
 def test_a_request_with_another_card_is_refused(parties: Parties) -> None:
@@ -570,6 +610,17 @@ def test_a_pinned_roster_that_was_edited_is_refused(installed: tuple[Parties, di
     assert "roster_hash" in lone_refusal(parties.capsys, *parties.installing("a-hospital", second))
 
 
+def test_a_site_follows_no_invitation_to_another_address(installed: tuple[Parties, dict[str, Any]]) -> None:
+    _, version = installed
+    federation = Federation.from_toml(Path(version["file"]).read_text(encoding="utf-8"))
+    pem = certificate_to_pem(read_certificate(federation.authority, "authority"))
+    invitation = Invitation("run", federation.exchange, "fl.example.org", pem, bytes(48))
+    assert accepted(invitation.to_bytes(), federation) == invitation
+    for address in ("10.0.0.1:22", federation.superlink):
+        with pytest.raises(InvitationError, match="as in the installed federation"):
+            accepted(replace(invitation, address=address).to_bytes(), federation)
+
+
 def test_settings_that_cannot_be_changed_are_refused(installed: tuple[Parties, dict[str, Any]]) -> None:
     parties, _ = installed
     second = parties.change("remove", "c-lab")
@@ -779,6 +830,26 @@ def test_a_revoked_key_never_comes_back(installed: tuple[Parties, dict[str, Any]
     )
     line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(back)))
     assert "revoked keys" in line
+
+
+def test_a_key_of_a_supernode_is_replaced_with_the_revoked_key(
+    installed: tuple[Parties, dict[str, Any]], tmp_path: Path
+) -> None:
+    """It was in the same folder, and by it the SuperLink would take a thief for the site."""
+    parties, version = installed
+    old = load_supernode_key(parties.folder("c-lab") / "supernode.key")
+    request = Request.of("c-lab", new_identity(), old, "x", TODAY)
+    path = tmp_path / "c-lab.request"
+    path.write_text(request.to_toml(), encoding="utf-8")
+    told = ("--request", str(path), "--fingerprint", request.fingerprint.hex())
+    line = lone_refusal(parties.capsys, "coordinator", "revoke", "c-lab", str(parties.coordinator), *told)
+    assert "SuperNode key of c-lab: expected a new one" in line
+    federation = parties.read(version)
+    sites = tuple(request if site.name == "c-lab" else site for site in federation.sites)
+    revoked = (next(site.key for site in federation.sites if site.name == "c-lab"),)
+    lie = replace(federation, version=2, previous=federation.fingerprint, sites=sites, revoked=revoked)
+    line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(lie)))
+    assert "request of c-lab" in line
 
 
 def test_a_removed_key_may_come_back(installed: tuple[Parties, dict[str, Any]]) -> None:

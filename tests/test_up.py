@@ -1,0 +1,279 @@
+"""A whole deployment on this machine: real processes of coordinator, SuperLink, sites and SuperNodes, TLS, keys."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import ListNodesRequest, StartRunRequest
+from flwr.proto.runtime_pb2 import PullTaskInputRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from cloister.cli.main import main
+from cloister.protocol.child import Child
+from cloister.protocol.errors import EngineError
+from cloister.protocol.flower import QUIET, Tasks
+from cloister.protocol.soundness import load
+from cloister.protocol.supernode import make_supernode_key
+from cloister.server.folder import RunFiles, RunFolder
+from cloister.simulations.rehearsal import federation_of, prepare, running
+
+# Flower 1.39 calls pathspec by a name that it has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+
+WAIT_S = 120.0
+
+
+@dataclass
+class Rehearsed:
+    """A rehearsal whose run is finished, and whose processes still run."""
+
+    files: RunFiles
+    outcome: dict[str, Any]
+    ended: list[str]
+    """What processes ended, and were started again."""
+
+    @property
+    def federation(self) -> Path:
+        return federation_of(self.files)
+
+    def sites(self) -> list[Path]:
+        return [self.files.sites.config(name) for name in self.files.sites.names()]
+
+
+def told(*command: str) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*command, "--json"]) == 0
+    found = json.loads(printed.getvalue().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rehearsed(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsed]:
+    files, plan = RunFiles(tmp_path_factory.mktemp("up") / "run"), load(small_plan)
+    with RunFolder.create(files.path, plan) as folder:
+        prepare(folder, lambda _event: None, "exchange")
+    ended: list[str] = []
+    with running(files, plan, ended.append):
+        outcome = told("status", str(federation_of(files)), "--follow")
+        yield Rehearsed(files, outcome, ended)
+
+
+def test_a_deployment_ends_with_the_weights_of_a_simulation(
+    rehearsed: Rehearsed, whole: dict[str, Any]
+) -> None:
+    for figure in ("params_sha256", "initial_loss", "final_loss", "rounds"):
+        assert rehearsed.outcome[figure] == whole[figure]
+    assert not rehearsed.ended
+    assert not rehearsed.files.spool.exists(), "the uploads are removed"
+    for site in rehearsed.sites():
+        assert not list((site.parent / "state" / "exchange").iterdir()), "so are those of a site"
+
+
+def test_status_tells_of_the_coordinator_and_its_sites(
+    rehearsed: Rehearsed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told("status", str(rehearsed.federation))
+    assert [entry["state"] for entry in found["runs"]] == ["done"]
+    received = found["now"]["Moved"]["received"]
+    assert set(received) == {site.parent.name for site in rehearsed.sites()}
+    assert main(["status", str(rehearsed.federation)]) == 0
+    assert "done" in capsys.readouterr().out
+    for site in rehearsed.sites():
+        assert told("status", str(site))["well"]
+        assert main(["status", "--probe", str(site)]) == 0
+    assert main(["logs", str(rehearsed.files.path)]) == 0
+    assert "finished 3 rounds" in capsys.readouterr().out
+
+
+def test_a_probe_fails_where_no_process_runs(
+    rehearsed: Rehearsed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = rehearsed.sites()[0]
+    (tmp_path / "site.toml").write_text(site.read_text())
+    assert main(["status", "--probe", str(tmp_path / "site.toml")]) == 1
+    assert "does not run" in capsys.readouterr().out
+    assert main(["status", "--probe", str(tmp_path)]) == 1
+    assert main(["status", str(tmp_path)]) == 2
+    assert "cloister coordinator start" in capsys.readouterr().err
+
+
+def test_only_who_has_the_secret_commands_the_coordinator(rehearsed: Rehearsed) -> None:
+    file = rehearsed.federation / "control.json"
+    assert file.stat().st_mode & 0o077 == 0
+    with pytest.raises(AuthenticationError):
+        Client(("127.0.0.1", json.loads(file.read_bytes())["port"]), authkey=bytes(32))
+
+
+def test_a_second_process_of_a_site_or_coordinator_is_refused(
+    rehearsed: Rehearsed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["site", "start", str(rehearsed.sites()[0])]) == 2
+    assert "a site that no other process serves" in capsys.readouterr().err
+    assert main(["coordinator", "start", str(rehearsed.federation)]) == 2
+    assert "no other coordinator's process" in capsys.readouterr().err
+
+
+@dataclass
+class Api:
+    """The local API of a rehearsal's SuperLink, for a user of the coordinator's machine who means harm."""
+
+    address: str
+    secret: bytes
+    certificate: bytes
+
+    @classmethod
+    def of(cls, rehearsed: Rehearsed) -> Api:
+        log = (rehearsed.files.path / "federation.log").read_text()
+        port = re.findall(r"started: flower-superlink .* --port ([0-9]+)", log)[-1]
+        secret = (rehearsed.federation / "flower" / "secret").read_bytes()
+        return cls(f"127.0.0.1:{port}", secret, (rehearsed.federation / "authority.pem").read_bytes())
+
+    def control(self) -> ControlHttpClient:
+        return ControlHttpClient.from_server_address(
+            server_address=self.address,
+            insecure=False,
+            root_certificates=self.certificate,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="test")],
+        )
+
+
+def bundle(marker: Path) -> Fab:
+    """A bundle whose module writes a file when it is imported."""
+    module = (
+        f"from pathlib import Path\nPath({str(marker)!r}).write_text('written')\n"
+        "from flwr.clientapp import ClientApp\nfrom flwr.serverapp import ServerApp\n"
+        "app = ClientApp()\nserver = ServerApp()\n"
+    )
+    project = (
+        '[project]\nname = "cloister"\nversion = "1.0.0"\n[tool.flwr.app]\npublisher = "cloister"\n'
+        '[tool.flwr.app.components]\nserverapp = "evil:server"\nclientapp = "evil:app"\n'
+    )
+    built, _ = build_fab_from_files({"pyproject.toml": project.encode(), "evil.py": module.encode()})
+    return Fab(hashlib.sha256(built).hexdigest(), built, {})
+
+
+def test_a_bundle_with_code_is_not_run_at_any_site(rehearsed: Rehearsed, tmp_path: Path) -> None:
+    """A coordinator sends every site messages of each kind in a run whose bundle has a module."""
+    marker, api = tmp_path / "marker", Api.of(rehearsed)
+    control = api.control()
+    number = control.StartRun(StartRunRequest(fab=fab_to_proto(bundle(marker)))).run_id
+    with Tasks(api.address, api.secret, api.certificate) as tasks:
+        taken = tasks.take("flwr-serverapp")
+    assert taken is not None
+    client, token = taken
+    given = client.PullTaskInput(PullTaskInputRequest())
+    assert given.run.run_id == number
+    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, number
+    TaskIdentity.node_id = given.context.node_id
+    grid = HttpGrid(api.address, False, api.certificate, token=token)
+    grid.set_run(run_from_proto(given.run))
+    nodes = [node.node_id for node in grid.get_nodes()]
+    assert len(nodes) == len(rehearsed.sites())
+    content, kinds = RecordDict({"x": ConfigRecord({"x": 1})}), ("train", "query", "query.invite")
+    sent = [Message(content, node, kind) for node in nodes for kind in kinds]
+    replies = list(grid.send_and_receive(sent, timeout=WAIT_S))
+    assert len(replies) == len(sent)
+    for reply in replies:  # the site's own app has answered, or there is none for such a message
+        if reply.metadata.message_type == "train":
+            assert reply.has_error()
+            assert reply.error.reason == "ValueError"
+        elif reply.metadata.message_type == "query":
+            assert isinstance(reply.content["frames"], ArrayRecord)
+        else:
+            assert "InvitationError" in str(dict(reply.content["invite"])["reason"])
+    grid.close()
+    client.close()
+    control.close()
+    assert not marker.exists()
+    for site in rehearsed.sites():
+        assert not list(site.parent.rglob("evil*")), "not even unpacked"
+        assert told("status", str(site))["well"]
+
+
+def test_without_the_secret_no_task_is_taken(rehearsed: Rehearsed) -> None:
+    api = Api.of(rehearsed)
+    for secret in (bytes(32), b"guess"):
+        with (
+            Tasks(api.address, secret, api.certificate) as tasks,
+            pytest.raises(EngineError, match=r"40[13]"),
+        ):
+            tasks.take("flwr-serverapp")
+    site = rehearsed.sites()[0].parent
+    address = re.findall(r"--port ([0-9]+)", (site / "site.log").read_text())[-1]
+    with Tasks(f"127.0.0.1:{address}", bytes(32)) as tasks, pytest.raises(EngineError, match=r"40[13]"):
+        tasks.take("flwr-clientapp")
+    assert (site / "state" / "flower" / "secret").stat().st_mode & 0o077 == 0
+
+
+def test_a_supernode_that_is_not_in_the_federation_does_not_connect(
+    rehearsed: Rehearsed, tmp_path: Path
+) -> None:
+    make_supernode_key(tmp_path / "key")
+    superlink = re.findall(r"--superlink (\S+)", (rehearsed.sites()[0].parent / "site.log").read_text())[-1]
+    arguments = ["--superlink", superlink, "--root-certificates", str(rehearsed.federation / "authority.pem")]
+    arguments += ["--auth-supernode-private-key", str(tmp_path / "key"), "--max-retries", "1"]
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "flower-supernode"),
+            *arguments,
+            *("--isolation", "process", "--port", "0"),
+        ],
+        capture_output=True,
+        timeout=WAIT_S,
+        env={**os.environ, **QUIET, "FLWR_HOME": str(tmp_path)},
+    )
+    assert done.returncode
+    control = Api.of(rehearsed).control()
+    nodes = control.ListNodes(ListNodesRequest()).nodes_info
+    control.close()
+    assert len(nodes) == len(rehearsed.sites())
+
+
+def test_flowers_own_messages_can_carry_a_run(rehearsed: Rehearsed, small_plan: Path, tmp_path: Path) -> None:
+    fields = ["run.rounds=1", "server.evaluation=none", "cohort.deadline_s=120"]
+    options = [part for field in fields for part in ("--set", field)]
+    plan = load(small_plan, fields)
+    for site in rehearsed.sites():  # their operators accept this plan too
+        site.write_text(re.sub('plan = "[0-9a-f]*"', f'plan = "{plan.digest()}"', site.read_text()))
+    simulated = told("simulate", str(small_plan), *options, "--out", str(tmp_path / "simulated"))
+    to = ["--to", str(rehearsed.federation), "--out", str(tmp_path / "deployed")]
+    deployed = told("submit", str(small_plan), *options, *to, "--transport", "flower", "--follow")
+    assert deployed["params_sha256"] == simulated["params_sha256"]
+
+
+def test_a_child_that_ends_is_started_again(tmp_path: Path) -> None:
+    """The child is `cloister --help`, which ends at once, again and again."""
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Child("cloister", ["--help"], tmp_path / "log", ended=ended.put) as child:
+        first = child.pid
+        lines = [ended.get(timeout=WAIT_S) for _ in range(2)]
+        assert child.pid != first
+    assert "exited with status 0; it starts again in 1 s" in lines[0]
+    assert "in 2 s" in lines[1]
+    with pytest.raises(EngineError, match="installed in this environment"):
+        Child("no-such-script", [], tmp_path / "log")
