@@ -315,7 +315,7 @@ class Route:
                 "`cloister doctor FEDERATION --listen`, then run this again"
             )
         return (
-            "ask the coordinator whether its SuperLink runs, and whether its firewall lets TCP port "
+            "ask the coordinator whether `cloister coordinator start` runs, and whether its firewall lets TCP port "
             f"{port_of(self.address)} in"
         )
 

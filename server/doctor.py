@@ -125,7 +125,7 @@ class CoordinatorDoctor:
                 "certificate that is served",
                 f"until {shown.not_valid_after_utc:%Y-%m-%d}",
                 expected=f"{server}.pem, which was renewed",
-                fix=f"start the {server} again",
+                fix="start it again: cloister coordinator start, or cloister doctor --listen",
             )
         if server == "exchange" and is_self_signed(shown):
             return Skipped(

@@ -532,7 +532,7 @@ def test_31_a_port_is_taken(parties: Rehearsal) -> None:
 def test_32_a_server_has_its_old_certificate(parties: Rehearsal) -> None:
     with parties.probe():
         parties.registry.renew(Renewal(), NOW)
-        assert "start the exchange again" in coordinator(parties).fault("exchange port")
+        assert "start it again" in coordinator(parties).fault("exchange port")
 
 
 def test_33_a_certificate_of_the_coordinator_has_expired(make: Make) -> None:
