@@ -132,7 +132,7 @@ def make_rotation(folder: Path, day: datetime.date) -> tuple[Request, Path]:
         StorageError: the disk refuses.
     """
     config = read_config(folder / "site.toml")
-    installed = _installed(config)
+    installed = read_installed(config)
     entry = installed.site(config.name) if installed else None
     if entry is None:
         raise RosterError(
@@ -179,7 +179,7 @@ def consider(folder: Path, federation: Federation, now: datetime.datetime) -> Of
         CloisterError: a check fails.
     """
     config = read_config(folder / "site.toml")
-    installed = _installed(config)
+    installed = read_installed(config)
     changes: tuple[Change, ...] = ()
     if installed is not None and installed.fingerprint != federation.fingerprint:  # 1
         changes = federation.changes_since(installed)
@@ -245,7 +245,7 @@ def install(offer: Offer, *, durable: bool = True) -> Path:
     return folder / relative / "federation.toml"
 
 
-def _installed(config: SiteConfig) -> Federation | None:
+def read_installed(config: SiteConfig) -> Federation | None:
     """The version that is installed.
 
     Raises:

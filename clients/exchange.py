@@ -17,7 +17,6 @@ import queue
 import random
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +29,9 @@ import grpc
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
+from cloister.clients.proxy import proxy_for
 from cloister.clients.serve import Served, reticent, serve
+from cloister.protocol.address import host_of
 from cloister.protocol.errors import (
     CloisterError,
     ExchangeError,
@@ -259,7 +260,7 @@ class ExchangeSite:
             InvitationError, MemberError: the coordinator refuses the site.
             ExchangeError: the coordinator cannot be reached, or did not answer as expected.
         """
-        channel = self._connect(invitation)
+        channel = open_channel(invitation.address, invitation.server_name, invitation.certificate)
         unsent: queue.SimpleQueue[FromSite | None] = queue.SimpleQueue()
         unsent.put(FromSite(hello=Hello(version=VERSION, token=invitation.token)))
         welcome: Welcome | None = None
@@ -297,21 +298,6 @@ class ExchangeSite:
         if welcome is None:
             raise ExchangeError("session", expected="one that the coordinator keeps open")
         return replace(invitation, token=welcome.token), False
-
-    def _connect(self, invitation: Invitation) -> grpc.Channel:
-        host = invitation.address.rpartition(":")[0].strip("[]")
-        proxy = None
-        if not urllib.request.proxy_bypass(host):
-            proxy = urllib.request.getproxies().get("https")
-        if proxy and "://" not in proxy:
-            proxy = f"http://{proxy}"
-        options = [
-            *_OPTIONS,
-            ("grpc.ssl_target_name_override", invitation.server_name),
-            ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0),
-        ]
-        credentials = grpc.ssl_channel_credentials(invitation.certificate)  # the only root
-        return grpc.secure_channel(invitation.address, credentials, options)
 
     def _proof(self, invitation: Invitation, nonce: bytes) -> Proof:
         signature = prove(self._identity, invitation, nonce, self._name)
@@ -529,6 +515,23 @@ class ExchangeSite:
                 start.put(None)
         if not whole:
             raise TransferError("upload", expected="an answer that all of it has arrived")
+
+
+def open_channel(address: str, server_name: str, root: bytes) -> grpc.Channel:
+    """A connection to a server of the coordinator, made with the first call.
+
+    Args:
+        address: HOST:PORT at which the site reaches it.
+        server_name: The name in its certificate.
+        root: The only certificate that is trusted, in PEM: its own, or that of its authority.
+    """
+    proxy = proxy_for(host_of(address))
+    options = [
+        *_OPTIONS,
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root), options)
 
 
 def _parsed(data: bytes) -> ToSite:

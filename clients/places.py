@@ -39,13 +39,7 @@ def mesh_for(
     Raises:
         ModelError: there is no such device, there are too few, or the mesh does not fit the model.
     """
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if gpus and device in ("auto", "cuda"):
-        here = gpus
-    elif elsewhere and re.fullmatch(r"cuda(:\d+)?", device):
-        here = ["cuda:0" if device == "cuda" else device]
-    else:
-        here = [str(device_for(device))]
+    here = devices_of(device, elsewhere=elsewhere)
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
@@ -83,12 +77,36 @@ def mesh_for(
             expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
             fix="set mesh.replicate instead, or use a plan with privacy.method = 'auto'",
         )
-    processes = RANKS_PER_PROCESSOR * (os.cpu_count() or 1)
-    devices = here * min(mesh.size, processes) if here == ["cpu"] else here
+    devices = places_on(here, mesh.size)
     if elsewhere and device in ("auto", "cuda") and len(devices) < mesh.size:
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:
+    """The torch devices that a site's `device` means: one, or all GPUs that this process sees.
+
+    Args:
+        device: `auto` (all GPUs, else the CPU) or a torch device.
+        elsewhere: A GPU may be one that this machine lacks.
+
+    Raises:
+        ModelError: there is no such device.
+    """
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if gpus and device in ("auto", "cuda"):
+        return gpus
+    if elsewhere and re.fullmatch(r"cuda(:\d+)?", device):
+        return ["cuda:0" if device == "cuda" else device]
+    return [str(device_for(device))]
+
+
+def places_on(devices: list[str], ranks: int) -> list[str]:
+    """A device for each rank that the devices of a site have room for: on the CPU each rank is a process."""
+    return (
+        devices * min(ranks, RANKS_PER_PROCESSOR * (os.cpu_count() or 1)) if devices == ["cpu"] else devices
+    )
 
 
 def is_here(device: str) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import queue
 import random
 import re
 import socket
-from typing import Annotated
+import threading
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
 
-from cloister.protocol.errors import EngineError, RosterError
+from cloister.protocol.errors import ConnectionFailedError, EngineError, RosterError
 
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DNS = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
@@ -49,6 +51,61 @@ def host_of(address: str) -> str:
         raise RosterError(
             "address", address, expected="HOST:PORT, such as fl.example.org:9092 or [2001:db8::1]:9092"
         ) from None
+
+
+def port_of(address: str) -> int:
+    """The port of an address that `host_of` accepts."""
+    return int(address.rpartition(":")[2])
+
+
+def everywhere(address: str) -> str:
+    """Where a server listens that sites reach at an address: at its port, at all addresses of the machine."""
+    return f"[::]:{port_of(address)}"
+
+
+class Endpoint(NamedTuple):
+    """An IP address and a port, as `socket` takes them."""
+
+    family: int
+    """Of the address: IPv4 or IPv6."""
+    sockaddr: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+    """For `socket.connect`."""
+
+    @property
+    def ip(self) -> str:
+        """The IP address."""
+        return str(self.sockaddr[0])
+
+
+def resolve(host: str, port: int, limit_s: float) -> list[Endpoint]:
+    """The IP addresses of a host, each once.
+
+    Args:
+        host: A DNS name or an IP address.
+        port: The port.
+        limit_s: Seconds after which a resolver that does not answer is given up; its thread ends when it answers.
+
+    Raises:
+        ConnectionFailedError: the name does not resolve.
+    """
+    answers: queue.SimpleQueue[list[Endpoint] | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answers.put(list(dict.fromkeys(Endpoint(each[0], each[4]) for each in found)))
+        except (OSError, UnicodeError) as error:
+            answers.put(error if isinstance(error, OSError) else OSError(0, str(error)))
+
+    threading.Thread(target=ask, name="resolver", daemon=True).start()
+    try:
+        answer = answers.get(timeout=limit_s)
+    except queue.Empty:
+        answer = OSError(0, f"no answer of the resolver within {limit_s:g} s")
+    if isinstance(answer, OSError):
+        why = answer.strerror or str(answer)
+        raise ConnectionFailedError("host", host, expected=f"a name that DNS resolves ({why})") from answer
+    return answer
 
 
 def free_port() -> int:

@@ -167,6 +167,15 @@ def read_certificate(data: bytes, origin: str) -> x509.Certificate:
         raise CertificateError("certificate", origin, expected="one certificate in PEM or DER") from None
 
 
+def is_self_signed(certificate: x509.Certificate) -> bool:
+    """Whether a certificate is signed with its own key, as that of an authority or of `self_signed`."""
+    try:
+        certificate.verify_directly_issued_by(certificate)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
 def check_authority(certificate: x509.Certificate, now: datetime.datetime) -> None:
     """Check that a certificate is of an authority that signed itself, and is valid now.
 
@@ -174,12 +183,10 @@ def check_authority(certificate: x509.Certificate, now: datetime.datetime) -> No
         CertificateError: it is not.
     """
     try:
-        certificate.verify_directly_issued_by(certificate)
-        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-        right = constraints.ca
-    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        right = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (ValueError, x509.ExtensionNotFound):
         right = False
-    if not right:
+    if not right or not is_self_signed(certificate):
         raise CertificateError("authority", expected="the certificate of an authority that signed itself")
     check_valid(certificate, now, "certificate of the authority")
 

@@ -91,6 +91,14 @@ class TransferError(ExchangeError):
     """A vector cannot be sent or received: it is not wanted, too long, or does not match its hash."""
 
 
+class MachineError(CloisterError):
+    """A machine lacks what its party needs: a package, space on its disk, a port, or the right time."""
+
+
+class ConnectionFailedError(CloisterError):
+    """A hop of the way from a site to a server fails: name, proxy, TCP, TLS or HTTP/2."""
+
+
 class RankError(CloisterError):
     """A rank, one of the processes in which a site trains, has ended, is late, or has raised a defect."""
 

@@ -125,3 +125,44 @@ class Wanted(_message.Message):
     hash: bytes
     offset: int
     def __init__(self, hash: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FromProbe(_message.Message):
+    __slots__ = ("hello", "proof", "data")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    proof: Proof
+    data: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ToProbe(_message.Message):
+    __slots__ = ("challenge", "about", "held", "data")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    challenge: Challenge
+    about: About
+    held: Held
+    data: bytes
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., about: _Optional[_Union[About, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class About(_message.Message):
+    __slots__ = ("time", "releases", "version", "fingerprint")
+    class ReleasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    releases: _containers.ScalarMap[str, str]
+    version: int
+    fingerprint: bytes
+    def __init__(self, time: _Optional[float] = ..., releases: _Optional[_Mapping[str, str]] = ..., version: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from cloister.protocol.address import free_port
+from cloister.protocol.address import everywhere, free_port
 from cloister.protocol.child import Child, append_to, spawn
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
 from cloister.protocol.flower import QUIET, SECRET, reach_loopback
@@ -142,8 +142,8 @@ class Coordinator:
         self._told = told
         registry = Registry.open(self.folder)
         registry.check_certificates(datetime.now(UTC))
-        self._superlink_bind = superlink_bind or _everywhere(registry.federation.superlink)
-        self._exchange_bind = exchange_bind or _everywhere(registry.federation.exchange)
+        self._superlink_bind = superlink_bind or everywhere(registry.federation.superlink)
+        self._exchange_bind = exchange_bind or everywhere(registry.federation.exchange)
         self._flower = self.folder / "flower"
         self._flower.mkdir(mode=0o700, exist_ok=True)
         self._lock = lock(self._flower / "lock", "a federation that no other coordinator's process serves")
@@ -414,7 +414,3 @@ def _last_line(path: Path) -> str:
     """The last line of a log: why a process refused to go on."""
     lines = deque(path.open(encoding="utf-8", errors="replace"), maxlen=1)
     return lines[0].strip().removeprefix("cloister: ") if lines else ""
-
-
-def _everywhere(address: str) -> str:
-    return f"[::]:{address.rpartition(':')[2]}"

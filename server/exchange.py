@@ -96,6 +96,7 @@ from cloister.protocol.transfer import (
 from cloister.protocol.wire import Buffer
 from cloister.server.certificate import Certificate
 from cloister.server.channel import Failure, reply_in
+from cloister.server.rate import Rate
 
 _log = logging.getLogger(__name__)
 
@@ -193,27 +194,6 @@ class _Pending:
     answered: bool = False
 
 
-class _Rate:
-    """A token bucket: so many at once, and so many a second."""
-
-    def __init__(self, burst: int, rate: float) -> None:
-        self._burst, self._rate = burst, rate
-        self._left, self._at = float(burst), time.monotonic()
-
-    def take(self) -> None:
-        """Count one message.
-
-        Raises:
-            ExchangeError: there were too many.
-        """
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < 1:
-            raise ExchangeError("messages", expected=f"at most {self._rate:g} a second")
-        self._left -= 1
-
-
 @dataclass(eq=False)
 class _Session:
     """A connection of a site that has proved who it is."""
@@ -253,7 +233,7 @@ class _Site:
         self.arrivals: Arrivals | None = None
         self.token = b""
         """Opens its next session; valid while it is connected, and for a time after."""
-        self.rate = _Rate(_BURST, _RATE)
+        self.rate = Rate(_BURST, _RATE)
         self.sent = self.received = 0
         self.moved_at = -STALL_S
         """When the last bytes of an upload for the pending request have arrived."""
@@ -305,7 +285,7 @@ class ExchangeChannel:
         self._greeting: dict[asyncio.Task[Any], None] = {}
         self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
-        self._refusals = _Rate(_LOGGED, 1.0)
+        self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloister.clients.config import read_config
+from cloister.protocol.address import free_port
 from cloister.protocol.roster import load_roster
+from cloister.server.probe import Probe
 from cloister.tests.command import done, found
+from cloister.tests.exchange_parties import Relay
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -20,6 +26,7 @@ ACTIONS = [
     *(f"coordinator {action}" for action in ("approve", "remove", "revoke", "renew", "show")),
     *(f"site {action}" for action in ("request", "install", "rotate")),
     "provision",
+    "doctor",
 ]
 FILES = ["identity.pem", "supernode.key", "site.toml", "policy.toml", "authority.key", "authority.pem"]
 FILES += ["superlink.key", "superlink.pem", "exchange.key", "exchange.pem", "federation-1.toml"]
@@ -32,10 +39,14 @@ class Operators:
 
     Args:
         capsys: Captures what the commands print.
+        monkeypatch: Interrupts a command that waits.
     """
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.capsys = capsys
+        self.monkeypatch = monkeypatch
+        self.listening = ""
+        """The command that goes on at the coordinator while the next one runs at a site; empty: none."""
         self.told: dict[str, str] = {}
         """Fingerprints that were read aloud, by the words for them on the page."""
         self.versions = 0
@@ -43,6 +54,19 @@ class Operators:
 
     def run(self, command: str) -> None:
         """Run a command of the page, and send and tell what comes of it."""
+        if command.endswith(" --listen"):
+            self.listening = command
+            return
+        if self.listening:
+            listen, self.listening = self.listening, ""
+
+            def wait(_probe: Probe) -> None:
+                self.run(command)
+                raise KeyboardInterrupt
+
+            self.monkeypatch.setattr(Probe, "wait", wait)
+            done(self.capsys, *shlex.split(listen)[1:])
+            return
         words = [self.told.get(word, word) for word in shlex.split(command)]
         assert words[0] == "cloister"
         assert not [word for word in words if word.startswith("HEX-OF-")], command
@@ -79,13 +103,31 @@ class Operators:
                 done(self.capsys, "site", "install", str(file), "--folder", folder, "--fingerprint", told)
 
 
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The names of the page are known at the coordinator; sites reach it by a proxy, which connects to its exchange."""
+    bind, known = f"127.0.0.1:{free_port()}", socket.getaddrinfo
+
+    def resolved(host: str, *others: Any, **options: Any) -> Any:
+        return known("127.0.0.1" if host.startswith("fl.example.") else host, *others, **options)
+
+    monkeypatch.setattr("socket.getaddrinfo", resolved)
+    for user in ("server.doctor", "protocol.address"):
+        monkeypatch.setattr(f"cloister.{user}.everywhere", lambda _address: bind)
+    with Relay(bind, proxy=True) as relay:
+        monkeypatch.setenv("https_proxy", f"http://{relay.address}")
+        monkeypatch.setenv("no_proxy", "")
+        yield
+
+
+@pytest.mark.usefixtures("network")
 def test_every_command_of_the_page_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (settings,) = [block for kind, block in BLOCKS if kind == "toml"]
     Path("rehearsal.toml").write_text(settings, encoding="utf-8")
-    operators = Operators(capsys)
+    operators = Operators(capsys, monkeypatch)
     for name in ("east-clinic", "south-lab", "west-institute"):  # the first command, at the other sites
         operators.run(COMMANDS[0].replace("north-hospital", name))
     for command in COMMANDS:

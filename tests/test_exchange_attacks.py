@@ -464,7 +464,7 @@ def test_refusals_do_not_fill_the_log(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(exchange, "_LOGGED", 5)
-    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("cloister.server.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         for logged in (5, 8):
             for _ in range(100):

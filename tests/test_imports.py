@@ -33,8 +33,8 @@ KNOWS_FLOWER = {
     "simulations/workers.py",
 }
 """The carriers over Flower. No other file imports it."""
-KNOWS_GRPC = {"clients/exchange.py", "server/exchange.py"}
-"""The carriers over the exchange. No other file imports gRPC."""
+KNOWS_GRPC = {"clients/exchange.py", "clients/probe.py", "server/exchange.py", "server/probe.py"}
+"""The carriers over the exchange, and the probe of the way to it. No other file imports gRPC."""
 
 
 def imported(path: Path) -> set[str]:

@@ -1,0 +1,110 @@
+"""What `cloister doctor` checks of a party's own machine: releases of what is installed, and free space."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import ssl
+import tempfile
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from cloister.protocol.errors import MachineError
+
+ENOUGH = 10**9
+"""Bytes that have to be free where no plan says what a run needs."""
+_SHOWN = ("cloister", "flwr", "grpcio")
+_INSTALL = "install cloister again with its dependencies, such as pip install --upgrade cloister"
+
+
+def releases() -> dict[str, str]:
+    """The releases that parties compare, by name: Python, and the packages whose releases matter between them."""
+    return {"python": platform.python_version(), **{name: _release(name) or "absent" for name in _SHOWN}}
+
+
+def check_releases() -> str:
+    """Check Python and every package against the ranges in cloister's metadata, and that TLS 1.3 is there.
+
+    Returns:
+        The releases, in one line.
+
+    Raises:
+        MachineError: a package is absent, or a release is outside its range.
+    """
+    try:
+        asked = requires("cloister") or []
+        python = metadata("cloister")["Requires-Python"]
+    except PackageNotFoundError:
+        raise MachineError("cloister", expected="an installed package", fix=_INSTALL) from None
+    for wanted in [f"python{python}", *asked]:
+        requirement = Requirement(wanted)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        has = platform.python_version() if requirement.name == "python" else _release(requirement.name)
+        if has is None or not requirement.specifier.contains(has, prereleases=True):
+            raise MachineError(
+                f"release of {requirement.name}",
+                has or "absent",
+                expected=str(requirement.specifier) or "any",
+                fix=f"install it: pip install '{requirement.name}{requirement.specifier}'"
+                if requirement.name != "python"
+                else f"make an environment with Python {python}, and install cloister in it",
+            )
+    if not ssl.HAS_TLSv1_3:
+        raise MachineError(
+            "OpenSSL", ssl.OPENSSL_VERSION, expected="one with TLS 1.3", fix="use another build of Python"
+        )
+    found = ", ".join(f"{name} {release}" for name, release in releases().items())
+    libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
+    return f"{found}, {libc}, {ssl.OPENSSL_VERSION}"
+
+
+def check_space(folder: Path, needed: int, why: str) -> str:
+    """Check that a folder can be written to, and that its file system has free space.
+
+    Args:
+        folder: The folder; where it is missing, the one in which it will be made.
+        needed: Bytes that have to be free.
+        why: What they are for.
+
+    Returns:
+        The free space, in one line.
+
+    Raises:
+        MachineError: it has less, or cannot be written to.
+    """
+    there = folder.absolute()
+    try:
+        there = next(each for each in (there, *there.parents) if each.exists())
+        free = shutil.disk_usage(there).free
+        if free >= needed:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(b"0")
+    except OSError as error:
+        raise MachineError(
+            "folder",
+            str(folder),
+            expected=f"one that can be written to ({error.strerror})",
+            fix=f"give the user of cloister the right to write to {there}",
+        ) from error
+    if free < needed:
+        raise MachineError(
+            "free space",
+            f"{_size(free)} at {there}",
+            expected=f"{_size(needed)} {why}",
+            fix="free space, or move the folder to a larger file system",
+        )
+    return f"{_size(free)} free at {there}; {_size(needed)} {why}"
+
+
+def _release(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 10**8 else f"{count / 1e6:,.1f} MB"

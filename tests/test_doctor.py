@@ -1,0 +1,777 @@
+"""`cloister doctor`: each fault is induced, and the message names the hop that fails first and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import queue
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cloister.aggregation.sums import training_layout
+from cloister.cli.main import main
+from cloister.clients.doctor import site_bytes
+from cloister.protocol.address import free_port
+from cloister.protocol.exchange_pb2 import About, FromProbe, Hello, Proof, ToProbe
+from cloister.protocol.invitation import Invitation, fingerprint_of
+from cloister.protocol.invitation import prove as prove_session
+from cloister.protocol.probe import ECHO, METHOD, VERSION, prove
+from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.soundness import parse
+from cloister.protocol.transfer import CHUNK
+from cloister.server.certificate import Certificate, new_certificate
+from cloister.server.doctor import coordinator_bytes
+from cloister.server.registry import Renewal
+from cloister.tests.command import done, lone_refusal, ran
+from cloister.tests.doctor_parties import (
+    NOW,
+    SITE,
+    Listener,
+    Rehearsal,
+    Report,
+    crowded,
+    says,
+    tls,
+)
+from cloister.tests.exchange_parties import Relay, open_channel
+
+SOON = ("--timeout", "1")
+"""For a fault that is found by waiting."""
+DAY = datetime.timedelta(days=1)
+
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+Make = Callable[..., Rehearsal]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("https_proxy", "http_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Make:
+    """Makes a federation."""
+    return lambda **options: Rehearsal(tmp_path / "parties", capsys, **options)
+
+
+@pytest.fixture
+def parties(make: Make) -> Rehearsal:
+    """A federation, whose exchange is not served."""
+    return make()
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+# Without a fault
+
+
+def test_every_hop_is_checked_and_the_echo_is_measured(parties: Rehearsal) -> None:
+    told: list[str] = []
+    with parties.probe(tell=told.append):
+        report = parties.doctor(code=0)
+    assert list(report.hops) == [
+        *("federation", "keys", "releases", "disk", "devices"),
+        *(f"superlink {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN")),
+        *(f"exchange {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN")),
+        *("echo", "clock", "versions"),
+    ]
+    assert report.states(*report.hops) == {"ok"}
+    echo = report.found["echo"]
+    assert echo["bytes"] == ECHO == 2**24
+    assert 0 < echo["up_s"] < 60
+    assert 0 < echo["down_s"] < 60
+    assert abs(echo["ahead_s"]) < 60
+    (line,) = told
+    assert SITE in line
+
+
+def test_all_of_it_goes_through_a_proxy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of the addresses resolves nowhere but at the proxy."""
+    port = free_port()
+    parties = make(superlink=f"fl.invalid:{free_port()}", exchange=f"fl.invalid:{port}")
+    bind = f"127.0.0.1:{port}"
+    with parties.probe(bind), Relay(bind, proxy=True) as relay:
+        monkeypatch.setenv("https_proxy", f"http://name:word@{relay.address}")
+        report = parties.doctor(code=0)
+    assert "word" not in str(report.found)
+    assert report.states(*report.hops) == {"ok"}
+    asked = {f"CONNECT {parties.exchange} HTTP/1.1", f"CONNECT {parties.superlink} HTTP/1.1"}
+    assert set(relay.connects) == asked
+    assert relay.moved["up"] > ECHO
+
+
+def test_the_text_fits_a_small_terminal_and_repeats_the_first_failure(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, err = ran(parties.capsys, "doctor", str(parties.site), *SOON)
+    assert (code, err) == (1, "")
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0] == f"site {SITE}: 20 hops; it waits at most 20 s for others"
+    at = next(index for index, line in enumerate(lines) if line.startswith("failed "))
+    failed, fix = lines[at], lines[at + 1]
+    assert failed.split()[1:3] == ["superlink", "TCP"]
+    assert lines[-2] == f"first failure: superlink TCP: {failed.split('  ', 2)[-1].split('  ')[-1]}"
+    assert lines[-1] == fix.strip()
+
+
+# Faults at the site
+
+
+def test_1_no_federation_is_installed(parties: Rehearsal) -> None:
+    text = parties.site.read_text()
+    kept = [line for line in text.splitlines() if not line.startswith(("federation", "roster"))]
+    parties.site.write_text("\n".join(kept))
+    report = parties.doctor()
+    assert "cloister site install" in report.fault("federation")
+    assert report.states("keys", "superlink DNS", "exchange TLS", "echo", "clock") == {"skipped"}
+    assert report.states("releases", "disk", "devices") == {"ok"}
+
+
+def test_2_the_certificate_of_the_authority_is_missing(parties: Rehearsal) -> None:
+    authority = parties.authority
+    authority.unlink()
+    fault = parties.doctor().fault("federation")
+    assert str(authority) in fault
+    assert "cloister site install" in fault
+
+
+def test_3_the_certificate_of_the_authority_is_another(parties: Rehearsal) -> None:
+    shutil.copy(parties.coordinator / "exchange.pem", parties.authority)
+    fault = parties.doctor().fault("federation")
+    assert "that of the installed federation" in fault
+    assert "cloister site install" in fault
+
+
+def test_4_the_site_is_no_member(parties: Rehearsal) -> None:
+    edited(parties.site, f'name = "{SITE}"', 'name = "elsewhere"')
+    assert "has left: ask the coordinator" in parties.doctor().fault("federation")
+
+
+def test_5_a_key_can_be_read_by_others(parties: Rehearsal) -> None:
+    key = parties.folder / "identity.pem"
+    key.chmod(0o644)
+    assert f"chmod 600 {key}" in parties.doctor().fault("keys")
+
+
+@pytest.mark.parametrize("name", ["identity.pem", "supernode.key"])
+def test_6_a_key_is_that_of_another_site(parties: Rehearsal, name: str) -> None:
+    shutil.copy(parties.folder.parent / "north" / name, parties.folder / name)
+    fault = parties.doctor().fault("keys")
+    assert "the key that the installed federation has for this site" in fault
+    assert "backup" in fault
+
+
+@pytest.mark.parametrize(("name", "has"), [("numpy", "1.0"), ("flwr", "2.1")])
+def test_7_a_package_is_too_old_or_too_new(
+    parties: Rehearsal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has: str
+) -> None:
+    folder = tmp_path / "packages" / f"{name}-{has}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {has}\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    fault = parties.doctor().fault("releases")
+    assert f"release of {name} is '{has}'" in fault
+    assert f"pip install '{name}" in fault
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid():
+        pytest.skip("needs root, to mount a small file system")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_8_the_disk_is_full(parties: Rehearsal, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edited(parties.site, 'state = "state"', f'state = "{small_disk / "state"}"')
+    fault = parties.doctor().fault("disk")
+    assert f"1.0 MB at {small_disk}" in fault
+    assert "free space" in fault
+    monkeypatch.setattr("cloister.lm.model.count_parameters", lambda _plan: (10**4, 10**4))
+    monkeypatch.setattr("cloister.clients.places.count_parameters", lambda _plan: (10**4, 10**4))
+    assert parties.doctor("--plan", "default").states("disk") == {"ok"}  # it needs less
+    with (small_disk / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        file.write(bytes(2**20))
+    assert "0.0 MB" in parties.doctor("--plan", "default").fault("disk")
+
+
+def test_9_the_device_is_absent(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    edited(parties.site, 'device = "auto"', 'device = "cuda:1"')
+    fault = parties.doctor().fault("devices")
+    assert "'cuda:1'" in fault
+    assert "nvidia-smi" in fault
+
+
+def test_10_the_mesh_has_more_ranks_than_devices(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    edited(parties.site, "# shard = 1", "shard = 4")
+    assert "lower a degree of [mesh]" in parties.doctor().fault("devices")
+
+
+# Faults of name, address and proxy
+
+
+def test_11_a_name_does_not_resolve(make: Make) -> None:
+    report = make(exchange="no-such-host.invalid:9443").doctor(*SOON)
+    fault = report.fault("exchange DNS")
+    assert "'no-such-host.invalid'" in fault
+    assert "your DNS" in fault
+    for hop in ("exchange TCP", "exchange TLS", "echo", "clock"):
+        assert report.hops[hop] == {"hop": hop, "state": "skipped", "what": "exchange DNS failed", "fix": ""}
+
+
+def test_12_nothing_listens(parties: Rehearsal) -> None:
+    fault = parties.doctor().fault("exchange TCP")
+    assert "Connection refused" in fault
+    assert "cloister doctor FEDERATION --listen" in fault
+
+
+def test_13_a_firewall_drops_the_connection(make: Make) -> None:
+    with crowded() as address:
+        began = time.monotonic()
+        fault = make(exchange=address).doctor(*SOON).fault("exchange TCP")
+        assert time.monotonic() - began < 20  # as the command says
+    assert "no answer within 1 s" in fault
+    assert f"let TCP port {address.rpartition(':')[2]} out" in fault
+
+
+def through(monkeypatch: pytest.MonkeyPatch, proxy: str, *, superlink: bool = False) -> None:
+    monkeypatch.setenv("https_proxy", proxy)
+    monkeypatch.setenv("no_grpc_proxy", "" if superlink else "127.0.0.1")  # the SuperLink is reached directly
+
+
+@pytest.mark.parametrize(
+    ("proxy", "answer", "expected"),
+    [
+        ("http://{}", b"HTTP/1.1 403 Forbidden\r\n\r\n", "administrator to allow CONNECT"),
+        ("http://{}", b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "NAME:PASSWORD"),
+        ("http://me:wrong@{}", b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "correct them"),
+        ("http://{}", b"HTTP/1.1 502 Bad Gateway\r\n\r\n", "--listen"),
+        ("http://{}", b"SSH-2.0-OpenSSH_9.2\r\n", "not an HTTP proxy"),
+    ],
+    ids=["refuses", "needs-password", "wrong-password", "does-not-reach", "is-none"],
+)
+def test_14_the_proxy_does_not_connect(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, proxy: str, answer: bytes, expected: str
+) -> None:
+    with Listener(says(answer)) as server:
+        through(monkeypatch, proxy.format(server.address))
+        fault = parties.doctor().fault("exchange CONNECT")
+    assert expected in fault
+    assert answer.split(b"\r\n")[0].decode() in fault
+    assert "wrong" not in fault
+
+
+def test_15_the_proxy_is_not_there(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    through(monkeypatch, f"127.0.0.1:{free_port()}")
+    fault = parties.doctor().fault("exchange TCP")
+    assert fault.startswith("proxy is ")
+    assert "correct HTTPS_PROXY" in fault
+
+
+def test_16_the_proxy_is_of_a_kind_that_grpc_cannot_use(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for proxy in ("socks5://127.0.0.1:1080", "https://127.0.0.1:3128", "http://127.0.0.1"):
+        through(monkeypatch, proxy)
+        assert "http://HOST:PORT" in parties.doctor().fault("exchange proxy")
+
+
+def test_17_the_supernode_does_not_see_the_proxy(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy.example:3128")
+    fault = parties.doctor(*SOON).fault("superlink proxy")
+    assert "set https_proxy to the same" in fault
+    assert "secret" not in fault
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert "--listen" in parties.doctor().fault("exchange TCP")
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128")
+    assert "set no_proxy to the same" in parties.doctor(*SOON).fault("superlink proxy")
+
+
+@pytest.mark.parametrize("spared", ["fl.invalid", ".invalid", "example.org, fl.invalid"])
+def test_18_a_host_without_proxy_is_asked_for_in_dns(
+    make: Make, monkeypatch: pytest.MonkeyPatch, spared: str
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", spared)
+    report = make(superlink="fl.invalid:9092", exchange="fl.invalid:9443").doctor(*SOON)
+    assert "HTTPS_PROXY" in report.fault("superlink DNS")
+    assert report.states("superlink DNS", "exchange DNS") == {"failed"}
+
+
+# Faults of TLS
+
+
+def test_19_a_server_accepts_and_says_nothing(make: Make) -> None:
+    with Listener() as server:
+        began = time.monotonic()
+        fault = make(exchange=server.address).doctor(*SOON).fault("exchange TLS")
+        assert time.monotonic() - began < 20  # as the command says
+    assert "not silence" in fault
+    assert "ask the coordinator what listens there" in fault
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "a server without TLS"), (b"", "let TLS to")],
+    ids=["plain", "closes"],
+)
+def test_20_a_server_without_tls(make: Make, answer: bytes, expected: str) -> None:
+    with Listener(says(answer)) as server:
+        assert expected in make(exchange=server.address).doctor(*SOON).fault("exchange TLS")
+
+
+def test_21_a_certificate_of_another_authority(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one with the same name: a federation that was made again."""
+    other = Rehearsal(tmp_path / "other", capsys).coordinator
+    with Listener(tls(other / "exchange.pem", other / "exchange.key")) as server:
+        parties = make(exchange=server.address)
+        with parties.serves("superlink"):
+            fault = parties.report(str(parties.site)).fault("exchange TLS")
+    assert "oncology authority" in fault
+    assert fingerprint_of((other / "exchange.pem").read_bytes()).hex() in fault
+    assert "unopened" in fault
+
+
+@pytest.mark.parametrize(
+    ("names", "made", "days", "expected"),
+    [
+        (
+            ["other.example"],
+            NOW,
+            398,
+            ("for other.example", "one for 127.0.0.1", "--certificate-name 127.0.0.1"),
+        ),
+        (["127.0.0.1"], NOW - DAY / 2, 0, ("expired on", "clock", "cloister coordinator renew")),
+        (["127.0.0.1"], NOW + 9 * DAY, 398, ("valid from", "by NTP")),
+    ],
+    ids=["another-name", "expired", "not-yet-valid"],
+)
+def test_22_a_certificate_that_is_not_valid(
+    parties: Rehearsal, names: list[str], made: datetime.datetime, days: int, expected: tuple[str, ...]
+) -> None:
+    parties.reissue(names, made, days)
+    with parties.serves():
+        fault = parties.doctor().fault("exchange TLS")
+    assert all(words in fault for words in expected), fault
+
+
+def test_23_no_http2(parties: Rehearsal) -> None:
+    with parties.serves(protocols=()):
+        fault = parties.doctor().fault("exchange ALPN")
+    assert "expected h2" in fault
+    assert "let TCP through" in fault
+
+
+# Faults of the echo, and of what the coordinator is
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_24_the_echo_is_broken_off(make: Make, direction: str) -> None:
+    bind = f"127.0.0.1:{free_port()}"
+    with Relay(bind) as relay:
+        relay.cut_at[direction] = ECHO // 2
+        parties = make(exchange=relay.address)
+        with parties.probe(bind):
+            fault = parties.doctor().fault("echo")
+    assert "broken off after" in fault
+    assert "limits of size and time" in fault
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_25_the_echo_stalls(make: Make, direction: str) -> None:
+    bind = f"127.0.0.1:{free_port()}"
+    with Relay(bind) as relay:
+        relay.hold_at[direction] = ECHO // 2
+        parties = make(exchange=relay.address)
+        with parties.probe(bind):
+            began = time.monotonic()
+            fault = parties.doctor(*SOON).fault("echo")
+            assert time.monotonic() - began < 20  # as the command says
+    assert "stalled after" in fault
+    assert "a device between" in fault
+
+
+def test_26_the_line_is_too_slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over before an echo has stalled."""
+    monkeypatch.setattr("cloister.clients.doctor._ECHO_WAITS", 0.05)
+    bind = f"127.0.0.1:{free_port()}"
+    with Relay(bind) as relay:
+        relay.hold_at["up"] = ECHO // 2
+        parties = make(exchange=relay.address)
+        with parties.probe(bind):
+            fault = parties.doctor().fault("echo")
+    assert "each way in 0.5 s" in fault
+    assert "the line is slow" in fault
+
+
+@pytest.mark.parametrize(("off", "side"), [(3600.0, "behind"), (-3600.0, "ahead of")])
+def test_27_a_clock_is_off_by_an_hour(parties: Rehearsal, off: float, side: str) -> None:
+    with parties.probe(clock=lambda: time.time() + off):
+        fault = parties.doctor().fault("clock")
+    assert f"3600 s {side} the coordinator's" in fault
+    assert "by NTP" in fault
+
+
+def test_a_time_that_is_no_number_is_a_fault(parties: Rehearsal) -> None:
+    with parties.probe(clock=lambda: float("nan")):
+        report = parties.doctor()
+    assert "by NTP" in report.fault("clock")
+    assert report.found["echo"]["ahead_s"] is None
+
+
+@pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9'; \x1b[31m"), ("flwr", "1.20.0")])
+def test_28_another_release(parties: Rehearsal, name: str, release: str) -> None:
+    from cloister.protocol.machine import releases
+
+    with parties.probe(stated={**releases(), name: release}):
+        fault = parties.doctor().fault("versions")
+    assert f"release of {name}" in fault
+    assert f"pip install '{name}=={re.sub('[^a-z0-9.]', '?', release)}' here" in fault
+
+
+def test_29_a_key_that_the_coordinator_does_not_know(parties: Rehearsal) -> None:
+    registry = parties.registry
+    registry.publish(registry.federation.removing(SITE))
+    with parties.probe():
+        report = parties.doctor()
+    assert "cloister site install" in report.fault("echo")
+    assert report.states("clock", "versions") == {"skipped"}
+
+
+def test_30_the_site_has_an_older_version(parties: Rehearsal) -> None:
+    registry = parties.registry
+    registry.publish(registry.federation.removing("north"))
+    with parties.probe():
+        assert "federation-2.toml" in parties.doctor().fault("versions")
+
+
+# While a run goes on
+
+
+def test_a_run_is_no_fault(parties: Rehearsal, tmp_path: Path) -> None:
+    """With a certificate of its own the doctor cannot verify it, and says so; with that of the federation it can."""
+    with open_channel(tmp_path, bind=parties.exchange, certificate=new_certificate(["any"])):
+        report = parties.doctor(code=0)
+    assert report.states("exchange TLS", "exchange ALPN", "echo", "clock", "versions") == {"skipped"}
+    assert "serves a run, if its coordinator says so" in report.hops["exchange TLS"]["what"]
+    pair = [(parties.coordinator / f"exchange.{kind}").read_bytes() for kind in ("pem", "key")]
+    with open_channel(tmp_path, bind=parties.exchange, certificate=Certificate(*pair)):
+        report = parties.doctor(code=0)
+    assert report.states("exchange TLS", "exchange ALPN") == {"ok"}
+    assert report.states("echo", "clock", "versions") == {"skipped"}
+    assert "serves a run" in report.hops["echo"]["what"]
+
+
+def test_a_superlink_with_a_certificate_of_its_own_is_a_fault(make: Make, tmp_path: Path) -> None:
+    made = new_certificate(["127.0.0.1"])
+    for kind, content in (("pem", made.pem), ("key", made.key)):
+        (tmp_path / f"own.{kind}").write_bytes(content)
+    with Listener(tls(tmp_path / "own.pem", tmp_path / "own.key")) as server:
+        parties = make(superlink=server.address)
+        assert "has signed" in parties.doctor().fault("superlink TLS")
+
+
+# At the coordinator
+
+
+def coordinator(parties: Rehearsal, *options: str) -> Report:
+    return parties.report(str(parties.coordinator), *options)
+
+
+def test_the_coordinator_checks_itself(parties: Rehearsal, tmp_path: Path) -> None:
+    report = coordinator(parties)
+    assert report.code == 0
+    hops = ["federation", "certificates", "releases", "disk"]
+    hops += [f"{server} {hop}" for server in ("superlink", "exchange") for hop in ("DNS", "port")]
+    assert list(report.hops) == hops
+    with parties.probe(), parties.serves("superlink"):
+        report = coordinator(parties)
+        assert report.code == 0
+        assert all(
+            "is served with" in report.hops[f"{name} port"]["what"] for name in ("superlink", "exchange")
+        )
+    with open_channel(tmp_path, bind=parties.exchange):
+        assert coordinator(parties).states("exchange port") == {"skipped"}
+
+
+def test_31_a_port_is_taken(parties: Rehearsal) -> None:
+    with Listener(says(b""), int(parties.superlink.rpartition(":")[2])):
+        assert "ss -ltnp" in coordinator(parties).fault("superlink port")
+
+
+def test_32_a_server_has_its_old_certificate(parties: Rehearsal) -> None:
+    with parties.probe():
+        parties.registry.renew(Renewal(), NOW)
+        assert "start it again" in coordinator(parties).fault("exchange port")
+
+
+def test_33_a_certificate_of_the_coordinator_has_expired(make: Make) -> None:
+    parties = make(made=NOW - 0.9 * DAY, days=1)
+    parties.reissue(["127.0.0.1"], NOW - DAY / 2, 0)
+    assert "cloister coordinator renew" in coordinator(parties).fault("certificates")
+
+
+def test_34_a_certificate_lacks_the_name_of_its_address(parties: Rehearsal) -> None:
+    parties.reissue(["other.example"])
+    assert "cloister coordinator renew" in coordinator(parties).fault("certificates")
+
+
+def test_35_a_key_of_the_coordinator_can_be_read_by_others(parties: Rehearsal) -> None:
+    (parties.coordinator / "authority.key").chmod(0o640)
+    assert "chmod 600" in coordinator(parties).fault("certificates")
+    assert "chmod 600" in lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")
+
+
+def test_36_a_version_is_missing(parties: Rehearsal) -> None:
+    parties.registry.file.unlink()
+    report = coordinator(parties)
+    assert "backup" in report.fault("federation")
+    assert report.states("certificates", "exchange DNS", "exchange port") == {"skipped"}
+
+
+def test_37_the_own_name_does_not_resolve(make: Make) -> None:
+    report = coordinator(make(superlink="fl.invalid:9092", exchange=f"fl.invalid:{free_port()}"), *SOON)
+    assert "cloister coordinator renew" in report.fault("superlink DNS")
+
+
+# What the probe serves, and to whom
+
+
+class Stranger:
+    """A peer of the probe that says what a test says."""
+
+    def __init__(self, parties: Rehearsal) -> None:
+        self.root = parties.authority.read_bytes()
+        self.fingerprint = fingerprint_of((parties.coordinator / "exchange.pem").read_bytes())
+        self.identity = load_identity(parties.folder / "identity.pem")
+        self.channel = grpc.secure_channel(
+            parties.exchange,
+            grpc.ssl_channel_credentials(self.root),
+            [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
+        )
+        self.nonce = b""
+
+    def __enter__(self) -> Stranger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def says(self, *messages: Callable[[], FromProbe], silent: bool = False) -> list[ToProbe]:
+        """Says each message after an answer to the one before, and waits for one more if it is silent then; returns the
+        answers."""
+        unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        call = self.channel.stream_stream(METHOD)(iter(unsent.get, None), timeout=20)
+        answers = []
+        try:
+            for message in messages:
+                unsent.put(message().SerializeToString())
+                answers.append(ToProbe.FromString(next(call)))
+                self.nonce = answers[-1].challenge.nonce or self.nonce
+            if silent:
+                answers.append(ToProbe.FromString(next(call)))
+        finally:
+            unsent.put(None)
+            call.cancel()
+        return answers
+
+    def hello(self) -> FromProbe:
+        return FromProbe(hello=Hello(version=VERSION))
+
+    def proof(self, **changed: Any) -> Callable[[], FromProbe]:
+        def make() -> FromProbe:
+            identity = changed.get("identity", self.identity)
+            nonce = changed.get("nonce", self.nonce)
+            name = changed.get("name", SITE)
+            signature = prove(identity, changed.get("fingerprint", self.fingerprint), nonce, name)
+            public = changed.get("public", identity.public_key().public_bytes_raw())
+            return FromProbe(
+                proof=Proof(name=name, key=public, signature=changed.get("signature", signature))
+            )
+
+        return make
+
+
+def refused(call: Callable[[], object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    code: grpc.StatusCode = caught.value.code()
+    return code
+
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_the_probe_serves_only_sites_of_the_federation(parties: Rehearsal) -> None:
+    told: list[str] = []
+    with parties.probe(tell=told.append), Stranger(parties) as peer:
+        (_, said) = peer.says(peer.hello, peer.proof())
+        assert isinstance(said.about, About)
+        assert said.about.version == 1
+        north = load_identity(parties.folder.parent / "north" / "identity.pem")
+        own, old = peer.identity.public_key().public_bytes_raw(), peer.nonce
+        for changed in (
+            {"identity": new_identity()},  # a key that no site has
+            {"identity": new_identity(), "public": own},  # the site's key, signed with another
+            {"identity": north},  # a key of another site
+            {"name": "nobody"},
+            {"nonce": old},  # replayed
+            {"fingerprint": bytes(32)},  # made for another server
+            {"signature": b""},
+        ):
+            assert refused(partial(peer.says, peer.hello, peer.proof(**changed))) == DENIED
+        pem = (parties.coordinator / "exchange.pem").read_bytes()
+
+        def session() -> FromProbe:
+            """A proof of a session of a run, of the same nonce."""
+            invitation = Invitation("", parties.exchange, "", pem, b"")
+            return peer.proof(signature=prove_session(peer.identity, invitation, peer.nonce, SITE))()
+
+        assert refused(lambda: peer.says(peer.hello, session)) == DENIED
+        assert refused(lambda: peer.says(peer.proof())) == grpc.StatusCode.INVALID_ARGUMENT
+    assert all("refused" in line for line in told)
+
+
+def test_the_probe_limits_what_a_site_may_do(parties: Rehearsal) -> None:
+    exhausted, wrong = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
+    with parties.probe(), Stranger(parties) as peer:
+        enter = (peer.hello, peer.proof())
+        for size, code in ((CHUNK + 1, wrong), (CHUNK - 1, wrong), (2**20, exhausted)):
+            data = partial(FromProbe, data=bytes(size))
+            assert refused(partial(peer.says, *enter, data)) == code
+        with Stranger(parties) as other:  # at the same time
+
+            def second() -> FromProbe:
+                assert refused(lambda: other.says(other.hello, other.proof())) == exhausted
+                return FromProbe()
+
+            assert refused(lambda: peer.says(*enter, second)) == wrong
+        uses = 0
+
+        def use() -> None:
+            nonlocal uses
+            while uses < 50:
+                peer.says(*enter)
+                uses += 1
+
+        assert refused(use) == exhausted
+        assert uses < 25
+        assert "wait a minute" in parties.doctor().fault("echo")
+
+
+@pytest.mark.parametrize("limit", ["HANDSHAKE_S", "STALL_S", "SLOWEST"])
+def test_the_probe_waits_for_no_peer_without_end(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """For its proof, for its next bytes, and for all of them."""
+    monkeypatch.setattr(f"cloister.server.probe.{limit}", 8 * ECHO if limit == "SLOWEST" else 0.25)
+    with parties.probe(), Stranger(parties) as peer:
+        before = [peer.hello] if limit == "HANDSHAKE_S" else [peer.hello, peer.proof()]
+        with pytest.raises(grpc.RpcError, match="timeout: nothing was received"):  # the peer's own is another
+            peer.says(*before, silent=True)
+
+
+def test_the_probe_reports_few_of_many_refusals(parties: Rehearsal) -> None:
+    told: list[str] = []
+    with parties.probe(tell=told.append), Stranger(parties) as peer:
+        for _ in range(40):
+            assert refused(partial(peer.says, peer.proof())) == grpc.StatusCode.INVALID_ARGUMENT
+    assert 0 < len(told) < 30
+
+
+def test_bytes_that_come_back_changed_are_a_fault(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(**said: Any) -> ToProbe:
+        return ToProbe(data=bytes(CHUNK)) if "data" in said else ToProbe(**said)
+
+    monkeypatch.setattr("cloister.server.probe.ToProbe", changed)
+    with parties.probe():
+        assert "the bytes that were sent" in parties.doctor().fault("echo")
+
+
+def test_another_release_of_the_probe_is_named(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parties.probe():
+        monkeypatch.setattr("cloister.clients.probe.VERSION", "cloister/probe/0")
+        assert "install the same release" in parties.doctor().fault("echo")
+
+
+def test_the_coordinator_listens_until_it_is_interrupted(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+
+    def wait(_probe: object) -> None:
+        with parties.serves("superlink"):
+            reports.append(main(["doctor", str(parties.site)]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cloister.server.probe.Probe.wait", wait)
+    printed = done(parties.capsys, "doctor", str(parties.coordinator), "--listen")
+    assert reports == [0]
+    assert f"sites reach it at {parties.exchange}" in printed
+    assert f"{SITE}: 16.8 MB received in" in printed
+    with Listener(port=int(parties.exchange.rpartition(":")[2])):
+        refused_ = lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")
+    assert "an address that is free" in refused_
+
+
+# Wrong usage, and figures
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--timeout", "0"], "--timeout"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--bind", "127.0.0.1:9"], "only with --listen"),
+        (["--plan", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_wrong_options_are_refused(parties: Rehearsal, options: list[str], expected: str) -> None:
+    assert expected in lone_refusal(parties.capsys, "doctor", str(parties.site), *options)
+
+
+def test_wrong_paths_are_refused(parties: Rehearsal, tmp_path: Path) -> None:
+    assert "site.toml" in lone_refusal(parties.capsys, "doctor", str(parties.folder))
+    assert "missing" in lone_refusal(parties.capsys, "doctor", str(tmp_path / "missing.toml"))
+    assert "federation" in lone_refusal(parties.capsys, "doctor", str(tmp_path / "missing"), "--listen")
+
+
+def test_the_space_that_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.lm.model.count_parameters", lambda _plan: (3000, 1000))
+    plan = parse('local.optimizer_state = "keep"')
+    coded = training_layout(plan, 1000).length * plan.aggregation.ring_bits // 8
+    assert coded >= 4000
+    assert site_bytes(plan) == 8 * 1000 + 2 * coded + 16 * 1000
+    assert coordinator_bytes(plan) == 12 * 1000 * (2 + 2) + 4 * 3000 + 8 * coded
