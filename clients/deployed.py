@@ -23,6 +23,7 @@ from pathlib import Path
 
 from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.enrolment import read_installed
 from cloister.clients.exchange import ExchangeSite
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
@@ -30,7 +31,6 @@ from cloister.clients.site import Site
 from cloister.protocol.address import free_port
 from cloister.protocol.certificates import check_valid, read_certificate
 from cloister.protocol.child import Child
-from cloister.protocol.document import read_document
 from cloister.protocol.errors import CloisterError, InvitationError, RosterError, StorageError
 from cloister.protocol.federation import Federation
 from cloister.protocol.flower import QUIET, SECRET, Tasks, reach_loopback
@@ -280,14 +280,15 @@ def alive_path(config: SiteConfig) -> Path:
 
 
 def _installed(config: SiteConfig) -> Federation:
-    if not config.federation:
+    federation = read_installed(config)
+    if federation is None:
         raise RosterError(
             "federation",
             config.federation,
             expected="the file of an installed federation",
             fix="install it: cloister site install FILE",
         )
-    return Federation.from_toml(read_document(Path(config.federation), "federation"), config.federation)
+    return federation
 
 
 def _check_authority(path: Path) -> None:
