@@ -491,7 +491,7 @@ def test_steps_by_declared_speed_are_decided_once_for_a_round(secure: bool, tmp_
         begun = [entry for entry in party.journal.entries() if entry.step == f"{TRAIN} {BEGUN}"]
         assert total.steps == first
         assert coordinator.lists() == {first}
-        assert len(begun) == 3
+        assert len(begun) == 2, "the second attempt went on"
         assert coordinator.sum(party, 2).steps == (
             ("site-000", 8),
             ("site-001", 4),
@@ -646,7 +646,8 @@ def test_a_killed_run_goes_on_with_the_steps_of_its_round(
     measured = Measured()
     local, names = load(plan).local, [site for site, _ in begun[1, 1]]
     assert [count for _, count in begun[1, 1]] == [8] * 4
-    assert begun[3, 1] == begun[3, 2] == killed.detail["steps"], "round 3 had begun"
+    assert begun[3, 1] == killed.detail["steps"]
+    assert (3, 2) not in begun, "round 3 had begun"
     assert len(earlier) == 2
     for number, speeds in ((2, earlier[:1]), (3, earlier[1:])):
         measured.add(speeds[0])

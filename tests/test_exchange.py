@@ -250,6 +250,7 @@ def test_an_upload_that_stops_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
             relay.hold_at.clear()
             monkeypatch.undo()
             assert (ask(channel, contribute(MODEL, 2)) == site.vector).all()
+            assert ask(channel, join_request()) == Joined("site-1")
         left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
         assert not left, "the upload that stopped is left"
 

@@ -62,7 +62,7 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
-from cloister.protocol.wire import decode_request, encode
+from cloister.protocol.wire import Buffer, decode_request, encode, view
 from cloister.server import journal as steps
 from cloister.server import sum as sums
 from cloister.server.attempt import KeptAttempt
@@ -277,26 +277,130 @@ def test_a_round_whose_survivors_are_lost_is_bound(open_run: Callable[..., Run])
     assert isinstance(run.sum(2), Total)
 
 
-def test_a_crash_of_the_coordinator_after_unmasking_began_goes_on_with_those_survivors(
+# A coordinator that is killed goes on with the same attempt.
+
+
+class Watched:
+    """What a coordinator asks and what sites answer, byte for byte, until it is killed.
+
+    Args:
+        run: The run.
+        lost: A site and the step at which its answer is lost, until the coordinator is killed.
+    """
+
+    def __init__(self, run: Run, lost: tuple[str, str] = ("", "")) -> None:
+        self._run = run
+        self.said: dict[tuple[str, str], tuple[bytes, ...]] = {}
+        """By step and site: request and answer."""
+        self._request = b""
+        run.channel.before, run.channel.garble = self._asked, self._answered
+        run.channel.lose((*lost, 1))
+
+    def kill_at(self, step: str, site: str) -> None:
+        """Let the coordinator die when a site has answered a step, and cut its power; then start it again."""
+
+        def die(now: str, reply: Reply) -> Reply:
+            if (now, reply.site) == (step, site):
+                raise KeyboardInterrupt
+            return reply
+
+        run = self._run
+        run.channel.tamper = die
+        with pytest.raises(KeyboardInterrupt):
+            run.sum()
+        run.channel.tamper = lambda _step, reply: reply
+        run.channel.lose()
+        run.channel.asked.clear()
+        run.party = dataclasses.replace(run.party, complaints=set(), left_out={}, refused=set())
+
+    def _asked(self, _site: str, request: Request) -> None:
+        first, *_ = encode(request)
+        self._request = bytes(view(first))
+
+    def _answered(self, site: str, step: str, frames: list[Buffer]) -> list[Buffer]:
+        if step != "join":
+            said = (self._request, *(bytes(view(frame)) for frame in frames))
+            assert self.said.setdefault((step, site), said) == said
+        return frames
+
+
+@pytest.mark.parametrize("killer", [0, 5])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_killed_coordinator_goes_on_with_the_same_attempt(
+    open_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, step: str, killer: int
+) -> None:
+    """A site that was a dropout of the step before is there again: a coordinator that forgot it would ask it."""
+    run = open_run(6)
+    away = "site-002" if step != "advertise" else ""
+    earlier = STEPS[max(0, STEPS.index(step) - 1)]
+    watched = Watched(run, (away, earlier))
+    (run.folder / "attempt").mkdir()
+    with Power(run.folder / "attempt", monkeypatch) as power:
+        watched.kill_at(step, run.names[killer])
+        power.cut()
+        total = run.sum()
+    assert isinstance(total, Total)
+    summed = [name for name in run.names if name != away or step == "unmask"]  # its vector is in the sum
+    assert (total.attempts, total.sites) == (1, len(summed))
+    assert total.opened.counters["tokens"] == expected(summed)["tokens"]
+    asked = {now for now, _ in run.channel.asked}
+    assert asked == set(STEPS[STEPS.index(step) :])
+    assert run.journal.count(f"{TRAIN} {steps.BEGUN}", 1) == 1
+
+
+def test_a_coordinator_that_is_killed_again_and_again_asks_the_same_again(
     open_run: Callable[..., Run],
 ) -> None:
     run = open_run(6)
-    run.channel.lose(("site-002", "update", 1))
-
-    def crash(_step: str, reply: Reply) -> Reply:
-        if isinstance(reply, Reveal) and reply.site == "site-004":
-            raise KeyboardInterrupt
-        return reply
-
-    run.channel.tamper = crash
-    with pytest.raises(KeyboardInterrupt):
-        run.sum()
-    run.channel.tamper = lambda _step, reply: reply
-    run.channel.lose()
+    watched = Watched(run)
+    for step in STEPS:
+        for site in (run.names[0], run.names[-1]):
+            watched.kill_at(step, site)
     total = run.sum()
     assert isinstance(total, Total)
-    assert total.sites == 5
-    assert total.opened.counters["tokens"] == expected(n for n in run.names if n != "site-002")["tokens"]
+    assert (total.attempts, total.sites) == (1, 6)
+
+
+def test_a_sum_that_was_opened_is_opened_again_without_asking_a_site(open_run: Callable[..., Run]) -> None:
+    """The coordinator is killed between the sum and what makes the round done."""
+    run = open_run(6)
+    first = run.sum()
+    run.channel.asked.clear()
+    again = run.sum()
+    assert isinstance(first, Total)
+    assert isinstance(again, Total)
+    assert np.array_equal(again.opened.mean, first.opened.mean)
+    assert not run.channel.asked
+
+
+def test_a_damaged_sum_of_vectors_ends_the_attempt_and_not_the_round(open_run: Callable[..., Run]) -> None:
+    run = open_run(6)
+    Watched(run).kill_at("unmask", run.names[3])
+    path = run.folder / "attempt" / "sum"
+    damaged = bytearray(path.read_bytes())
+    damaged[7] ^= 1
+    path.write_bytes(damaged)
+    run.channel.garble = lambda _site, _step, frames: frames
+    total = run.sum()
+    assert isinstance(total, Total)
+    assert (total.attempts, total.sites) == (2, 6)
+    assert total.opened.counters["tokens"] == expected(run.names)["tokens"]
+
+
+def test_a_liar_that_was_seen_before_a_crash_is_left_out_after_it(open_run: Callable[..., Run]) -> None:
+    run = open_run(8)
+
+    def lie(step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Reveal) and reply.site == NAMES[0]:
+            wrong = tuple((site, bytes(33)) for site, _ in reply.self_shares)
+            return cast(Reply, resigned(dataclasses.replace(reply, self_shares=wrong)))
+        return reply
+
+    run.channel.tamper = lie
+    assert isinstance(run.sum(), Total)
+    run.party = dataclasses.replace(run.party, left_out={})
+    run.sum()
+    assert set(run.party.left_out) == {NAMES[0]}
 
 
 # What a site or the network makes of a reply.
