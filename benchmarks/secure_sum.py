@@ -33,12 +33,14 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+from flwr.app import Context
 from flwr.clientapp import ClientApp
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +49,10 @@ from cloister.aggregation import masks
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import Contract
-from cloister.clients import app as site_app
+from cloister.clients.app import client_app
+from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.train import LocalUpdate, Trainer
@@ -240,7 +245,16 @@ def make_client_app() -> ClientApp:
     """The app of a deployed site, in a worker process where training is replaced."""
     mock.patch.object(Trainer, "train", at_once).start()
     sync_to_disk(False)
-    return site_app.app
+
+    def open_site(context: Context, resident: Resident) -> Site:
+        return Site(_config(str(context.node_config["site"])), resident)
+
+    return client_app(open_site)
+
+
+@lru_cache(maxsize=256)
+def _config(path: str) -> SiteConfig:
+    return read_config(Path(path))
 
 
 def lay_out(folder: Path) -> tuple[Roster, list[Path]]:

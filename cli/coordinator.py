@@ -1,4 +1,4 @@
-"""`cloister coordinator approve | remove | revoke | renew | show`: a federation, its versions and its certificates."""
+"""`cloister coordinator approve | remove | revoke | renew | show | start | run`: a federation, and its coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cloister.protocol.request import Request
     from cloister.server.registry import Registry
 
-HELP = "make a federation of approved sites, and change it"
+HELP = "make a federation of approved sites, change it, and run its coordinator"
 
 _FOUNDING = {
     "name": ("NAME", "name of the federation"),
@@ -27,10 +27,11 @@ _FOUNDING = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `approve`, `remove`, `revoke`, `renew` and `show`."""
+    """The actions `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
     parser.description = (
         "Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in "
-        "one file that every site installs after its operator has compared the fingerprint."
+        "one file that every site installs after its operator has compared the fingerprint. `start` runs the "
+        "coordinator's process, which sites connect to."
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     approve = actions.add_parser(
@@ -82,6 +83,39 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="print the newest version and its fingerprint",
         description="Print the sites, addresses, certificates and the fingerprint of the newest version.",
     )
+    start = actions.add_parser(
+        "start",
+        help="run the coordinator: let sites connect, and run what is submitted",
+        description="Run the coordinator until Ctrl-C or SIGTERM. It starts Flower's SuperLink, prints the command, "
+        "and starts it again when it ends; it runs the runs that are submitted, one after the other. A run that was "
+        "interrupted goes on at the next start.",
+    )
+    start.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    start.add_argument(
+        "--superlink-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where the SuperLink listens (default: all interfaces, the port of its address)",
+    )
+    start.add_argument(
+        "--exchange-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where the exchange listens (default: all interfaces, the port of its address)",
+    )
+    start.set_defaults(act=_start)
+    one = actions.add_parser(
+        "run",
+        help="the process of one run, which `start` starts",
+        description="Run one run, and print its events as lines of JSON. `start` starts this process with the right "
+        "options; it is here so that what it prints can be typed.",
+    )
+    one.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    one.add_argument("run", metavar="RUN", help="the run folder")
+    one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
+    one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
+    one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
+    one.set_defaults(act=_run)
     for action, act in (
         (approve, _approve),
         (remove, _remove),
@@ -101,6 +135,56 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the action says."""
     arguments.act(arguments, datetime.datetime.now(datetime.UTC))
     return 0
+
+
+def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    """Run the coordinator until it is interrupted."""
+    import logging
+
+    from cloister.cli.logs import log_to_stderr
+
+    log_to_stderr()
+    from cloister.server.coordinator import Coordinator
+
+    coordinator = Coordinator(
+        Path(arguments.federation),
+        logging.getLogger("cloister").info,
+        superlink_bind=arguments.superlink_bind,
+        exchange_bind=arguments.exchange_bind,
+    )
+    try:
+        coordinator.run()
+    finally:
+        coordinator.stop()
+
+
+def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    """Run one run, and print its events."""
+    import threading
+
+    from cloister.cli.logs import log_to_stderr
+
+    log_to_stderr()
+    from cloister.server.app import SuperLink
+    from cloister.server.deployed import coordinate
+    from cloister.server.events import to_json
+    from cloister.server.folder import RunFolder
+    from cloister.server.progress import Event
+    from cloister.server.registry import Registry
+
+    one_at_a_time = threading.Lock()
+
+    def observe(event: Event) -> None:
+        with one_at_a_time:
+            print(to_json(event), flush=True)
+
+    registry = Registry.open(Path(arguments.federation))
+    secret, certificate = Path(arguments.secret).read_bytes(), registry.certificate_bytes("authority")
+    with (
+        RunFolder.reopen(Path(arguments.run)) as folder,
+        SuperLink(arguments.superlink_api, secret, certificate) as superlink,
+    ):
+        coordinate(folder, registry, superlink, observe, arguments.bind)
 
 
 def _add_fingerprint(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -16,10 +17,10 @@ from rich.text import Text
 
 from cloister.privacy.figures import at_most
 from cloister.protocol.plan import Plan
-from cloister.server.folder import RunFolder
 from cloister.server.progress import (
     AttemptFailed,
     BudgetSpent,
+    Connected,
     Evaluated,
     Event,
     Finished,
@@ -81,6 +82,11 @@ def describe(event: Event) -> str:
     match event:
         case Preparing(what):
             return f"preparing {what}"
+        case Connected(sites, missing):
+            rest = "; ".join(f"{site}: {why}" for site, why in missing.items())
+            return f"{len(sites)} of {len(sites) + len(missing)} sites are connected" + (
+                f"; {rest}" if rest else ""
+            )
         case Started(plan, sites, parameters, done):
             resumed = f", from round {done}" if done else ""
             return (
@@ -151,12 +157,18 @@ def _clipped(event: RoundDone) -> str:
 
 
 class LiveDisplay:
-    """A live screen: progress, sites at work, the last rounds, the last failures."""
+    """A live screen: progress, sites at work, the last rounds, the last failures.
 
-    def __init__(self, console: Console, folder: RunFolder) -> None:
+    Args:
+        console: The terminal.
+        plan: The run's plan.
+        path: The run folder.
+    """
+
+    def __init__(self, console: Console, plan: Plan, path: Path) -> None:
         self._console = console
-        self._path = folder.path
-        self._plan: Plan = folder.plan
+        self._path = path
+        self._plan = plan
         self._lock = threading.Lock()
         self._status = "starting"
         self._step: Step | None = None
@@ -188,6 +200,10 @@ class LiveDisplay:
             match event:
                 case Preparing(what):
                     self._status = f"preparing {what}"
+                case Connected() if not self._cohort:
+                    self._status = describe(event)
+                case Connected(missing=missing) if missing:
+                    self._failures.append(describe(event))
                 case Started(done=done):
                     self._done = self._first = done
                     self._status = "evaluating"

@@ -37,7 +37,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
     """
     console = PipedConsole(stderr=arguments.json)
     live = console.is_terminal and not arguments.json
-    display: Display = LiveDisplay(console, folder) if live else LineDisplay(console)
+    display: Display = LiveDisplay(console, folder.plan, folder.path) if live else LineDisplay(console)
     started = time.monotonic()
     outcome: Outcome | None = None
     try:

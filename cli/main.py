@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done, also when the reader of the output closed its end of the pipe |
-| 1 | `ledger verify`: the ledger does not verify |
+| 1 | `ledger verify`: the ledger does not verify; `status --probe`: the process is not well |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
 | 4 | `site check`: the mesh suits the plan, but its devices are absent, so that nothing was run |
@@ -31,6 +31,7 @@ from cloister.cli import (
     coordinator,
     generate,
     ledger,
+    logs,
     plan,
     provision,
     report,
@@ -38,6 +39,10 @@ from cloister.cli import (
     roster,
     simulate,
     site,
+    status,
+    stop,
+    submit,
+    up,
 )
 from cloister.protocol.errors import CloisterError
 
@@ -66,6 +71,11 @@ VERBS: dict[str, Verb] = {
     "site": site,
     "coordinator": coordinator,
     "provision": provision,
+    "up": up,
+    "submit": submit,
+    "status": status,
+    "stop": stop,
+    "logs": logs,
     "roster": roster,
     "ledger": ledger,
     "audit": audit,

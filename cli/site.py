@@ -1,10 +1,12 @@
-"""`cloister site request | install | rotate | check`: a site's keys, its federation, its data and devices."""
+"""`cloister site request | install | rotate | check | start`: a site's keys, its data and devices, its process."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
+import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
     from cloister.protocol.request import Request
 
-HELP = "set up a site, and check its data and devices"
+HELP = "set up a site, check its data and devices, and run it"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `request`, `install`, `rotate` and `check`."""
+    """The actions `request`, `install`, `rotate`, `check` and `start`."""
     parser.description = (
         "Set up a site: make its keys and its request, install the federation that the coordinator made of all "
-        "requests, replace its keys; and check its data. Keys never leave the site's machine."
+        "requests, replace its keys; check its data; and run it. Keys never leave the site's machine."
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     request = actions.add_parser(
@@ -89,11 +91,45 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     check_.set_defaults(act=_check)
     add_json(check_)
+    start = actions.add_parser(
+        "start",
+        help="run the site: connect to the coordinator, and take part in its runs",
+        description="Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and "
+        "starts it again when it ends. It opens connections to the coordinator's two addresses only, and none is "
+        "opened to it. It runs no code that a coordinator sends. A site that was killed is started again with the "
+        "same command, and goes on with the run.",
+    )
+    start.add_argument("site", metavar="SITE", help="the site's TOML file")
+    start.set_defaults(act=_start)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the action says."""
     return int(arguments.act(arguments))
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Run the site until it is interrupted."""
+    import os
+    import threading
+
+    from cloister.cli.logs import log_to_stderr
+
+    log_to_stderr()
+    from cloister.clients.deployed import DeployedSite
+
+    stopped = threading.Event()
+    site = DeployedSite(Path(arguments.site), logging.getLogger("cloister").info)
+    try:
+        with_rest = not site.run(stopped)
+    except KeyboardInterrupt:
+        with_rest = True
+    sys.stderr.flush()
+    if with_rest:
+        os._exit(
+            130
+        )  # a training in another thread would keep the process: it is begun again when the site is back
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

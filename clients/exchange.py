@@ -198,6 +198,11 @@ class ExchangeSite:
                 worker.join()
                 pulse.join()
 
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open."""
+        return self._session is not None
+
     def stop(self) -> None:
         """Disconnect; `run` returns when the request that is handled is."""
         self._stopped.set()

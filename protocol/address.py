@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -46,6 +47,13 @@ def host_of(address: str) -> str:
         raise RosterError(
             "address", address, expected="HOST:PORT, such as fl.example.org:9092 or [2001:db8::1]:9092"
         ) from None
+
+
+def free_port() -> int:
+    """A TCP port of loopback that is free now, for a server that cannot choose one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port: int = bound.getsockname()[1]
+    return port
 
 
 def _address(text: str) -> str:

@@ -10,6 +10,7 @@ A killed process leaves its temporary: the next write into the folder removes th
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError
 
@@ -163,6 +165,28 @@ def sync_folders(folder: Path, top: Path) -> None:
             _sync(one)
             if one == top:
                 break
+
+
+def lock(path: Path, expected: str) -> IO[bytes]:
+    """Lock a file, which is made if missing, until the returned file is closed or this process ends.
+
+    Args:
+        path: The file.
+        expected: What another process that has it locked means.
+
+    Raises:
+        StorageError: another process has it locked, or the disk refuses.
+    """
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise disk_refusal(path, error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StorageError(str(path.parent), expected=expected) from None
+    return file
 
 
 def disk_refusal(path: Path, error: Exception) -> StorageError:

@@ -13,6 +13,13 @@ final/             the last model, for `from_pretrained`
 report.html, report.json  the privacy report, if `cloister report` wrote it
 audit.json         the result of an audit of the run
 
+A deployed run also has:
+
+deployment.json    what the run began with: the version of its federation, its transport
+events.jsonl       every event of the run, with its time
+coordinator.log    the standard error of the run's process
+spool/             vectors that sites have uploaded and that are not summed yet
+
 A simulation also has:
 
 sites/             the sites' own folders, their roster, and the records that no site has
@@ -155,6 +162,26 @@ class RunFiles:
     def audit(self) -> Path:
         """The result of an audit."""
         return self.path / "audit.json"
+
+    @property
+    def deployment(self) -> Path:
+        """What a deployed run began with."""
+        return self.path / "deployment.json"
+
+    @property
+    def events(self) -> Path:
+        """The events of a deployed run, one line of JSON for each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def coordinator_log(self) -> Path:
+        """The standard error of a deployed run's process."""
+        return self.path / "coordinator.log"
+
+    @property
+    def spool(self) -> Path:
+        """The folder of a deployed run's uploads."""
+        return self.path / "spool"
 
     @property
     def sites(self) -> SitesFolder:

@@ -25,7 +25,7 @@ class Members:
         channel: Carries the messages.
         plan: The plan that every site is asked to join.
         run: Identity of the run.
-        refused: Called with each site that does not join, and the reason.
+        refused: Called with each site that does not join, and the reason; later too, for one that comes later.
         base: Frozen parameters that sites use instead of those of the plan.
         roster: The sites' identities, which verify names and refusals; None if the plan sums in clear, where each node
             has the name that it gives first.
@@ -45,19 +45,45 @@ class Members:
         roster: Roster | None = None,
     ) -> None:
         self._channel = channel
-        self._plan = bytes.fromhex(plan.digest())
+        self._plan = plan
+        self._digest = bytes.fromhex(plan.digest())
         self._run = run
+        self._refused = refused
         self._roster = roster
+        self._base = np.empty(0, np.float32) if base is None else base
+        self._base_hash = b"" if base is None else vector_hash(base)
+        self._asked: set[int] = set()
         self._nodes: dict[str, int] = {}
         self._speeds: dict[str, float] = {}
         self._refusals: list[Failure] = []
-        base_hash = b"" if base is None else vector_hash(base)
-        sent = np.empty(0, np.float32) if base is None else base
+        reasons = self.admit()
+        if len(self._nodes) < plan.cohort.needed():
+            why = f" ({reasons[0]})" if reasons else ""
+            raise EngineError(
+                "sites",
+                len(self._nodes),
+                expected=f"at least {plan.cohort.needed()} of {plan.cohort.sites} to join{why}",
+            )
+
+    def newcomers(self) -> list[int]:
+        """The nodes that have not been asked to join: all at first, later those that have come since."""
+        return [node for node in self._channel.nodes() if node not in self._asked]
+
+    def admit(self) -> list[str]:
+        """Ask the newcomers to join.
+
+        Returns:
+            Why nodes did not join.
+        """
+        plan = self._plan.to_json()
         requests = {
-            node: Join(run, plan.to_json(), os.urandom(32), base_hash, sent) for node in channel.nodes()
+            node: Join(self._run, plan, os.urandom(32), self._base_hash, self._base)
+            for node in self.newcomers()
         }
+        self._asked.update(requests)
         reasons = []
-        for node, reply in channel.ask(requests, plan.cohort.deadline_s, group="join"):
+        answers = self._channel.ask(requests, self._plan.cohort.deadline_s, group="join") if requests else ()
+        for node, reply in answers:
             if not isinstance(reply, Joined):
                 failure = self._failure(f"node {node}", reply)
             elif problem := self._problem(reply, requests[node]):
@@ -69,14 +95,8 @@ class Members:
             reasons.append(failure.reason)
             if failure.refused:
                 self._refusals.append(failure)
-            refused(failure)
-        if len(self._nodes) < plan.cohort.needed():
-            why = f" ({reasons[0]})" if reasons else ""
-            raise EngineError(
-                "sites",
-                len(self._nodes),
-                expected=f"at least {plan.cohort.needed()} of {plan.cohort.sites} to join{why}",
-            )
+            self._refused(failure)
+        return reasons
 
     @property
     def sites(self) -> Sequence[str]:
@@ -121,7 +141,7 @@ class Members:
         """Why the node that has answered `request` does not join under the name that it gives; empty if it does."""
         if self._roster is not None:
             try:
-                verify_joined(joined, self._roster, request, plan=self._plan)
+                verify_joined(joined, self._roster, request, plan=self._digest)
             except SecureSumError as error:
                 return f"a name that is not its own: {error}"
         elif not joined.site or printable(joined.site) != joined.site:
@@ -149,7 +169,7 @@ class Members:
                 return _under_another_name(name, refused.site)
             return Failure(printable(refused.site) or name, f"it refuses: {refused.reason}", refused=True)
         try:
-            verify_refusal(refused, self._roster, run=self._run, plan=self._plan)
+            verify_refusal(refused, self._roster, run=self._run, plan=self._digest)
         except SecureSumError as error:
             return Failure(name, f"a refusal that is not its own: {error}")
         if joined and refused.site != name:

@@ -16,6 +16,25 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class Connected:
+    """In a deployment, other sites than before are connected to the exchange."""
+
+    sites: tuple[str, ...]
+    missing: Mapping[str, str]
+    """The sites that are not, each with what is known of the reason."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """In a deployment, bytes of vectors have moved."""
+
+    sent: Mapping[str, int]
+    """By site, bytes that it was sent so far."""
+    received: Mapping[str, int]
+    """By site, bytes that it has uploaded so far."""
+
+
+@dataclass(frozen=True)
 class Started:
     """The sites have joined."""
 
@@ -176,6 +195,8 @@ class Finished:
 
 Event = (
     Preparing
+    | Connected
+    | Moved
     | Started
     | RoundStarted
     | SiteAnswered

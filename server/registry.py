@@ -184,6 +184,16 @@ class Registry:
         """The file of the newest version, which sites install."""
         return _version_path(self.path, self.federation.version)
 
+    def version(self, number: int) -> Federation:
+        """An earlier version, or the newest.
+
+        Raises:
+            RosterError: there is none with that number.
+        """
+        if not 1 <= number <= self.federation.version:
+            raise RosterError("version", number, expected=f"1 to {self.federation.version}")
+        return _read_version(self.path, number)
+
     def publish(self, following: Federation) -> Registry:
         """Write the next version.
 
@@ -271,8 +281,15 @@ class Registry:
         Raises:
             CertificateError: its file is missing or damaged.
         """
-        path = self.path / f"{name}.pem"
-        return read_certificate(_read(path), str(path))
+        return read_certificate(self.certificate_bytes(name), str(self.path / f"{name}.pem"))
+
+    def certificate_bytes(self, name: str) -> bytes:
+        """The same in PEM, as it is on disk.
+
+        Raises:
+            CertificateError: its file is missing.
+        """
+        return _read(self.path / f"{name}.pem")
 
     def _key(self, name: str) -> EllipticCurvePrivateKey:
         path = self.path / f"{name}.key"

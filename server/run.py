@@ -201,6 +201,9 @@ def _rounds(
     abandoned = 0
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
+        if party.members.newcomers():
+            with party.phases.during(Phase.JOIN):
+                party.members.admit()
         with party.phases.during(Phase.SUM):
             sites = party.present(party.cohort(TRAIN, number))
             result = _exceeded(party, number, sites) or run_round(context, number)

@@ -38,7 +38,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, ModelError, PlanError, one_line
-from cloister.protocol.plan import SIMULATED_PUBLIC, MeshSection, Plan, ProfileSection
+from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
 from cloister.protocol.storage import sync_to_disk, write_file, write_folder
 from cloister.server.app import GridChannel, server_app
@@ -334,21 +334,14 @@ def _config(path: Path) -> SiteConfig:
 
 
 def lay_out(plan: Plan, folder: Path) -> None:
-    """Write every site's folder: its records and its TOML.
+    """Write every site's folder: its records, its keys and its TOML.
 
     Raises:
         DataError: the records cannot be read or divided, or under a privacy unit none of them can be used: the sites
             do not fail then.
     """
-    simulation, names = plan.simulation, SitesFolder(folder)
-    corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
-    if plan.privacy.unit != "none":
-        check_usable(corpus.records, load_tokenizer(plan.model), plan)
-    kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
-    parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
-    write_sites(folder, kept, parts)
-    if apart:
-        write_records(names.public_records, apart)
+    names = SitesFolder(folder)
+    lay_out_records(plan, folder)
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
@@ -367,20 +360,31 @@ def lay_out(plan: Plan, folder: Path) -> None:
         }
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        profile = profile_of(plan, index)
-        if profile.speed != 1:
-            toml += f"speed = {profile.speed!r}\n"
-        toml += _mesh(profile.mesh)
-        names.config(name).write_text(toml, encoding="utf-8")
+        names.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
+
+
+def lay_out_records(plan: Plan, folder: Path) -> None:
+    """Write every site's records, and those that no site has; errors as `lay_out`."""
+    simulation = plan.simulation
+    corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
+    if plan.privacy.unit != "none":
+        check_usable(corpus.records, load_tokenizer(plan.model), plan)
+    kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
+    write_sites(
+        folder, kept, partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
+    )
+    if apart:
+        write_records(SitesFolder(folder).public_records, apart)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
-def _mesh(mesh: MeshSection) -> str:
-    """A mesh as a table of TOML; empty if nothing is set."""
-    given = mesh.model_dump(exclude_defaults=True)
-    return "".join(
-        ["[mesh]\n"] * bool(given) + [f"{key} = {json.dumps(value)}\n" for key, value in given.items()]
-    )
+def hardware_of(plan: Plan, index: int) -> str:
+    """The speed and mesh of the site with a number, as TOML that ends a `site.toml`; empty where nothing is set."""
+    profile = profile_of(plan, index)
+    mesh = profile.mesh.model_dump(exclude_defaults=True)
+    lines = [f"speed = {profile.speed!r}"] if profile.speed != 1 else []
+    lines += ["[mesh]"] * bool(mesh) + [f"{key} = {json.dumps(value)}" for key, value in mesh.items()]
+    return "".join(line + "\n" for line in lines)
 
 
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 KNOWS_FLOWER = {
     "clients/app.py",
+    "protocol/flower.py",
     "server/app.py",
     "simulations/federation.py",
     "simulations/flower.py",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cloister.cli import outcome as shown
 from cloister.cli.display import LineDisplay, LiveDisplay, describe
-from cloister.clients import app as deployed
+from cloister.clients.app import client_app
 from cloister.clients.resident import Resident
 from cloister.lm.model import load_model
 from cloister.protocol.errors import ModelError, PlanError
@@ -192,7 +192,11 @@ def test_no_app_of_a_run_answers_with_the_losses_of_a_site(tmp_path: Path) -> No
 
     with pytest.raises(PlanError, match="site-000"):  # those workers take the message, and look for the site
         asked(site_losses.make_losses_app(tmp_path, plan, b""))
-    for app in (make_client_app(tmp_path, plan), deployed.app):
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("it was called")
+
+    for app in (make_client_app(tmp_path, plan), client_app(refuse, invited=refuse)):
         with pytest.raises(ValueError, match="held_out"):
             asked(app)
 
@@ -270,7 +274,7 @@ def last_frame(run: Path, *events: Event) -> list[str]:
     with (
         console.capture() as screen,
         RunFolder.create(run, tiny()) as folder,
-        LiveDisplay(console, folder) as display,
+        LiveDisplay(console, folder.plan, folder.path) as display,
     ):
         for event in events:
             display.event(event)

@@ -190,7 +190,10 @@ def displayed(events: list[Event], folder: Path, plan: Plan) -> tuple[list[str],
     lines, live = io.StringIO(), io.StringIO()
     for event in events:
         LineDisplay(Console(file=lines, width=5000)).event(event)
-    with RunFolder.create(folder, plan) as run, LiveDisplay(Console(file=live, width=5000), run) as display:
+    with (
+        RunFolder.create(folder, plan) as run,
+        LiveDisplay(Console(file=live, width=5000), run.plan, run.path) as display,
+    ):
         for event in events:
             display.event(event)
     return lines.getvalue().splitlines(), live.getvalue().splitlines()

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
-from cloister.clients.app import site_of_node
+from cloister.clients.config import read_config
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -430,8 +429,7 @@ def test_sites_of_one_process_share_no_secret_unless_they_are_simulated(
     monkeypatch.setattr(keys.Agreements, "secret", refuse)
     attack, resident = Attack(federation), Resident()
     folders = [federation.sites_folder / name / "site.toml" for name in federation.names]
-    contexts = [Context(1, 1, {"site": str(path)}, RecordDict(), {}) for path in folders]
-    attack.sites = [site_of_node(context, resident) for context in contexts]
+    attack.sites = [Site(read_config(path), resident) for path in folders]
     assert len(attack.deal()) == len(federation.names)
     simulated = (
         open_site(federation.sites_folder, federation.plan, index, resident, keys.Agreements())

@@ -1,0 +1,59 @@
+"""Show a deployed run while it goes on, from the events that its coordinator tells, and its outcome."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cloister.cli.console import PipedConsole
+from cloister.cli.display import Display, LineDisplay, LiveDisplay
+from cloister.protocol.errors import EngineError
+from cloister.server.control import command
+from cloister.server.events import from_json
+from cloister.server.folder import RunFolder, read_plan
+
+
+def follow(federation: Path, path: Path, *, json_: bool, check: Callable[[], None] = lambda: None) -> int:
+    """Show a run until it has ended, and print its outcome; returns the exit code.
+
+    Args:
+        federation: The folder of the federation.
+        path: The run folder.
+        json_: Whether to print the outcome as one line of JSON.
+        check: Called again and again; raises an error that ends the waiting.
+
+    Raises:
+        EngineError: the run has failed, or was stopped; or the coordinator has ended.
+    """
+    console = PipedConsole(stderr=json_)
+    live = console.is_terminal and not json_
+    display: Display = LiveDisplay(console, read_plan(path), path) if live else LineDisplay(console)
+    started = time.monotonic()
+    state, reason = "", ""
+    with display:
+        for line in command(federation, do="follow", run=str(path)):
+            check()
+            if "line" in line:
+                display.event(from_json(line["line"]))
+            elif "state" in line:
+                state, reason = line["state"], line["reason"]
+    if state != "done":
+        raise EngineError(
+            "run",
+            str(path),
+            expected=f"one that is finished, and it {'has ' if state == 'failed' else 'was '}{state or 'interrupted'}"
+            + (f": {reason}" if reason else ""),
+            fix=f"continue it with: cloister submit --to {federation} --again {path}",
+        )
+    from cloister.cli.outcome import print_outcome, to_json
+    from cloister.server.outcome import outcome
+
+    with RunFolder.reopen(path) as folder:
+        done = outcome(folder)
+        if json_:
+            print(json.dumps(to_json(folder, done, seconds=time.monotonic() - started)), flush=True)
+        else:
+            print_outcome(console, folder, done, None)
+    return 0

@@ -1,0 +1,100 @@
+"""`cloister logs PATH`: what a coordinator, a run or a site has logged; and how processes that stay log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloister.protocol.errors import EngineError, RunFolderError
+
+HELP = "print what a run, a coordinator or a site has logged"
+
+_LOOK_S = 0.5
+"""Seconds between two looks at a file that is followed."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """PATH, --lines, --follow, --json."""
+    parser.description = (
+        "Print the last lines that were logged: the events of a deployed run, for the run folder; what Flower's "
+        "SuperLink has logged, for the folder of a federation; what its SuperNode has logged, for a site's TOML. "
+        "A coordinator and a site log to their standard error themselves."
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="a run folder, the folder of a federation, or a site's TOML file"
+    )
+    parser.add_argument(
+        "-n", "--lines", type=int, default=50, metavar="N", help="lines to print (default: 50)"
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print the events of a run as lines of JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lines."""
+    path = Path(arguments.path)
+    file, events = _log_of(path)
+    if not file.exists():
+        raise RunFolderError(str(file), expected="a log, and nothing has been logged")
+    for line in _lines(file, arguments.lines, follow=arguments.follow):
+        shown = line if arguments.json or not events else _in_words(line)
+        if shown:
+            print(shown, flush=True)
+    return 0
+
+
+def log_to_stderr() -> None:
+    """Log to standard error, one line for each message with its time, as a process that stays does."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S%z",
+    )
+    for noisy in ("httpx", "httpcore", "flwr", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _log_of(path: Path) -> tuple[Path, bool]:
+    """The log of what is at a path, and whether it has events of a run."""
+    from cloister.server.folder import RunFiles
+
+    if path.is_file():
+        from cloister.clients.config import read_config
+
+        return read_config(path).folder / "flower" / "supernode.log", False
+    files = RunFiles(path)
+    if files.plan_file.exists():
+        return files.events, True
+    return path / "flower" / "superlink.log", False
+
+
+def _lines(path: Path, last: int, *, follow: bool) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in deque(file, maxlen=last):
+            yield line.rstrip("\n")
+        while follow:
+            line = file.readline()
+            if line:
+                yield line.rstrip("\n")
+            else:
+                time.sleep(_LOOK_S)
+
+
+def _in_words(line: str) -> str:
+    """An event as a person reads it; empty for those that are too frequent."""
+    from cloister.cli.display import describe
+    from cloister.server.events import from_json
+
+    try:
+        at = json.loads(line).get("at", "")
+        words = describe(from_json(line))
+    except (ValueError, AttributeError, EngineError):  # of another release
+        return line
+    return f"{at}  {words}" if words else ""

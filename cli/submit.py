@@ -1,0 +1,90 @@
+"""`cloister submit`: give a coordinator a plan to run over the sites of its federation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+from cloister.protocol.errors import EngineError
+
+HELP = "run a plan over the sites of a federation"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """PLAN, FEDERATION, --name, --again, --transport, --wait, --follow."""
+    parser.description = (
+        "Give the coordinator that runs on this machine a plan to run over the sites of its federation. It waits until "
+        "all sites are connected, or after --wait seconds until as many are as the plan needs."
+    )
+    add_plan(parser)
+    parser.add_argument("--to", required=True, metavar="FEDERATION", help="the folder of the federation")
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="run folder, new or empty (default: FEDERATION/runs/NAME)"
+    )
+    parser.add_argument(
+        "--again",
+        metavar="RUN",
+        help="instead of a new run: go on with this one, which has failed or was stopped",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("exchange", "flower"),
+        default="exchange",
+        help="what carries the requests: the exchange, or Flower's own messages, for sites that may open no second "
+        "connection (default: exchange)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for all sites before the run begins with those that the plan needs (default: 600)",
+    )
+    parser.add_argument("--follow", action="store_true", help="show the run until it has ended")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit it."""
+    from cloister.server.control import command
+    from cloister.server.deployment import Deployment, check_deployable
+    from cloister.server.folder import RunFolder
+    from cloister.server.registry import Registry
+
+    if arguments.wait < 0:
+        raise EngineError("--wait", arguments.wait, expected="0 or more seconds")
+    federation = Path(arguments.to)
+    registry = Registry.open(federation)
+    list(command(federation, do="status"))  # before a folder is made
+    if arguments.again:
+        path = Path(arguments.again).absolute()
+    else:
+        if arguments.sites is None:
+            arguments.sites = len(registry.federation.sites)
+        plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+        check_deployable(plan, registry.federation)
+        path = Path(arguments.out) if arguments.out else free_name(federation / "runs", plan.run.name)
+        path = path.absolute()
+        with RunFolder.create(path, plan) as folder:
+            Deployment(registry.federation.version, arguments.transport, arguments.wait).write(folder)
+    list(command(federation, do="submit", run=str(path)))
+    if arguments.follow:
+        from cloister.cli.follow import follow
+
+        return follow(federation, path, json_=arguments.json)
+    if arguments.json:
+        print(json.dumps({"run": str(path)}))
+    else:
+        print(f"submitted  {path}")
+        print(f"follow it  cloister status {shlex.quote(str(federation))} --follow")
+    return 0
+
+
+def free_name(folder: Path, name: str) -> Path:
+    """A path in a folder that nothing has: `name`, or `name-2` and so on."""
+    paths = (folder / (name if number == 1 else f"{name}-{number}") for number in range(1, 10**6))
+    return next(path for path in paths if not path.exists())

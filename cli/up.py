@@ -1,0 +1,73 @@
+"""`cloister up`: rehearse a deployment on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+
+HELP = "rehearse a deployment on this machine, with real processes"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Plan, run folder, --again, --transport."""
+    parser.description = (
+        "Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and "
+        "every site with Flower's SuperLink and SuperNodes, over TLS with the keys of each party, runs the plan, and "
+        "ends all of it. The run folder is that of `cloister simulate`, with the same final weights if no noise is "
+        "drawn."
+    )
+    add_plan(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    parser.add_argument("--again", metavar="RUN", help="instead of a new run: go on with this one")
+    parser.add_argument(
+        "--transport",
+        choices=("exchange", "flower"),
+        default="exchange",
+        help="what carries the requests (default: exchange)",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, run and show it."""
+    from cloister.cli.console import PipedConsole
+    from cloister.cli.display import describe
+    from cloister.cli.follow import follow
+    from cloister.cli.submit import free_name
+    from cloister.server.folder import RunFiles, RunFolder, read_plan
+    from cloister.server.progress import Event
+    from cloister.simulations.rehearsal import federation_of, prepare, running
+
+    console = PipedConsole(stderr=arguments.json)
+
+    def told(line: str) -> None:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def observe(event: Event) -> None:
+        console.print(describe(event), markup=False, highlight=False, soft_wrap=True)
+
+    if arguments.again:
+        files = RunFiles(Path(arguments.again))
+    else:
+        plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+        out = Path(arguments.out) if arguments.out else free_name(Path("runs"), plan.run.name)
+        with RunFolder.create(out, plan) as folder:
+            try:
+                prepare(folder, observe, arguments.transport)
+            except BaseException:
+                folder.discard()
+                raise
+        files = RunFiles(out)
+    plan = read_plan(files.path)
+    observe_start = f"starting the coordinator and {plan.cohort.sites} sites; their logs are in {files.path}"
+    console.print(observe_start, markup=False, highlight=False, soft_wrap=True)
+    try:
+        with running(files, plan, told):
+            return follow(federation_of(files), files.path.absolute(), json_=arguments.json)
+    except KeyboardInterrupt:
+        told(f"stopped; continue with: cloister up --again {shlex.quote(str(files.path))}")
+        raise

@@ -1,0 +1,265 @@
+"""A deployed site: one process that stays, its SuperNode, and its stay on the exchange of a run.
+
+The SuperNode is Flower's. It connects to the coordinator's SuperLink by the key of the site, and is started again when
+it ends. What Flower's messages bring is an invitation to the exchange of a run, which this process accepts at once: it
+then stays there until the run is over, whatever happens to SuperNode and SuperLink. With `--transport flower` the
+messages are the run's own requests.
+
+A site is in one run at a time. An invitation to another run ends the stay in the one before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from cloister.clients.app import client_app, serve_tasks
+from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.exchange import ExchangeSite
+from cloister.clients.kept import Kept
+from cloister.clients.resident import Resident
+from cloister.clients.site import Site
+from cloister.protocol.address import free_port
+from cloister.protocol.certificates import check_valid, read_certificate
+from cloister.protocol.child import Child
+from cloister.protocol.document import read_document
+from cloister.protocol.errors import CloisterError, InvitationError, RosterError, StorageError
+from cloister.protocol.federation import Federation
+from cloister.protocol.flower import QUIET, SECRET, Tasks, reach_loopback
+from cloister.protocol.invitation import Invitation
+from cloister.protocol.roster import check_private, load_identity
+from cloister.protocol.storage import lock, write_bytes
+
+_log = logging.getLogger(__name__)
+
+_ALIVE_S = 5.0
+"""Seconds between two signs of life."""
+_END_S = 5.0
+"""Seconds for which a request that is handled may still go on when the site is stopped."""
+DEAD_S = 60.0
+"""Seconds after which a site that has given no sign of life is taken for dead."""
+
+
+class Stay:
+    """A site in the run of an invitation: on its exchange, until the run is over or `end` is called.
+
+    Args:
+        invitation: The first invitation.
+        config: Reads the site's configuration, as it is now.
+    """
+
+    def __init__(self, invitation: Invitation, config: Callable[[], SiteConfig]) -> None:
+        self.run = invitation.run
+        self._invitations: queue.SimpleQueue[Invitation | None] = queue.SimpleQueue()
+        self._config = config
+        self._resident = Resident()
+        now = config()
+        membership = Kept(now.folder, now.folder).membership(self.run) or now
+        self._folder = now.folder / "exchange" / self.run
+        self._site = ExchangeSite(
+            now.name,
+            load_identity(Path(membership.identity)),
+            lambda: Site(self._config(), self._resident),
+            self._next,
+            self._folder,
+        )
+        self._thread = threading.Thread(target=self._stay, name="stay", daemon=True)
+        self._invitations.put(invitation)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return not self._thread.is_alive()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the site has a session now."""
+        return self._site.connected
+
+    def invite(self, invitation: Invitation) -> None:
+        """Give it another invitation to the same run, for when its session has broken."""
+        self._invitations.put(invitation)
+
+    def end(self, wait_s: float | None = None) -> None:
+        """Leave; returns when the request that is handled is done, or after `wait_s` seconds."""
+        self._invitations.put(None)
+        self._site.stop()
+        self._thread.join(wait_s)
+
+    def _next(self, why: CloisterError | None) -> Invitation:
+        """The newest invitation; waits for one."""
+        if why is not None:
+            _log.info("run %s: waiting for another invitation: %s", self.run, why)
+        newest = self._invitations.get()
+        while newest is not None and not self._invitations.empty():
+            newest = self._invitations.get()
+        if newest is None:
+            raise InvitationError("invitation", expected="one, and the site is stopping")
+        return newest
+
+    def _stay(self) -> None:
+        _log.info("run %s: invited", self.run)
+        try:
+            self._site.run()
+        except CloisterError as error:
+            _log.info("run %s: left: %s", self.run, error)
+        except Exception:  # a defect: the next invitation starts another stay
+            _log.exception("run %s: failed", self.run)
+        else:
+            _log.info("run %s: over", self.run)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            self._resident.close()
+
+
+class DeployedSite:
+    """A site's process; `run` serves until it is stopped.
+
+    Args:
+        path: The site's TOML.
+        told: Receives lines for the operator.
+
+    Raises:
+        CloisterError: the site is not set up, or another process serves it.
+    """
+
+    def __init__(self, path: Path, told: Callable[[str], None]) -> None:
+        self._config = partial(read_config, path)
+        config = self._config()
+        self._told = told
+        self._stay: Stay | None = None
+        federation = _installed(config)
+        authority = Path(config.federation).parent / "authority.pem"
+        _check_authority(authority)
+        check_private(Path(config.supernode_key), "supernode_key")
+        check_private(Path(config.identity), "identity")
+        self._folder = config.folder / "flower"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                "state", config.state, expected=f"a folder that can be made ({error.strerror})"
+            ) from error
+        self._lock = lock(self._folder / "lock", "a site that no other process serves")
+        self._secret = os.urandom(SECRET)
+        secret = self._folder / "secret"
+        write_bytes(secret, self._secret, durable=False)
+        secret.chmod(0o600)
+        self._address = f"127.0.0.1:{free_port()}"
+        self._arguments = [
+            *("--superlink", federation.superlink),
+            *("--root-certificates", str(authority)),
+            *("--auth-supernode-private-key", config.supernode_key),
+            *("--isolation", "process"),
+            *("--superexec-auth-secret-file", str(secret)),
+            *("--host", "127.0.0.1", "--port", self._address.rpartition(":")[2]),
+        ]
+        self._answered_at = time.monotonic()
+
+    def run(self, stopped: threading.Event) -> bool:
+        """Serve until `stopped` is set.
+
+        Returns:
+            Whether nothing is left at work: a training that goes on does not keep the process from ending, because
+            the site is asked again when it is back.
+
+        Raises:
+            EngineError: Flower's SuperNode is not installed.
+        """
+        reach_loopback()
+        resident = Resident()
+        app = client_app(lambda _context, _resident: Site(self._config(), resident), invited=self._invited)
+        with (
+            self._lock,
+            Child(
+                "flower-supernode",
+                self._arguments,
+                self._folder / "supernode.log",
+                environment={**QUIET, "FLWR_HOME": str(self._folder)},
+                ended=self._told,
+            ) as supernode,
+            Tasks(self._address, self._secret) as tasks,
+        ):
+            self._told(f"started: {supernode.command}")
+            serving = threading.Thread(
+                target=serve_tasks, args=(tasks, app, stopped, self._answered), name="tasks", daemon=True
+            )
+            serving.start()
+            try:
+                while not stopped.wait(_ALIVE_S) and serving.is_alive():
+                    self._show(supernode.pid)
+            finally:
+                stopped.set()
+                stay = self._stay
+                if stay is not None:
+                    stay.end(_END_S)
+                serving.join(_END_S)
+                alive_path(self._config()).unlink(missing_ok=True)
+        resident.close()
+        return (stay is None or stay.over) and not serving.is_alive()
+
+    def _invited(self, data: bytes) -> None:
+        """Accept an invitation."""
+        invitation = Invitation.from_bytes(data)
+        stay = self._stay
+        if stay is not None and not stay.over and stay.run == invitation.run:
+            stay.invite(invitation)
+            return
+        if stay is not None:
+            stay.end()
+        self._stay = Stay(invitation, self._config)
+
+    def _answered(self) -> None:
+        self._answered_at = time.monotonic()
+
+    def _show(self, supernode: int) -> None:
+        """Write a sign of life for `cloister status`, if the SuperNode has answered."""
+        stay = self._stay
+        running = stay is not None and not stay.over
+        seen = {
+            "pid": os.getpid(),
+            "supernode": supernode,
+            "supernode_answered_s": round(time.monotonic() - self._answered_at, 1),
+            "run": stay.run if stay is not None and running else "",
+            "connected": stay is not None and running and stay.connected,
+        }
+        write_bytes(alive_path(self._config()), json.dumps(seen).encode(), durable=False)
+
+
+def alive_path(config: SiteConfig) -> Path:
+    """The file that a running site writes again every few seconds."""
+    return config.folder / "flower" / "alive.json"
+
+
+def _installed(config: SiteConfig) -> Federation:
+    if not config.federation:
+        raise RosterError(
+            "federation",
+            config.federation,
+            expected="the file of an installed federation",
+            fix="install it: cloister site install FILE",
+        )
+    return Federation.from_toml(read_document(Path(config.federation), "federation"), config.federation)
+
+
+def _check_authority(path: Path) -> None:
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise RosterError(
+            str(path),
+            expected=f"the certificate of the authority ({error.strerror})",
+            fix="install the federation again",
+        ) from error
+    certificate = read_certificate(pem, str(path))
+    check_valid(certificate, datetime.datetime.now(datetime.UTC), "certificate of the authority")

@@ -1,0 +1,73 @@
+"""What a deployed run begins with, kept in its folder; and whether a federation can run a plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from cloister.protocol.errors import PlanError, RunFolderError
+from cloister.protocol.federation import Federation
+from cloister.protocol.joining import check_size
+from cloister.protocol.plan import SIMULATED_PUBLIC, Plan
+from cloister.protocol.storage import write_bytes
+from cloister.server.folder import RunFiles
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a deployed run began with, kept in its folder."""
+
+    version: int
+    """The version of the federation: its roster is the run's, whatever is installed later."""
+    transport: Literal["exchange", "flower"]
+    """What carries the run's requests: the exchange, or Flower's own messages, for sites that may open no second
+    connection; those hold every vector in memory."""
+    wait_s: float
+    """Seconds for which the run waits for all sites before it begins with those that are needed."""
+
+    def write(self, files: RunFiles) -> None:
+        """Keep it, durably.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        write_bytes(files.deployment, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, files: RunFiles) -> Deployment:
+        """Read it.
+
+        Raises:
+            RunFolderError: the folder is not that of a deployed run.
+        """
+        try:
+            return cls(**json.loads(files.deployment.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunFolderError(
+                str(files.path),
+                expected="the folder of a deployed run",
+                fix="make one: cloister submit PLAN; continue a simulation: cloister resume",
+            ) from error
+
+
+def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None = None) -> None:
+    """Check that a federation can run a plan.
+
+    Args:
+        plan: The plan.
+        federation: The federation.
+        files: The run folder, where a rehearsal has put what a simulation makes.
+
+    Raises:
+        RosterError: it has not as many sites as the plan.
+        PlanError: the plan needs what only a simulation has.
+    """
+    check_size(federation.roster, plan)
+    if plan.server.evaluation == SIMULATED_PUBLIC and not (files and files.sites.public_records.exists()):
+        raise PlanError(
+            "server.evaluation",
+            plan.server.evaluation,
+            expected="public records in a deployment, which has no simulated ones",
+            fix='name a file or a dataset, "none", or "" for an evaluation at the sites',
+        )

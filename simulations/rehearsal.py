@@ -1,0 +1,137 @@
+"""A rehearsal: a deployment on one machine, with real processes, TLS, keys and authentication, for one plan.
+
+The run folder is that of a simulation, with the coordinator's folder of the federation beside. Every party has the
+folder, the files and the processes that it would have on its own machine, and reaches the others over loopback.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from cloister.clients.enrolment import consider, install, make_request
+from cloister.protocol.address import free_port
+from cloister.protocol.child import Child
+from cloister.protocol.errors import EngineError
+from cloister.protocol.plan import Plan
+from cloister.protocol.storage import write_folder
+from cloister.server.control import command
+from cloister.server.deployment import Deployment
+from cloister.server.folder import RunFiles, RunFolder, SitesFolder
+from cloister.server.progress import Observer, Preparing
+from cloister.server.registry import Registry, Terms
+from cloister.simulations import fork_server
+from cloister.simulations.federation import hardware_of, lay_out_records
+from cloister.simulations.partition import site_name
+
+_START_S = 120.0
+"""Seconds within which a coordinator is ready."""
+
+
+def federation_of(files: RunFiles) -> Path:
+    """The coordinator's folder in the run folder of a rehearsal."""
+    return files.path / "federation"
+
+
+def prepare(folder: RunFolder, observe: Observer, transport: str) -> None:
+    """Make all parties of a rehearsal: the sites' folders with keys and records, and the coordinator's.
+
+    Args:
+        folder: The run folder, new.
+        observe: Receives the run's events.
+        transport: As in `Deployment`.
+
+    Raises:
+        CloisterError: the records cannot be read or divided.
+    """
+    plan = folder.plan
+    observe(Preparing("data and keys of the sites"))
+    write_folder(
+        folder.sites.path, partial(_fill, plan, federation_of(folder)), durable=plan.simulation.durable
+    )
+    version = Registry.open(federation_of(folder)).federation.version
+    Deployment(version, "flower" if transport == "flower" else "exchange", _START_S).write(folder)
+
+
+def _fill(plan: Plan, federation: Path, folder: Path) -> None:
+    sites, now = SitesFolder(folder), datetime.datetime.now(datetime.UTC)
+    lay_out_records(plan, folder)
+    names = [site_name(index) for index in range(plan.cohort.sites)]
+    requests = []
+    for index, name in enumerate(names):
+        sites.site(name).chmod(0o700)
+        keys = {
+            "name": name,
+            "data": "data.jsonl",
+            "state": "state",
+            "identity": "identity.pem",
+            "supernode_key": "supernode.key",
+            "plan": plan.digest(),
+        }
+        toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
+        sites.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
+        requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
+    terms = Terms(
+        name="rehearsal",
+        superlink=f"127.0.0.1:{free_port()}",
+        exchange=f"127.0.0.1:{free_port()}",
+        certificate_names=("localhost",),
+    )
+    made = Registry.create(federation, terms, requests, now, durable=False).federation
+    for name in names:
+        install(consider(sites.site(name), made, now), durable=False)
+
+
+@contextmanager
+def running(files: RunFiles, plan: Plan, told: Callable[[str], None]) -> Iterator[None]:
+    """A context in which all processes of a rehearsal run, and in which its run is submitted.
+
+    A process that ends is started again.
+
+    Args:
+        files: The run folder.
+        plan: Its plan.
+        told: Receives a line for each process that has ended; in threads.
+
+    Raises:
+        EngineError: the coordinator does not start; the error has the last line of its log.
+    """
+    federation = federation_of(files)
+    registry = Registry.open(federation)
+    with ExitStack() as opened:
+        start = ["coordinator", "start", str(federation)]
+        start += ["--superlink-bind", registry.federation.superlink]
+        start += ["--exchange-bind", registry.federation.exchange]
+        log = files.path / "federation.log"
+        opened.enter_context(Child("cloister", start, log, ended=told))
+        for name in files.sites.names():
+            arguments = ["site", "start", str(files.sites.config(name))]
+            file = files.sites.site(name) / "site.log"
+            variables = fork_server.variables(plan)
+            opened.enter_context(Child("cloister", arguments, file, environment=variables, ended=told))
+        _wait_for_coordinator(federation, log)
+        (found,) = command(federation, do="status")
+        if not any(entry["state"] in ("running", "waiting") for entry in found["runs"]):
+            list(command(federation, do="submit", run=str(files.path.absolute())))
+        yield
+
+
+def _wait_for_coordinator(federation: Path, log: Path) -> None:
+    until, look = time.monotonic() + _START_S, threading.Event()
+    while True:
+        try:
+            list(command(federation, do="status"))
+            return
+        except EngineError:
+            if time.monotonic() > until:
+                raise EngineError(
+                    "coordinator", expected=f"one that is ready within {_START_S:g} s", fix=f"see {log}"
+                ) from None
+        look.wait(0.2)
