@@ -405,7 +405,7 @@ def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
         lambda: Mortal(Site(config, resident, trained=trained), moments, path.parent),
         invite,
         config.folder / "exchange",
-        jitter=lambda: 0.1,
+        jitter=lambda: 0.01,
     ).run()
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ from cloister.protocol.messages import (
 )
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
-from cloister.protocol.wire import Buffer, decode_request, encode, view
+from cloister.protocol.wire import Buffer, decode_reply, decode_request, encode, view
 from cloister.server import journal as steps
 from cloister.server import sum as sums
 from cloister.server.attempt import KeptAttempt
@@ -371,6 +372,44 @@ def test_a_sum_that_was_opened_is_opened_again_without_asking_a_site(open_run: C
     assert isinstance(again, Total)
     assert np.array_equal(again.opened.mean, first.opened.mean)
     assert not run.channel.asked
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+@pytest.mark.parametrize("journal", [False, True], ids=["replies", "replies and journal"])
+def test_a_coordinator_that_lies_of_what_it_asked_gets_no_second_answer(
+    open_run: Callable[..., Run], step: str, journal: bool
+) -> None:
+    """It is killed, and starts again as if it had asked for nothing, without one of the sites."""
+    run = open_run(6)
+    sent: dict[tuple[bytes, str, str], set[bytes]] = {}
+    """By attempt, step and site, what the site has sent."""
+
+    def note(site: str, step: str, frames: list[Buffer]) -> list[Buffer]:
+        reply = decode_reply(frames)
+        signed = reply.statement if isinstance(reply, Contribution) else reply
+        if isinstance(signed, Signed):
+            answers = sent.setdefault((signed.context, step, site), set())
+            answers.add(b"".join(bytes(view(frame)) for frame in frames))
+        return frames
+
+    watched = Watched(run)
+    run.channel.garble = note
+    watched.kill_at(step, run.names[3])
+    assert (step, run.names[3]) in {(now, site) for _, now, site in sent}
+    shutil.rmtree(run.folder / "attempt")
+    if journal:
+        run.journal.__exit__()
+        (run.folder / "journal").unlink()
+        run.journal = Journal(run.folder / "journal")
+        run.party = dataclasses.replace(run.party, journal=run.journal)
+    run.channel.down = lambda site, _step, _request: site == run.names[5]
+    total = run.sum()
+    assert {len(answers) for answers in sent.values()} == {1}
+    if step == "unmask":  # some have revealed their shares for all six
+        assert isinstance(total, sums.Failed)
+    else:
+        assert isinstance(total, Total)
+        assert (total.attempts, total.sites) == (2, 5)
 
 
 def test_a_damaged_sum_of_vectors_ends_the_attempt_and_not_the_round(open_run: Callable[..., Run]) -> None:
