@@ -184,7 +184,11 @@ class AttemptFiles:
 
     def revealed(self, request: bytes) -> bytes | None:
         """The answer that was kept for exactly this request for shares; None if there is none."""
-        content = _content((self._folder / "revealed").read_bytes())
+        file = _open(self._folder / "revealed")
+        try:
+            content = _content(os.pread(file, os.fstat(file).st_size, 0))
+        finally:
+            os.close(file)
         match unpack(content) if content else ():
             case (bytes(known), bytes(answer)) if known == _hash(request):
                 return answer

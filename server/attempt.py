@@ -27,11 +27,12 @@ from cloister.aggregation.masks import Ring
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.encoding import pack, unpack
 from cloister.protocol.errors import EncodingError
-from cloister.protocol.messages import Advertise, Confirm, Masked, Reveal, Shares, Step
+from cloister.protocol.messages import Advertise, Confirm, Masked, Reveal, Shares, Signed, Step
 from cloister.protocol.storage import write_bytes, write_file
 from cloister.protocol.wire import from_bytes, to_bytes
 
-M = TypeVar("M", Advertise, Shares, Masked, Confirm, Reveal)
+M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
+S = TypeVar("S", Advertise, Shares, Masked, Confirm, Reveal)
 
 
 class KeptAttempt:
@@ -59,8 +60,8 @@ class KeptAttempt:
 
     def replies(self, context: bytes, kind: type[M]) -> list[M] | None:
         """The replies with which a step of this attempt has ended; None if it has not."""
-        kept = self._read(kind.STEP, context)
-        return None if kept is None else [from_bytes(kind, reply) for reply in kept[1]]
+        kept = self._read(context, kind)
+        return None if kept is None else kept[1]
 
     def keep_sum(self, context: bytes, statements: Sequence[Masked], vector: Ring) -> None:
         """Keep the end of step 4, durably.
@@ -83,13 +84,12 @@ class KeptAttempt:
             context: Of the attempt.
             dtype: The ring's.
         """
-        kept = self._read(Step.UPDATE, context)
+        kept = self._read(context, Masked)
         if kept is None or not self._sum.exists():
             return None
+        digest, statements = kept
         vector: Ring = np.fromfile(self._sum, dtype)
-        if vector_hash(vector) != kept[0]:
-            return None
-        return [from_bytes(Masked, statement) for statement in kept[1]], vector
+        return (statements, vector) if vector_hash(vector) == digest else None
 
     def remove(self) -> None:
         """Remove all files: the run is over."""
@@ -102,18 +102,18 @@ class KeptAttempt:
     def _path(self, step: Step) -> Path:
         return self._folder / step.label
 
-    def _write(self, step: Step, context: bytes, digest: bytes, replies: Sequence[M]) -> None:
+    def _write(self, step: Step, context: bytes, digest: bytes, replies: Sequence[Signed]) -> None:
         content = pack(context, digest, tuple(to_bytes(reply) for reply in replies))
         write_bytes(self._path(step), content)
 
-    def _read(self, step: Step, context: bytes) -> tuple[bytes, list[bytes]] | None:
+    def _read(self, context: bytes, kind: type[S]) -> tuple[bytes, list[S]] | None:
+        """What `_write` wrote for this attempt; None if it wrote nothing that is whole."""
         try:
-            found = unpack(self._path(step).read_bytes())
+            match unpack(self._path(kind.STEP).read_bytes()):
+                case (bytes(of), bytes(digest), tuple(replies)) if of == context:
+                    return digest, [from_bytes(kind, reply) for reply in replies if isinstance(reply, bytes)]
         except (FileNotFoundError, EncodingError):
-            return None
-        match found:
-            case (bytes(of), bytes(digest), tuple(replies)) if of == context:
-                return digest, [reply for reply in replies if isinstance(reply, bytes)]
+            pass
         return None
 
 
