@@ -163,7 +163,7 @@ class SecureCoordinator:
         Raises:
             StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: the upload is not valid.
         """
-        self._check_statement(message)
+        self._check_statement(message, self._folded)
         self._check_upload(message.site, pieces)
         if self._accumulator is None:
             self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
@@ -193,14 +193,14 @@ class SecureCoordinator:
             StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: it is not of this attempt.
         """
         self._check_upload("all sites", [(0, accumulator)])
+        taken: dict[str, Masked] = {}
         for message in statements:
-            self._check_statement(message)
-            self._folded.add(message.site)
-            self._statements[message.site] = message
-        self._accumulator = accumulator
+            self._check_statement(message, taken)
+            taken[message.site] = message
+        self._folded, self._statements, self._accumulator = set(taken), taken, accumulator
 
-    def _check_statement(self, message: Masked) -> None:
-        self._check(message, Step.UPDATE, self._shared, self._folded)
+    def _check_statement(self, message: Masked, seen: Iterable[str]) -> None:
+        self._check(message, Step.UPDATE, self._shared, seen)
         if message.sharers != self._agreed:
             raise AgreementError(
                 f"sharers of {message.site}", expected="the keys and the list that were sent"
