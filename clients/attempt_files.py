@@ -79,7 +79,8 @@ class State:
     kept: Kept | None
     end: int
     """Bytes of the attempt. It only grows, until a mark is written: so two states of one folder with the same marks and
-    end are the same state."""
+    end are the same state. The exception is a process that was killed before it marked the attempt that it began: one
+    that has the attempt before in memory may go on with that, and no other process finds it."""
 
 
 class AttemptFiles:
