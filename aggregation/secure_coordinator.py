@@ -163,7 +163,44 @@ class SecureCoordinator:
         Raises:
             StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: the upload is not valid.
         """
-        self._check(message, Step.UPDATE, self._shared, self._folded)
+        self._check_statement(message, self._folded)
+        self._check_upload(message.site, pieces)
+        if self._accumulator is None:
+            self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
+        add_pieces(self._accumulator, pieces)
+        self._folded.add(message.site)
+        self._statements[message.site] = message
+
+    @property
+    def folded(self) -> tuple[list[Masked], masks.Ring]:
+        """Step 4: the statements of all sites whose vectors are folded, and the accumulator, which is not copied.
+
+        Raises:
+            StepError: no vector is folded.
+        """
+        if self._accumulator is None:
+            raise StepError("sum of masked vectors", expected="a vector that is folded first")
+        return list(self._statements.values()), self._accumulator
+
+    def fold_again(self, statements: Iterable[Masked], accumulator: masks.Ring) -> None:
+        """Step 4, in a process that starts again: take what was `folded` in an earlier one.
+
+        Args:
+            statements: The sites' statements.
+            accumulator: The sum of their masked vectors; it is changed.
+
+        Raises:
+            StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: it is not of this attempt.
+        """
+        self._check_upload("all sites", [(0, accumulator)])
+        taken: dict[str, Masked] = {}
+        for message in statements:
+            self._check_statement(message, taken)
+            taken[message.site] = message
+        self._folded, self._statements, self._accumulator = set(taken), taken, accumulator
+
+    def _check_statement(self, message: Masked, seen: Iterable[str]) -> None:
+        self._check(message, Step.UPDATE, self._shared, seen)
         if message.sharers != self._agreed:
             raise AgreementError(
                 f"sharers of {message.site}", expected="the keys and the list that were sent"
@@ -172,12 +209,6 @@ class SecureCoordinator:
         check_names(f"complaints of {message.site}", message.complaints)
         if not possible.issuperset(message.complaints):
             raise MemberError(f"complaints of {message.site}", expected="only about neighbours that shared")
-        self._check_upload(message.site, pieces)
-        if self._accumulator is None:
-            self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
-        add_pieces(self._accumulator, pieces)
-        self._folded.add(message.site)
-        self._statements[message.site] = message
 
     def _check_upload(self, site: str, pieces: Sequence[Piece]) -> None:
         try:

@@ -112,6 +112,7 @@ class SecureSite:
         self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masked: Masked | None = None
+        self._masking = False  # from the shares of the others to the signature under what was masked
         self._ranges: list[tuple[int, int]] = []  # of the vector whose masks were used, sorted
         self._applied = 0  # elements that were masked to the end
         self._seeds_taken = False
@@ -244,12 +245,17 @@ class SecureSite:
     def receive(self, inbox: Inbox) -> None:
         """Step 4, first half: open the shares of the others and derive the masks.
 
+        The same message after `masked`, because its answer was lost, lets the masks be applied again, to the vector
+        that was signed: `masked` then refuses another digest.
+
         A share that cannot be opened is left out, and `masked` names its sender: one bad site does not stop the others.
 
         Raises:
             StaleError, MemberError, TooFewSitesError, ShareError, OneTimeKeyError, StepError: it refuses.
         """
         if self._check_order(Step.UPDATE, inbox) is not None:
+            if self._masked is not None:
+                self._open_masks()
             return
         self._check_context(inbox.context)
         check_names("sharers", inbox.sharers)  # 4a
@@ -289,6 +295,10 @@ class SecureSite:
             tuple(seed for site, seed in seeds.items() if self.name > site),
         )
         self._done[Step.UPDATE] = (inbox, ())
+        self._open_masks()
+
+    def _open_masks(self) -> None:
+        self._masking, self._ranges, self._applied, self._seeds_taken = True, [], 0, False
 
     def _open(self, sender: str, sealed: bytes, hashes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
         key = keys.share_key(
@@ -380,10 +390,10 @@ class SecureSite:
 
     def masked(self, digest: bytes) -> Masked:
         """Step 4, end: sign the masked vector's digest and the sharers that it was masked with; nothing can be masked
-        after this.
+        after this, until the step's message arrives again.
 
         Raises:
-            StepError: this is not the current step, or parts of the vector are not masked.
+            StepError: this is not the current step, parts of the vector are not masked, or another vector was signed.
         """
         if self._masked is None:
             if Step.UPDATE not in self._done:
@@ -392,12 +402,17 @@ class SecureSite:
                 raise StepError("masking", expected=f"all {self.contract.length} elements to be masked first")
             ctx = self.attempt.context
             self._masked = self._sign(Masked(ctx, self.name, digest, self._agreed, self._complaints))
-        if self._masked.digest != digest:
-            raise StepError("masked vector", expected="the one that was signed before")
+        self._check_same(self._masked, digest)
+        self._masking = False
         return self._masked
 
+    def _check_same(self, signed: Masked, digest: bytes) -> None:
+        """Two vectors under one keystream would reveal their difference."""
+        if signed.digest != digest:
+            raise StepError("masked vector", expected="the one that was signed before")
+
     def _check_may_mask(self, model: bytes) -> None:
-        if Step.UPDATE not in self._done or self._masked is not None or self._seeds_taken:
+        if not self._masking or self._seeds_taken:
             raise StepError("masking", expected="it once, after the shares and before the upload")
         self.check_model(model)
 

@@ -64,6 +64,7 @@ from cloister.protocol.soundness import parse
 from cloister.protocol.storage import sync_to_disk
 from cloister.protocol.threshold import Tolerance
 from cloister.server.app import GridChannel
+from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Failure
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.journal import Journal
@@ -303,7 +304,8 @@ def own_rounds(rounds: int) -> list[tuple[float, float]]:
             members = Members(GridChannel(grid), plan, "run", refuse, roster=roster)
             optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
-            party = Party(plan, "run", roster, model.layout, members, journal, lambda event: None)
+            kept = KeptAttempt(folder / "attempt")
+            party = Party(plan, "run", roster, model.layout, members, journal, kept, lambda event: None)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()

@@ -6,10 +6,16 @@ choices and the messages received so far, and is rebuilt by handling them again;
 continues from there. The secrets are wiped when shares are revealed, or when the next attempt begins.
 
 What a site has answered is on disk, synced, before the answer leaves, at every step; the mark that shares are revealed
-is, before they are. So after a power cut the site gives the same answer again or none, and never a second one. An
-attempt masks one vector: its log says so before masking begins. A lock on the folder serialises messages that arrive at
-several processes at the same time. It is released while the vector is made; a process that then finds the attempt
-changed gives up.
+is, before they are. So a message that arrives again, also at another process and after a crash, gets the same answer
+byte for byte, and another message for a step that was answered is refused. The answer to the request for shares is kept
+when the secrets are wiped.
+
+An attempt masks one vector. The shares that its masks come from and the digest of what was masked are synced together,
+before anything of it leaves. If its answer was lost, the vector is masked again, and it leaves only if it has that
+digest: two vectors under one keystream would reveal their difference.
+
+A lock on the folder serialises messages that arrive at several processes at the same time. It is released while the
+vector is made; a process that then finds the attempt changed gives up.
 """
 
 from __future__ import annotations
@@ -119,6 +125,10 @@ class Attempts:
             state = self._state(files)
             if isinstance(told, Begin):
                 return self._begin(files, state, told, round_number)
+            if isinstance(told, Unmask) and state.kept is None:
+                sent = files.revealed(to_bytes(told))
+                if sent is not None:
+                    return from_bytes(Reveal, sent)
             kept = self._current(state, round_number)
             site = self._rebuild(state, kept)
 
@@ -128,6 +138,7 @@ class Attempts:
             site.answered = reveal
             answer = _handle(site, told)
             if step is Step.UNMASK:
+                files.keep_revealed(to_bytes(told), to_bytes(answer))
                 self._remember(files.end(self._state(files)), None)
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
@@ -136,7 +147,7 @@ class Attempts:
     def mask(
         self, inbox: Inbox, round_number: int, model: bytes, make: Callable[[], list[Piece]], mask: Mask
     ) -> tuple[Masked, Written]:
-        """Step 4: mask the site's vector.
+        """Step 4: mask the site's vector; the same message again masks the same vector again.
 
         Args:
             inbox: The step's message.
@@ -153,25 +164,22 @@ class Attempts:
         """
         with self._turn() as files:
             state = self._state(files)
-            kept = self._current(state, round_number)
-            if any(step == Step.UPDATE for step, _ in kept.log):
-                raise StepError("update", expected="one request in an attempt", fix="try the round again")
-            site = self._rebuild(state, kept)
+            site = self._rebuild(state, self._current(state, round_number))
             site.check_model(model)  # before a vector is made: making one may be a release
             site.receive(inbox)
-            self._remember(state, site)
+            self._remember(state, None)  # a site whose masking failed is built again
         pieces = make()  # which may take long
         with self._turn() as files:
             if self._state(files) != state:
                 raise StepError(
                     "attempt", expected="the attempt to be unchanged since before the vector was made"
                 )
-            # Nothing leaves before the digest is kept, and its sync includes this message.
-            begun = files.keep(state, (int(Step.UPDATE), to_bytes(inbox)), durable=False)
             masked = mask(site, pieces)
             digest = manifest_digest(masked.manifest)
-            statement = site.masked(digest)
-            self._remember(files.keep(begun, (_MASKED, digest)), site)
+            statement = site.masked(digest)  # refuses another than the one that is kept
+            # Nothing of the vector leaves before these two are synced.
+            logged = (int(Step.UPDATE), to_bytes(inbox)), (_MASKED, digest)
+            self._remember(files.keep(state, *logged), site)
         return statement, masked
 
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
@@ -193,10 +201,7 @@ class Attempts:
         _check_round(kept, round_number)
         site = self._rebuild(state, kept)
         answer = _handle(site, begin)
-        if kept.log:
-            self._remember(files.keep(state, logged), site)
-        else:
-            self._remember(files.begin(state, replace(kept, log=(logged,))), site)
+        self._remember(files.begin(state, replace(kept, log=(logged,))), site)
         return answer
 
     def _current(self, state: State, round_number: int) -> Kept:

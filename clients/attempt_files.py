@@ -1,6 +1,6 @@
 """A site's attempts on disk, between two messages that different processes may handle.
 
-There are two files that only the site can read. `marks` says which attempt the site joined last, and for which
+There are three files that only the site can read. `marks` says which attempt the site joined last, and for which
 survivors it revealed shares last. It has two slots at fixed places, so a damaged length hides nothing. Each slot has
 all marks, the number of the write and a CRC-32; the higher number is newer. A write replaces the older slot and is
 synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot that is
@@ -14,6 +14,10 @@ and the content. Each is appended and synced before a message that depends on it
 last one included, ends the attempt: the site refuses the rest of it and can join the next. When the site has revealed
 its shares, the file is overwritten with zeros, synced and emptied.
 
+`revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request. It is
+synced before the attempt is wiped, so that the answer can be sent again if it was lost. It has no secret of the site:
+only shares that the coordinator was sent.
+
 Refused: `marks` as a log that grows, because a truncated log is a valid shorter one. A file for each step, renamed into
 place, is equally safe but cost more than the step itself.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import struct
 import zlib
@@ -68,17 +73,18 @@ class Kept:
 
 @dataclass(frozen=True)
 class State:
-    """The content of both files, as one process last read or wrote them."""
+    """The content of `marks` and `attempt`, as one process last read or wrote them."""
 
     marks: Marks
     kept: Kept | None
     end: int
     """Bytes of the attempt. It only grows, until a mark is written: so two states of one folder with the same marks and
-    end are the same state."""
+    end are the same state. The exception is a process that was killed before it marked the attempt that it began: one
+    that has the attempt before in memory may go on with that, and no other process finds it."""
 
 
 class AttemptFiles:
-    """The two files in a folder, open while this process holds the lock on them. Make one with `turn`."""
+    """The files in a folder, open while this process holds the lock on them. Make one with `turn`."""
 
     def __init__(self, folder: Path, run: str, marks: int, attempt: int) -> None:
         self._folder = folder
@@ -98,6 +104,7 @@ class AttemptFiles:
             StorageError: the disk refuses the write.
         """
         write_new(folder / "attempt", b"")
+        write_new(folder / "revealed", b"")
         write_new(folder / "marks", _slot(Marks()) + bytes(_SLOT))
         sync_folders(folder.parent, top)
 
@@ -136,29 +143,57 @@ class AttemptFiles:
         return State(marks, kept, end)
 
     def begin(self, state: State, kept: Kept) -> State:
-        """Join an attempt, durably; it replaces the previous one, whose seed is overwritten."""
-        marks = self._mark(replace(state.marks, joined=kept.now))
+        """Join an attempt, durably; it replaces the previous one, whose seed is overwritten.
+
+        The mark is written last: without it the attempt is not joined, and its first message joins it again.
+        """
         header = (*kept.newest, *kept.now, kept.seed)
-        return State(marks, kept, self._append(0, (header, *kept.log), durable=True))
+        end = self._append(0, (header, *kept.log))
+        return State(self._mark(replace(state.marks, joined=kept.now)), kept, end)
 
-    def keep(self, state: State, step: Logged, *, durable: bool = True) -> State:
-        """Add a message to the attempt.
+    def keep(self, state: State, *steps: Logged) -> State:
+        """Add messages to the attempt, durably.
 
-        A message that is there already is synced again, because the process that wrote it may have been killed before
-        it was synced.
+        Those that are there already are synced again, because the process that wrote them may have been killed before
+        they were synced.
         """
         kept = state.kept
         assert kept is not None
-        new = () if step in kept.log else (step,)
-        return State(
-            state.marks,
-            replace(kept, log=kept.log + new),
-            self._append(state.end, new, durable=durable),
-        )
+        new = tuple(step for step in steps if step not in kept.log)
+        return State(state.marks, replace(kept, log=kept.log + new), self._append(state.end, new))
 
     def mark_answered(self, state: State, answered: Answered) -> State:
         """Record durably the survivors for which shares are revealed."""
         return replace(state, marks=self._mark(replace(state.marks, answered=answered)))
+
+    def keep_revealed(self, request: bytes, answer: bytes) -> None:
+        """Keep the answer to a request for shares, durably; it replaces the previous one.
+
+        A power cut can tear it; the attempt, which gives the same answer, is wiped later only.
+        """
+        frame = _frame(pack(_hash(request), answer))
+        file = _open(self._folder / "revealed")
+        try:
+            if os.pwrite(file, frame, 0) != len(frame):
+                raise OSError(None, "no space left")
+            os.ftruncate(file, len(frame))
+            sync(file)
+        except OSError as error:
+            raise _refusal(self._folder, error) from error
+        finally:
+            os.close(file)
+
+    def revealed(self, request: bytes) -> bytes | None:
+        """The answer that was kept for exactly this request for shares; None if there is none."""
+        file = _open(self._folder / "revealed")
+        try:
+            content = _content(os.pread(file, os.fstat(file).st_size, 0))
+        finally:
+            os.close(file)
+        match unpack(content) if content else ():
+            case (bytes(known), bytes(answer)) if known == _hash(request):
+                return answer
+        return None
 
     def end(self, state: State) -> State:
         """Wipe the secrets of the attempt, durably, so that later readers of the disk cannot remove its masks.
@@ -193,16 +228,15 @@ class AttemptFiles:
             raise _refusal(self._folder, error) from error
         return marks
 
-    def _append(self, end: int, contents: tuple[tuple[Value, ...], ...], *, durable: bool) -> int:
-        """Write frames at the end, or instead of all; the new end. They are there and whole, or not there."""
+    def _append(self, end: int, contents: tuple[tuple[Value, ...], ...]) -> int:
+        """Write frames at the end, or instead of all, durably; the new end. They are there and whole, or not there."""
         frames = b"".join(_frame(pack(*content)) for content in contents)
         try:
             if os.fstat(self._attempt).st_size > end + len(frames):
                 os.ftruncate(self._attempt, end + len(frames))
             if os.pwrite(self._attempt, frames, end) != len(frames):
                 raise OSError(None, "no space left")
-            if durable:
-                sync(self._attempt)
+            sync(self._attempt)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._attempt, end)
@@ -217,6 +251,10 @@ def _open(path: Path) -> int:
         raise _unknown(path, "missing") from None
     except OSError as error:
         raise _refusal(path, error) from error
+
+
+def _hash(request: bytes) -> bytes:
+    return hashlib.sha256(request).digest()
 
 
 def _frame(content: bytes) -> bytes:

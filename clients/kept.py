@@ -1,4 +1,4 @@
-"""The files of a site that later messages need: the plan that it joined, the base model, its finished updates.
+"""The files of a site that later messages need: the plan that it joined, the base model, what it made for sums.
 
 The attempts of the secure sum (`attempt_files.py`) and the tokenised data (`lm/data.py`) have their own files.
 """
@@ -23,7 +23,7 @@ from cloister.lm.layout import Vector
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
-from cloister.protocol.messages import Join
+from cloister.protocol.messages import EVALUATE, TRAIN, Join, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import disk_refusal, write_bytes, write_file
@@ -37,6 +37,8 @@ class Written:
     """Offset, length and hash of each piece that is not empty."""
     pieces: list[Piece]
     """The pieces."""
+    seconds: float = 0.0
+    """Seconds in which an update was trained."""
 
 
 class Kept:
@@ -142,11 +144,11 @@ class Kept:
         """
         return read_base(self.base_path(base_hash), base_hash)
 
-    # Finished updates, so that a retry of a round does not train again.
+    # Finished updates and totals, so that no retry trains or evaluates again, and what is masked again is the same.
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Take the lock on the updates: of two processes that are asked for one update, one makes it.
+        """Take the lock on what is kept: of two processes that are asked for one update, one makes it.
 
         Raises:
             StepError: another process has it. It may still be training for an earlier attempt; a later one gets what it
@@ -171,63 +173,78 @@ class Kept:
         """Where the finished update of a round is kept."""
         return update_path(self._state, round_number)
 
-    def keep_update(
+    def keep(
         self,
+        purpose: Purpose,
         round_number: int,
         write: Callable[[Path], Written],
         facts: Mapping[str, str],
         *,
         durable: bool,
-    ) -> list[Piece]:
-        """Keep the finished update of a round, and remove those of other rounds.
+    ) -> Written:
+        """Keep what the site has made for a sum, and remove the same of other rounds.
 
         The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
-        file, which is written last, so that an update is valid only if both agree.
+        file, which is written last, so that a vector is valid only if both agree.
 
         Args:
+            purpose: What the sum is of.
             round_number: The round.
             write: Writes the vector that is summed, before its masks, into a new file that only its owner may read
                 (`write_pieces`).
-            facts: The inputs that the update depends on; `update` returns it for the same facts only.
+            facts: The inputs that the vector depends on; `made` returns it for the same facts only.
             durable: Sync it before this returns.
 
         Returns:
-            The pieces that `write` returned.
+            What `write` returned.
 
         Raises:
             StorageError: the disk is full.
         """
-        path = update_path(self._state, round_number)
+        path = _path(self._state, purpose, round_number)
         written: list[Written] = []
         write_file(path, lambda temporary: written.append(write(temporary)), durable=durable)
         entries = [[offset, size, digest.hex()] for offset, size, digest in written[0].manifest]
-        sealed = json.dumps({"facts": dict(facts), "manifest": entries}).encode()
-        write_bytes(path.with_suffix(".json"), sealed, durable=durable)
+        sealed = {"facts": dict(facts), "manifest": entries, "seconds": written[0].seconds}
+        write_bytes(path.with_suffix(".json"), json.dumps(sealed).encode(), durable=durable)
         kept = (path, path.with_suffix(".json"))
-        for old in self._state.glob("update-*"):
+        for old in self._state.glob(f"{_NAMES[purpose]}-*"):
             if old not in kept:
                 old.unlink(missing_ok=True)
-        return written[0].pieces
+        return written[0]
 
-    def update(
-        self, round_number: int, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
-    ) -> list[Piece] | None:
-        """The finished update of a round if it is whole, of this length and type; None if there is none.
+    def made(
+        self,
+        purpose: Purpose,
+        round_number: int,
+        facts: Mapping[str, str],
+        length: int,
+        dtype: npt.DTypeLike,
+    ) -> Written | None:
+        """What the site has made for a sum if it is whole, of this length and type; None if there is none.
 
         Its pieces are mapped from the file, copied on a write; a change does not reach the file.
 
+        Args:
+            purpose: What the sum is of.
+            round_number: The round.
+            facts: As for `keep`.
+            length: Elements of the vector.
+            dtype: The ring's.
+
         Raises:
-            StaleError: the site has made an update of this round in the same run from other facts.
+            StaleError: the site has made it in the same run from other facts.
         """
-        path = update_path(self._state, round_number)
+        path = _path(self._state, purpose, round_number)
         try:
             sealed = json.loads(path.with_suffix(".json").read_bytes())
             others = {name for name, value in facts.items() if sealed["facts"].get(name) != value}
             if others and others.isdisjoint(("plan", "run")):
+                name = _NAMES[purpose]
                 raise StaleError(
-                    f"update of round {round_number}",
+                    f"{name} of round {round_number}",
                     " and ".join(sorted(others)),
-                    expected="the same as when this site made its update of the round: there is one update in a round",
+                    expected=f"the same as when this site made its {name} of the round: there is one {name} in a round",
                 )
             if others:
                 return None
@@ -237,12 +254,9 @@ class Kept:
             vector = np.memmap(path, dtype, "c")
             if vector.shape != (length,):
                 return None
-            return check_received(
-                manifest,
-                [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest],
-                length,
-                dtype,
-            )
+            spans = [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest]
+            pieces = check_received(manifest, spans, length, dtype)
+            return Written(manifest, pieces, float(sealed["seconds"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
             return None  # missing, torn by a crash, or of another model: the site trains
 
@@ -267,7 +281,14 @@ def checked_base(request: Join) -> Vector | None:
 
 def update_path(state: Path, round_number: int) -> Path:
     """Where a site with a state folder keeps its finished update of a round; the facts are beside it, in JSON."""
-    return state / f"update-{round_number:05d}.ring"
+    return _path(state, TRAIN, round_number)
+
+
+_NAMES: dict[Purpose, str] = {TRAIN: "update", EVALUATE: "totals"}
+
+
+def _path(state: Path, purpose: Purpose, round_number: int) -> Path:
+    return state / f"{_NAMES[purpose]}-{round_number:05d}.ring"
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> Written:

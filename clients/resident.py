@@ -152,7 +152,7 @@ class Resident:
             terms = terms_of(plan, model.layout.size)
             model.module.to("meta")  # a frozen base: this process needs names and shapes only
             built = Model(plan.to_json(), mesh, base_path, base_hash, section.checkpointing, section.compile)
-            over = plan.cohort.deadline_s * plan.cohort.attempts  # then a round has ended in any case
+            over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
             work = Team(built, model.layout, devices, plan.local.threads, over)
         return Loaded(plan, base_hash, model, work, terms)
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,13 +29,13 @@ from cloister.aggregation.sums import (
     contract_for,
     count_of_loss,
     evaluation_layout,
-    training_layout,
+    layout_for,
 )
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
-from cloister.clients.kept import Kept, Written, checked_base
+from cloister.clients.kept import Kept, Written, checked_base, write_pieces
 from cloister.clients.release import Finished, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
@@ -194,11 +195,10 @@ class Site:
 
         def make() -> list[Piece]:
             nonlocal seconds
-            if purpose == EVALUATE:
-                return [(0, self._totals(loaded, request))]
             with self._kept.turn():
-                pieces, seconds = self._update(loaded, request, own)
-                return pieces
+                made = self._made(loaded, request, own)
+            seconds = made.seconds
+            return made.pieces
 
         def mask(site: SecureSite, pieces: list[Piece]) -> Written:
             if purpose == EVALUATE:
@@ -339,18 +339,19 @@ class Site:
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.counters])
 
-    def _update(self, loaded: Loaded, request: Contribute, own: OwnSteps) -> tuple[list[Piece], float]:
-        """The update of the round: kept from an earlier attempt, or trained now; and the seconds that this took.
+    def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps) -> Written:
+        """The update or totals of the round: kept from an earlier attempt, or made now.
 
-        Under privacy it is charged before it is trained, and synced to disk before it is sent: training again would be
-        a second release. A round has one update: from a second one, of another model, clipping norm or list of local
-        steps or with other noise, a coordinator that sums both with the same others could compute the difference.
+        Under privacy an update is charged before it is trained, and synced to disk before it is sent: training again
+        would be a second release. What is masked is synced first: it may be masked again, and must be the same then. A
+        round has one update: from a second one, of another model, clipping norm or list of local steps or with other
+        noise, a coordinator that sums both with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made its update of the round from another model, clipping norm or list of steps.
+            StaleError: the site has made them from another model, clipping norm or list of steps.
         """
-        plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
-        layout = training_layout(plan, loaded.model.layout.size)
+        plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
+        layout = layout_for(purpose, plan, loaded.model.layout.size)
         facts = {
             "plan": plan.digest(),
             "run": request.sum.run,
@@ -360,11 +361,23 @@ class Site:
         }
         if request.steps:
             facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
-        kept = self._kept.update(round_number, facts, layout.length, layout.ring.dtype)
+        kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
-            if terms is not None:
+            if loaded.terms is not None:
                 self._spending.check_paid(request.sum.run, round_number)
-            return kept, 0.0
+            return kept
+
+        def write(path: Path) -> Written:
+            if purpose == EVALUATE:
+                return write_pieces(path, [(0, self._totals(loaded, request))])
+            return self._update(loaded, request, own, path)
+
+        durable = loaded.terms is not None or plan.aggregation.secure
+        return self._kept.keep(purpose, round_number, write, facts, durable=durable)
+
+    def _update(self, loaded: Loaded, request: Contribute, own: OwnSteps, path: Path) -> Written:
+        """Train the update of the round into a file, after the charge."""
+        plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         noise = None
         if terms is not None:
             rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
@@ -380,14 +393,9 @@ class Site:
         )
         seed = (self._seed(plan, "training", round_number),)
         task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
-        trained = partial(self._trained_to, round_number)
-
-        def write(path: Path) -> Written:
-            return loaded.work.update(task, request.model, path, trained)
-
         started = self._clock()
-        pieces = self._kept.keep_update(round_number, write, facts, durable=terms is not None)
-        return pieces, self._clock() - started
+        written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
+        return replace(written, seconds=self._clock() - started)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""

@@ -87,7 +87,7 @@ def trial(
     model = part.Model(short.to_json(), mesh, _NO_FILE, b"", section.checkpointing, section.compile)
     work = partial(_Trial if several(mesh, section) else _Alone, model)
     preload = [part.__name__, "transformers.modeling_utils", "transformers.modeling_layers"]
-    over = plan.cohort.deadline_s * plan.cohort.attempts
+    over = plan.cohort.attempt_s() * plan.cohort.attempts
     with Ranks[part.Train, Measured](
         work, devices, threads=plan.local.threads, preload=preload, log=log
     ) as ranks:

@@ -267,8 +267,8 @@ class Contribution:
     spans: Annotated[tuple[Ring, ...], Limit(MOST_SPANS)]
     """The spans' ring integers, of the plan's width; under the secure sum they are masked."""
     seconds: float = 0.0
-    """With `local.balance = "dynamic"`: seconds in which the site has trained the update; 0 if it was kept from an
-    earlier attempt."""
+    """With `local.balance = "dynamic"`: seconds in which the site has trained the update, in this attempt or an earlier
+    one."""
 
 
 # Step 5: consistency.

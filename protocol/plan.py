@@ -220,11 +220,20 @@ class CohortSection(Section):
     quorum: Fraction = 0.75
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Positive = 600.0
-    """Timeout of an attempt in seconds: a site that has not answered by then is a dropout of the attempt. Under the
-    secure sum the update must have arrived after nine tenths of it, and each other step has a part of its own. Under a
-    privacy unit a site prepares its data in its first round, unless `cloister site check` has done it before."""
+    """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
+    Under the secure sum each of the four other steps has a timeout of its own, a quarter of it, so an attempt takes at
+    most twice as long; over the exchange an upload that moves is waited for. Under a privacy unit a site prepares its
+    data in its first round, unless `cloister site check` has done it before."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
+
+    def handshake_s(self) -> float:
+        """Timeout in seconds of each step of a masked attempt that carries no update."""
+        return self.deadline_s / 4
+
+    def attempt_s(self) -> float:
+        """The most seconds that a masked attempt takes, without uploads that still move: steps 2 to 6."""
+        return self.deadline_s + 4 * self.handshake_s()
 
     def size(self) -> int:
         """Sites in the cohort of a round."""

@@ -10,8 +10,9 @@ Sites connect to the coordinator, which opens no connection. What happens in a s
    after it, by hash (`protocol/transfer.py`).
 6. Taken: the coordinator has taken the reply, and the site may forget it.
 
-What was uploaded for a request stays on disk until the reply is taken or the next upload of the site begins. So a
-coordinator that starts again, and asks for the same byte for byte, gets it without a second upload.
+What was uploaded for a request stays on disk until this process asks the site for something else, or the site's next
+upload begins. So a coordinator that is killed before that, and asks for the same byte for byte, gets it without a
+second upload.
 
 A site is its identity key. Its node, pending request and the vectors that it has uploaded outlive its sessions: the
 request is sent again in the next session, byte for byte, and an upload continues where it was. A newer session of the
@@ -237,6 +238,8 @@ class _Site:
         self.sent = self.received = 0
         self.moved_at = -STALL_S
         """When the last bytes of an upload for the pending request have arrived."""
+        self.taken: Path | None = None
+        """The vectors of the reply that was taken last."""
 
 
 class ExchangeChannel:
@@ -449,7 +452,9 @@ class ExchangeChannel:
             if site is None:
                 pending.answers.put((node, Failure(f"node {node}", "it has not been connected")))
                 continue
-            site.pending, site.moved_at = pending, -STALL_S
+            if site.taken not in (None, _folder(site, pending)):
+                shutil.rmtree(site.taken, ignore_errors=True)
+            site.pending, site.moved_at, site.taken = pending, -STALL_S, None
             site.arrivals = Arrivals(_folder(site, pending), self._most_bytes)
             if site.session is not None:
                 site.session.send(pending.letter)
@@ -472,7 +477,7 @@ class ExchangeChannel:
         site = self._site_of(pending)
         if site is not None:
             self._withdraw({site.node: pending})
-            shutil.rmtree(_folder(site, pending), ignore_errors=True)
+            site.taken = _folder(site, pending)
             if site.session is not None:
                 site.session.tell(taken=Taken(id=pending.id))
 

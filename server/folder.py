@@ -2,6 +2,7 @@
 
 plan.json          the plan, canonical
 journal.sqlite     the steps that were begun and done
+attempt/           what is needed to go on with the attempt that is under way
 ledger.sqlite      the privacy that was spent, as the coordinator counts it
 noise.json         the key of the run's correlated noise, until the run is finished
 public.safetensors the model after public training
@@ -106,6 +107,11 @@ class RunFiles:
     def journal(self) -> Path:
         """The journal."""
         return self.path / "journal.sqlite"
+
+    @property
+    def attempt(self) -> Path:
+        """The folder of the attempt that is under way."""
+        return self.path / "attempt"
 
     @property
     def ledger(self) -> Path:

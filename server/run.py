@@ -24,6 +24,7 @@ from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
+from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Channel
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.evaluate import Evaluation, at_coordinator, at_sites, nowhere
@@ -129,6 +130,7 @@ def run(
             model.layout,
             members,
             journal,
+            KeptAttempt(folder.attempt),
             observe,
             clock,
             b"" if base is None else vector_hash(base),
@@ -176,6 +178,7 @@ def run(
         end = {"params_sha256": digest, "stopped": stopped, "phase_seconds": phases.lap()}
         journal.record(last, 1, steps.FINISHED, end)
         folder.noise.unlink(missing_ok=True)
+        party.kept.remove()
         observe(Finished(last))
     return outcome(folder)
 

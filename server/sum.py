@@ -3,7 +3,8 @@
 The steps have the same numbers as in `round.py`. An evaluation at the sites is the same without training.
 
 1. Decide the local steps of each site, if the plan has `local.balance`: once for a round, from the speeds that are
-   known when its first attempt begins. Journal the attempt, with them, before anything is asked of a site.
+   known when its first attempt begins. Journal the attempt, with them, before anything is asked of a site. A process
+   that starts again goes on with the attempt that was under way.
 2. Advertise: each site returns signed one-time keys.
 3. Share: each site checks the keys of the others and returns encrypted shares.
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
@@ -13,6 +14,9 @@ The steps have the same numbers as in `round.py`. An evaluation at the sites is 
 7. Charge the ledger; then open: remove the masks from the accumulator and decode it.
 
 Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
+
+What each of the steps 2 to 6 ends with is kept, synced, before a request that depends on it is sent (`attempt.py`).
+Each has a deadline of its own, which begins with its requests: the plan's for step 4, a quarter of it for the others.
 
 The cohort is the draw of the round, whoever is there: a site that has not joined, or is left out because it lied, is a
 dropout. A site answers only one list of survivors in a round (the reason is in `aggregation/secure_sum.py`). So after
@@ -29,6 +33,7 @@ from typing import Any, TypeVar
 
 from cloister.aggregation.average import Opened, PlainSum, SumLayout
 from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
@@ -58,14 +63,16 @@ from cloister.protocol.messages import (
     Shares,
     Step,
     SumId,
+    Survivors,
     Told,
 )
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
 from cloister.server import journal as steps
+from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Failure
 from cloister.server.complaints import Complaint, liars, suspects
-from cloister.server.journal import Journal
+from cloister.server.journal import Entry, Journal
 from cloister.server.members import Members
 from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
@@ -73,10 +80,6 @@ from cloister.server.speeds import Measured, speed_of
 from cloister.server.spending import Spending
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
-
-_ENDS = {Step.ADVERTISE: 0.2, Step.SHARE: 0.3, Step.UPDATE: 0.9, Step.CONFIRM: 0.95, Step.UNMASK: 1.0}
-"""When a step of a masked attempt ends at the latest, as a fraction of its deadline: a silent site is a dropout of its
-step and leaves time for the steps after it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ class Party:
     """Layout of the trained parameters."""
     members: Members
     journal: Journal
+    kept: KeptAttempt
+    """What is kept of the attempt that is under way."""
     observe: Observer
     clock: Callable[[], float] = time.monotonic
     base_hash: bytes = b""
@@ -166,6 +171,8 @@ class Wanted:
 def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
     """Sum over the cohort of a round, in as many attempts as the plan allows.
 
+    An attempt that an earlier process began, and did not end, goes on.
+
     Args:
         party: The run.
         wanted: The sum to make.
@@ -182,24 +189,29 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
     last = failures + plan.cohort.attempts
     unopened: set[str] = set()
     doubted: set[str] = set()
+    begun = _begun(journal, purpose, number)
     while True:
         unmasking = journal.newest(f"{purpose} {steps.UNMASKING}", number)
         if failures >= last:
             return Failed(failures, bound=unmasking is not None)
-        able = [site for site in party.present(cohort) if site not in unopened | doubted]
-        sites = unmasking.detail["survivors"] if unmasking else able
-        needed = len(sites) if unmasking else plan.quorum()
-        # 1. Journal the attempt.
-        attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
-        detail: dict[str, Any] = {"cohort": sites}
-        if wanted.steps:
-            detail["steps"] = wanted.steps
-        journal.record(number, attempt, f"{purpose} {steps.BEGUN}", detail)
+        if begun is not None:
+            attempt, sites, needed = begun.attempt, begun.detail["cohort"], begun.detail["needed"]
+            begun = None
+        else:
+            able = [site for site in party.present(cohort) if site not in unopened | doubted]
+            sites = unmasking.detail["survivors"] if unmasking else able
+            needed = len(sites) if unmasking else plan.quorum()
+            # 1. Journal the attempt.
+            attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
+            detail: dict[str, Any] = {"cohort": sites, "needed": needed}
+            if wanted.steps:
+                detail["steps"] = wanted.steps
+            journal.record(number, attempt, f"{purpose} {steps.BEGUN}", detail)
         party.observe(RoundStarted(number, attempt, purpose, tuple(sites)))
         started = party.clock()
         sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
         kind = _Masked if plan.aggregation.secure else _Plain
-        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, started)
+        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt)
         try:
             opened = under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
@@ -221,6 +233,15 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             party.measured.add(heard)
         seconds = party.clock() - started
         return Total(opened, len(under_way.folded), len(cohort), attempt, seconds, wanted.steps)
+
+
+def _begun(journal: Journal, purpose: Purpose, number: int) -> Entry | None:
+    """The attempt at a sum that an earlier process began and did not end."""
+    begun = journal.newest(f"{purpose} {steps.BEGUN}", number)
+    failed = journal.newest(f"{purpose} {steps.FAILED}", number)
+    if begun is None or (failed is not None and failed.attempt >= begun.attempt):
+        return None
+    return begun
 
 
 def _local_steps(party: Party, purpose: Purpose, number: int, cohort: Sequence[str]) -> LocalSteps:
@@ -247,7 +268,6 @@ class _Plain:
         model_hash: bytes,
         sites: Sequence[str],
         attempt: int,
-        started: float,
     ) -> None:
         self.party = party
         self.wanted = wanted
@@ -255,7 +275,6 @@ class _Plain:
         self.model_hash = model_hash
         self.sites = sites
         self.attempt = attempt
-        self.started = started
         self.folded: set[str] = set()
         self.speeds: dict[str, float] = {}
         """Local steps per second of sites whose update is folded in, with `local.balance = "dynamic"`."""
@@ -333,11 +352,10 @@ class _Plain:
                 self.speeds[contribution.site] = speed
 
     def ask(self, requests: Mapping[str, Request], step: Step) -> Iterator[Reply | Failure]:
-        """Ask sites, with what is left of the attempt's time for this step as the timeout."""
-        plan = self.party.plan
-        end = _ENDS[step] if plan.aggregation.secure else 1.0
-        left = max(0.0, self.started + end * plan.cohort.deadline_s - self.party.clock())
-        return self.party.members.ask(requests, left, group=str(self.wanted.round))
+        """Ask sites, with the step's own deadline as the timeout."""
+        cohort = self.party.plan.cohort
+        deadline_s = cohort.deadline_s if step is Step.UPDATE else cohort.handshake_s()
+        return self.party.members.ask(requests, deadline_s, group=str(self.wanted.round))
 
     def _not_of(self, reply: Reply | Failure) -> str | None:
         """The reason that a reply is not a contribution to this sum, in one line; None if it is one."""
@@ -403,22 +421,38 @@ class _Masked(_Plain):
     def _steps(self, coordinator: SecureCoordinator) -> Opened:
         party, wanted = self.party, self.wanted
         # 2. Advertise.
-        left = self.step(dict.fromkeys(self.sites, coordinator.begin), Advertise, coordinator.advertised)
+        begin = dict.fromkeys(self.sites, coordinator.begin)
+        left = self.step(coordinator, begin, Advertise, coordinator.advertised)
         # 3. Share.
-        left = self.step(dict.fromkeys(left, coordinator.peers()), Shares, coordinator.shared)
+        peers = dict.fromkeys(left, coordinator.peers())
+        left = self.step(coordinator, peers, Shares, coordinator.shared)
         # 4. Update.
-        self.collect(coordinator.inboxes(), lambda contribution: self.fold(coordinator, contribution))
+        survivors = self.update(coordinator)
         # 5. Consistency.
-        survivors = coordinator.survivors()
-        self.step(dict.fromkeys(survivors.survivors, survivors), Confirm, coordinator.confirmed)
+        shown = dict.fromkeys(survivors.survivors, survivors)
+        self.step(coordinator, shown, Confirm, coordinator.confirmed)
         # 6. Unmask.
         requests = coordinator.request()
         detail = {"survivors": list(survivors.survivors)}
         party.journal.record(wanted.round, self.attempt, f"{wanted.purpose} {steps.UNMASKING}", detail)
-        self.step(requests, Reveal, coordinator.revealed)
+        self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
+
+    def update(self, coordinator: SecureCoordinator) -> Survivors:
+        """4. Update: fold in the masked vectors, or take the sum that an earlier process has kept."""
+        context, contract = coordinator.attempt.context, coordinator.contract
+        inboxes = coordinator.inboxes()
+        kept = self.party.kept.sum(context, ring_dtype(contract.ring_bits))
+        if kept is None:
+            self.collect(inboxes, lambda contribution: self.fold(coordinator, contribution))
+            survivors = coordinator.survivors()
+            self.party.kept.keep_sum(context, *coordinator.folded)
+            return survivors
+        coordinator.fold_again(*kept)
+        self.folded.update(statement.site for statement in kept[0])
+        return coordinator.survivors()
 
     def complain(self, complaints: frozenset[Complaint]) -> None:
         """Note new complaints, durably."""
@@ -450,25 +484,40 @@ class _Masked(_Plain):
             raise UpdateError(f"masked vector of {site}", expected="the manifest that the site signed")
         coordinator.fold(statement, self.pieces(contribution))
 
-    def step(self, told: Mapping[str, Told], kind: type[M], take: Callable[[M], None]) -> list[str]:
-        """Ask sites for one step of the protocol; return the sites with a valid answer."""
+    def step(
+        self,
+        coordinator: SecureCoordinator,
+        told: Mapping[str, Told],
+        kind: type[M],
+        take: Callable[[M], None],
+    ) -> list[str]:
+        """Ask sites for one step of the protocol, or take the replies with which it has ended in an earlier process.
+
+        Returns:
+            The sites with a valid answer.
+        """
         agreed: dict[int, Agree] = {}  # one request object for all sites if they get the same message
         requests = {
             site: agreed.setdefault(id(message), Agree(self.sum_id, message))
             for site, message in told.items()
         }
-        left = []
-        for reply in self.ask(requests, kind.STEP):
+        context = coordinator.attempt.context
+        kept = self.party.kept.replies(context, kind)
+        heard, left = [], []
+        for reply in self.ask(requests, kind.STEP) if kept is None else kept:
             if isinstance(reply, Failure):
                 self.drop(reply.site, reply.reason, refused=reply.refused)
                 continue
             if not isinstance(reply, kind):
                 self.drop(reply.site, f"it answered with {type(reply).__name__}, not with {kind.__name__}")
                 continue
+            heard.append(reply)
             try:
                 take(reply)
             except CloisterError as error:
                 self.drop(reply.site, str(error))
             else:
                 left.append(reply.site)
+        if kept is None:
+            self.party.kept.keep(context, kind, heard)
         return left

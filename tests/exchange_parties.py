@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import queue
@@ -10,11 +11,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -23,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.clients.config import read_config
 from cloister.clients.exchange import ExchangeSite
+from cloister.clients.release import Finished
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.protocol.digest import vector_hash
@@ -30,11 +33,15 @@ from cloister.protocol.errors import BudgetError, CloisterError, InvitationError
 from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
 from cloister.protocol.invitation import Invitation, prove
 from cloister.protocol.messages import TRAIN, Contribute, Join, Joined, Refused, Reply, Request, SumId
-from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.roster import load_identity, load_roster, new_identity
 from cloister.protocol.transfer import VERSION
 from cloister.server.certificate import Certificate, new_certificate
-from cloister.server.exchange import ExchangeChannel
-from cloister.tests.federation import contribution_of
+from cloister.server.channel import Failure
+from cloister.server.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.folder import RunFolder
+from cloister.server.run import run
+from cloister.tests.federation import contribution_of, step_of
+from cloister.tests.kills import die
 
 RUN = "0a1b2c"
 NAME = "coordinator.example"
@@ -293,59 +300,96 @@ class Relay:
         one.close()
 
 
-class SiteProcesses:
-    """Real sites, each in a process of its own, connected to a channel.
+Moment: TypeAlias = tuple[str, int, str]
+"""A purpose, a round, and a step."""
+
+
+def moment_of(request: Request) -> Moment:
+    """The sum and the step that a request is of."""
+    step = step_of(request)
+    return ("", 0, step) if isinstance(request, Join) else (request.sum.purpose, request.sum.round, step)
+
+
+class Mortal:
+    """A site whose process is killed after it has answered, once at each moment: the answer is lost.
 
     Args:
-        channel: The exchange.
-        configs: For each site its TOML.
+        site: The site.
+        moments: When.
+        folder: Remembers at which of them it has died.
     """
 
-    def __init__(self, channel: ExchangeChannel, configs: list[Path]) -> None:
-        self._channel = channel
+    def __init__(self, site: Site, moments: Collection[Moment], folder: Path) -> None:
+        self.name = site.name
+        self.refuse = site.refuse
+        self._site = site
+        self._moments = moments
+        self._folder = folder
+
+    def answer(self, request: Request) -> Reply:
+        reply, now = self._site.answer(request), moment_of(request)
+        if now in self._moments and not self._mark(now).exists():
+            self._mark(now).touch()
+            die()
+        return reply
+
+    def _mark(self, moment: Moment) -> Path:
+        return self._folder / f"died-{'-'.join(map(str, moment))}"
+
+
+class SiteProcesses:
+    """Real sites, each in a process of its own, which is started again when it is killed.
+
+    Args:
+        invite: Gives them their invitations; stands in for Flower's authenticated channel.
+        configs: For each site its TOML.
+        moments: For some of them, by their place, when they are killed.
+    """
+
+    def __init__(
+        self,
+        invite: Callable[[], bytes],
+        configs: list[Path],
+        moments: Mapping[int, Collection[Moment]] = MappingProxyType({}),
+    ) -> None:
+        self._invite = invite
         self._context = multiprocessing.get_context("forkserver")
-        self._closing = False
-        self.processes: list[Any] = []
-        self._pipes: list[Any] = []
-        self._threads: list[threading.Thread] = []
-        for config in configs:
-            self.start(config)
+        self.codes: list[list[int | None]] = [[] for _ in configs]
+        """For each site the exit codes of its processes."""
+        self._current: list[Any] = [None] * len(configs)
+        self._threads = [
+            threading.Thread(target=self._keep, args=(index, config, moments.get(index, ())))
+            for index, config in enumerate(configs)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def start(self, config: Path) -> None:
-        """Start a site."""
-        near, far = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(config, far))
-        process.start()
-        far.close()
-        thread = threading.Thread(target=self._invite, args=(near,))
-        thread.start()
-        self.processes.append(process)
-        self._threads.append(thread)
-
-    def _invite(self, pipe: Connection) -> None:
-        """Stands in for Flower's authenticated channel."""
-        with contextlib.suppress(EOFError, OSError):
-            while pipe.recv() is None:
-                pipe.send_bytes(self._channel.invite().to_bytes())
+    def _keep(self, index: int, config: Path, moments: Collection[Moment]) -> None:
+        while not self.codes[index] or self.codes[index][-1] == -signal.SIGKILL:
+            near, far = self._context.Pipe()
+            process = self._current[index] = self._context.Process(target=_serve, args=(config, moments, far))
+            process.start()
+            far.close()
+            with contextlib.suppress(EOFError, OSError):
+                while near.recv() is None:
+                    near.send_bytes(self._invite())
+            process.join(WAIT_S)
+            self.codes[index].append(process.exitcode)
 
     def kill(self, index: int) -> None:
-        """End a site as `kill -9` would."""
-        os.kill(self.processes[index].pid, signal.SIGKILL)
-        self.processes[index].join(WAIT_S)
+        """End the process of a site as `kill -9` would."""
+        os.kill(self._current[index].pid, signal.SIGKILL)
 
-    def join(self) -> list[int | None]:
-        """Wait until all processes have ended; their exit codes."""
-        for process in self.processes:
-            process.join(WAIT_S)
-            if process.is_alive():
-                process.kill()
-                process.join(WAIT_S)
+    def join(self) -> None:
+        """Wait until all processes have ended."""
         for thread in self._threads:
             thread.join(WAIT_S)
-        return [process.exitcode for process in self.processes]
+        for process in self._current:
+            if process.is_alive():
+                process.terminate()
 
 
-def _serve(path: Path, pipe: Connection) -> None:
+def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
     config = read_config(path)
     resident = Resident()
 
@@ -355,10 +399,143 @@ def _serve(path: Path, pipe: Connection) -> None:
             raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
         return Invitation.from_bytes(pipe.recv_bytes())
 
+    def trained(number: int, _finished: Finished) -> None:
+        with (path.parent / "trained").open("a") as file:
+            file.write(f"{number}\n")
+
     ExchangeSite(
         config.name,
         load_identity(Path(config.identity)),
-        lambda: Site(config, resident),
+        lambda: Mortal(Site(config, resident, trained=trained), moments, path.parent),
         invite,
         config.folder / "exchange",
+        jitter=lambda: 0.01,
     ).run()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step that a coordinator has asked for."""
+
+    moment: Moment
+    before: int
+    """Bytes that its process had received until then."""
+    after: int | None
+    """Bytes that it had received when it had all answers; None if it was killed."""
+
+
+class CoordinatorProcesses:
+    """A coordinator in a process of its own, which is killed at some moments and started again.
+
+    Args:
+        folder: The run folder, created, and the spool beside it.
+        sites: The folder of the sites, which has the roster.
+        moments: For each of its processes but the last, when it is killed.
+    """
+
+    def __init__(self, folder: Path, sites: Path, moments: list[Moment]) -> None:
+        self._folder = folder
+        self._sites = sites
+        self._moments = moments
+        self._changed = threading.Condition()
+        self._pipe: Connection | None = None
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def run(self) -> list[list[Asked]]:
+        """Run to the end; what each process has asked for."""
+        context = multiprocessing.get_context("forkserver")
+        found: list[list[Asked]] = []
+        for moment in (*self._moments, None):
+            near, far = context.Pipe()
+            log = self._folder.with_name(f"asked-{len(found)}")
+            arguments = (self._folder, self._sites, self._address, CERTIFICATE, moment, log, far)
+            process = context.Process(target=_coordinate, args=arguments)
+            process.start()
+            far.close()
+            with self._changed:
+                self._pipe = near
+                self._changed.notify_all()
+            process.join(2 * WAIT_S)
+            with self._changed:
+                self._pipe = None
+            assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            begun = {tuple(moment): before for moment, before, after in lines if after is None}
+            ended = {tuple(moment): after for moment, _, after in lines if after is not None}
+            found.append([Asked(each, before, ended.get(each)) for each, before in begun.items()])
+        return found
+
+    def invite(self) -> bytes:
+        """An invitation of the process that runs, or that will."""
+        with self._changed:
+            while True:
+                assert self._changed.wait_for(lambda: self._pipe is not None, WAIT_S)
+                assert self._pipe is not None
+                try:
+                    self._pipe.send(None)
+                    return self._pipe.recv_bytes()
+                except (EOFError, OSError):
+                    self._pipe = None
+
+
+class Watched:
+    """A channel that notes what it is asked for, and is killed with its process when two sites have answered."""
+
+    def __init__(self, channel: ExchangeChannel, moment: Moment | None, log: Path) -> None:
+        self._channel = channel
+        self._moment = moment
+        self._log = log
+
+    def nodes(self) -> Sequence[int]:
+        return self._channel.nodes()
+
+    def ask(
+        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        now, before = moment_of(next(iter(requests.values()))), self._received()
+        self._note(now, before, None)
+        for number, answer in enumerate(self._channel.ask(requests, deadline_s, group=group), 1):
+            if (now, number) == (self._moment, 2):
+                die()
+            yield answer
+        self._note(now, before, self._received())
+
+    def _received(self) -> int:
+        return sum(site.received for site in self._channel.connected())
+
+    def _note(self, *line: Any) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _coordinate(
+    path: Path,
+    sites: Path,
+    address: str,
+    certificate: Certificate,
+    moment: Moment | None,
+    log: Path,
+    pipe: Connection,
+) -> None:
+    with RunFolder.reopen(path) as folder:
+        plan, roster = folder.plan, load_roster(sites / "roster.toml")
+        with ExchangeChannel(
+            "run",
+            certificate,
+            path.with_name("spool"),
+            sites=plan.cohort.sites,
+            most_bytes=most_bytes_of(plan, 10**5),
+            bind=address,
+            cards=roster.cards,
+        ) as channel:
+
+            def invite() -> None:
+                with contextlib.suppress(EOFError, OSError):
+                    while pipe.recv() is None:
+                        pipe.send_bytes(channel.invite().to_bytes())
+
+            threading.Thread(target=invite, daemon=True).start()
+            assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
+            run(folder, Watched(channel, moment, log), lambda _event: None, roster=roster)
+            channel.close(over=True)

@@ -47,7 +47,7 @@ def fill(folder: Path, attempt: int = 1) -> list[State]:
         states.append(files.state(None))
         states.append(files.begin(states[-1], Kept((1, attempt - 1), (1, attempt), SEED, (BEGIN,))))
         states.append(files.keep(states[-1], (Step.SHARE, b"peers")))
-        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox"), durable=False))
+        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox")))
         states.append(files.mark_answered(states[-1], answered_in(attempt)))
         states.append(files.end(states[-1]))
     return states
@@ -91,19 +91,35 @@ def test_the_secrets_of_an_attempt_are_gone_after_a_power_cut(
         assert read(folder).kept is None
 
 
-def test_the_secrets_of_an_attempt_are_not_used_after_the_mark_of_another(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process was killed between the mark of a new attempt and its first message: no attempt is at hand."""
+def test_an_attempt_that_is_not_marked_is_not_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was killed between the seed of a new attempt and its mark: no attempt is at hand."""
     with Power(folder, monkeypatch) as power, turn(folder) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED))
         with power.stopped_at(0) as ended:
             files.begin(state, Kept((1, 1), (1, 2), bytes(32)))
     assert ended
-    assert SEED in (folder / "attempt").read_bytes()
+    assert SEED not in (folder / "attempt").read_bytes()
     found = read(folder)
-    assert found.marks.joined == (1, 2)
+    assert found.marks.joined == (1, 1)
     assert found.kept is None
+    with turn(folder) as files:
+        state = files.begin(found, Kept((1, 1), (1, 2), SEED))
+    assert read(folder) == state
+
+
+def test_an_answer_is_kept_for_its_own_request_until_there_is_another(folder: Path) -> None:
+    with turn(folder) as files:
+        assert files.revealed(b"request") is None
+        files.keep_revealed(b"request", b"a longer answer")
+        assert files.revealed(b"request") == b"a longer answer"
+        assert files.revealed(b"another request") is None
+        files.keep_revealed(b"another request", b"answer")
+        assert files.revealed(b"another request") == b"answer"
+        assert files.revealed(b"request") is None
+    torn = (folder / "revealed").read_bytes()[:-1]
+    (folder / "revealed").write_bytes(torn)
+    with turn(folder) as files:
+        assert files.revealed(b"another request") is None
 
 
 def test_files_that_have_not_changed_are_not_read_again(folder: Path) -> None:
@@ -121,16 +137,20 @@ def test_a_full_disk_is_named_and_what_was_there_stays(folder: Path, monkeypatch
         write = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:5], at))
         acts: list[Callable[[], object]] = [
-            lambda: files.begin(state, Kept((1, 1), (1, 2), SEED)),
             lambda: files.keep(state, (Step.SHARE, b"peers")),
             lambda: files.mark_answered(state, answered_in(1)),
+            lambda: files.keep_revealed(b"request", b"answer"),
         ]
         for act in acts:
             with pytest.raises(StorageError, match="no space left"):
                 act()
             assert files.state(None) == state
+        with pytest.raises(StorageError, match="no space left"):
+            files.begin(state, Kept((1, 1), (1, 2), SEED))
+        assert files.state(None).marks == state.marks
+        assert files.state(None).kept is None, "the attempt before is over"
         monkeypatch.undo()
-    assert read(folder) == state
+        assert files.revealed(b"request") is None
 
 
 # Damage.

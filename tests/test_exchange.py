@@ -234,6 +234,22 @@ def test_a_reply_that_was_not_taken_outlives_other_requests(tmp_path: Path) -> N
             assert [type(request).__name__ for request in site.asked] == ["Contribute", "Join", "Contribute"]
 
 
+def test_a_coordinator_that_starts_again_gets_what_was_taken_without_a_second_upload(tmp_path: Path) -> None:
+    """It had folded in the vector; its accumulator was in memory."""
+    site = Answering(vector=random_vector(4))
+    with open_channel(tmp_path) as channel:
+        asker = Asker(channel)
+        with connected(channel, site, tmp_path, ask=asker):
+            assert (ask(channel, contribute(MODEL)) == site.vector).all()
+            channel.close()
+            with open_channel(tmp_path, bind=channel.address) as restarted:
+                asker.channel = restarted
+                assert restarted.wait_for(1, WAIT_S) == 1
+                assert ask(restarted, join_request()) == Joined("site-1")
+                assert (ask(restarted, contribute(MODEL)) == site.vector).all()
+                assert restarted.connected()[0].received == 0, "it was uploaded again"
+
+
 def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
     site = Answering(vector=random_vector(32))
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
@@ -258,6 +274,7 @@ def test_an_upload_that_stops_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
             relay.hold_at.clear()
             monkeypatch.undo()
             assert (ask(channel, contribute(MODEL, 2)) == site.vector).all()
+            assert ask(channel, join_request()) == Joined("site-1")
         left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
         assert not left, "the upload that stopped is left"
 

@@ -1,4 +1,4 @@
-"""Whole runs over the exchange: real sites in processes of their own, TLS, signed sessions."""
+"""Whole runs over the exchange: real sites in processes of their own, TLS, signed sessions; each party is killed."""
 
 from __future__ import annotations
 
@@ -6,59 +6,147 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cloister.lm.model import count_parameters
-from cloister.protocol.messages import TRAIN
+from cloister.protocol.messages import EVALUATE, TRAIN
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
 from cloister.protocol.soundness import load
 from cloister.server.exchange import ExchangeChannel, most_bytes_of
 from cloister.server.folder import RunFolder
+from cloister.server.history import run_history
+from cloister.server.journal import FINISHED, Journal
 from cloister.server.progress import Event, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
-from cloister.tests.exchange_parties import CERTIFICATE, WAIT_S, SiteProcesses
+from cloister.tests.exchange_parties import (
+    CERTIFICATE,
+    WAIT_S,
+    Asked,
+    CoordinatorProcesses,
+    Moment,
+    SiteProcesses,
+)
+
+STEPS = ("advertise", "share", "update", "confirm", "unmask")
 
 
-def test_a_run_over_the_exchange_ends_with_the_weights_of_a_simulation(
-    small_plan: Path, whole: dict[str, Any], tmp_path: Path
+class Federation:
+    """The sites of the small plan, and a folder for its run.
+
+    Args:
+        path: Where they are.
+        plan: The plan.
+    """
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.plan = plan
+        self.sites = path / "sites"
+        self.sites.mkdir()
+        lay_out(plan, self.sites)
+        self.roster = load_roster(self.sites / "roster.toml")
+        self.configs = [self.sites / site_name(index) / "site.toml" for index in range(plan.cohort.sites)]
+        self.run = path / "run"
+        RunFolder.create(self.run, plan).close()
+        self.spool = path / "spool"
+
+    def assert_undisturbed(self, whole: dict[str, Any]) -> None:
+        """The run ended as if nothing had happened: each round in its first attempt, each update trained once."""
+        with RunFolder.reopen(self.run) as folder, Journal(folder.journal) as journal:
+            end = journal.newest(FINISHED)
+            assert end is not None
+            assert end.detail["params_sha256"] == whole["params_sha256"]
+            done = run_history(folder).done
+            numbers = list(range(1, self.plan.run.rounds + 1))
+            assert [(done[number]["attempts"], done[number]["sites"]) for number in numbers] == [
+                (1, len(self.configs)) for _ in numbers
+            ]
+        for config in self.configs:
+            trained = (config.parent / "trained").read_text().split()
+            assert [int(number) for number in trained] == numbers
+        assert not self.spool.exists()
+
+
+@pytest.fixture
+def federation(small_plan: Path, tmp_path: Path) -> Federation:
+    return Federation(tmp_path, load(small_plan))
+
+
+def test_sites_that_are_killed_at_every_step_lose_nothing(
+    federation: Federation, whole: dict[str, Any]
 ) -> None:
-    plan = load(small_plan)
-    sites = tmp_path / "sites"
-    sites.mkdir()
-    lay_out(plan, sites)
-    roster = load_roster(sites / "roster.toml")
-    names = [site_name(index) for index in range(plan.cohort.sites)]
+    """One is killed when it has answered and its answer has not left, another between two rounds."""
+    plan = federation.plan
+    moments: dict[int, list[Moment]] = {
+        1: [(TRAIN, 1, step) for step in STEPS],
+        2: [(EVALUATE, 1, step) for step in ("update", "unmask")],
+    }
     with (
-        RunFolder.create(tmp_path / "run", plan) as folder,
+        RunFolder.reopen(federation.run) as folder,
         ExchangeChannel(
             "run",
             CERTIFICATE,
-            tmp_path / "spool",
+            federation.spool,
             sites=plan.cohort.sites,
             most_bytes=most_bytes_of(plan, 10**5),
             bind="127.0.0.1:0",
-            cards=roster.cards,
+            cards=federation.roster.cards,
         ) as channel,
     ):
-        processes = SiteProcesses(channel, [sites / name / "site.toml" for name in names])
+        processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs, moments)
         try:
-            assert channel.wait_for(len(names), WAIT_S) == len(names)
+            assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
 
             def kill_one(event: Event) -> None:
-                """In the second round a site dies, and starts again."""
                 if isinstance(event, RoundStarted) and (event.round, event.purpose) == (2, TRAIN):
                     processes.kill(0)
-                    processes.start(sites / names[0] / "site.toml")
 
-            done = run(folder, channel, kill_one, roster=roster)
+            run(folder, channel, kill_one, roster=federation.roster)
             sent = [site.sent for site in channel.connected()]
         finally:
             channel.close(over=True)
-            codes = processes.join()
-    assert codes == [-signal.SIGKILL, *[0] * len(names)]
-    assert done.params_sha256 == whole["params_sha256"]
-    assert not (tmp_path / "spool").exists()
-    # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also that which
-    # was killed.
+            processes.join()
+    killed = -signal.SIGKILL
+    assert processes.codes == [[killed, 0], [killed] * 5 + [0], [killed] * 2 + [0], [0]]
+    federation.assert_undisturbed(whole)
+    # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also those that
+    # were killed.
     _, parameters = count_parameters(plan)
-    assert sent == [(plan.run.rounds + 1) * 4 * parameters] * len(names)
+    assert sent == [(plan.run.rounds + 1) * 4 * parameters] * plan.cohort.sites
+
+
+def test_a_coordinator_that_is_killed_at_every_step_loses_nothing(
+    federation: Federation, whole: dict[str, Any]
+) -> None:
+    moments: list[Moment] = [(TRAIN, 1, step) for step in STEPS] + [(EVALUATE, 2, "unmask")]
+    coordinator = CoordinatorProcesses(federation.run, federation.sites, moments)
+    processes = SiteProcesses(coordinator.invite, federation.configs)
+    try:
+        asked = coordinator.run()
+    finally:
+        processes.join()
+    assert processes.codes == [[0]] * 4
+    federation.assert_undisturbed(whole)
+    join = ("", 0, "join")
+    for before, after, moment in zip(asked, asked[1:], moments, strict=False):
+        assert before[-1].moment == moment
+        assert before[-1].after is None
+        # The next process joins the sites and goes on where this one was killed.
+        assert [each.moment for each in after[:2]] == [join, moment]
+        if moment[2] in ("confirm", "unmask"):
+            assert after[1].after in (0, None), "a vector was uploaded again"
+    # Two of the four vectors had arrived when the coordinator was killed: they were not sent again.
+    killed, resumed = (one_of(asked[index], (TRAIN, 1, "update")) for index in (2, 3))
+    undisturbed = one_of(asked[-1], (TRAIN, 3, "update"))
+    assert killed.after is None
+    assert resumed.after is not None
+    assert undisturbed.after is not None
+    assert undisturbed.after - undisturbed.before > 10**5
+    assert resumed.after <= (undisturbed.after - undisturbed.before) / 2
+
+
+def one_of(asked: list[Asked], moment: Moment) -> Asked:
+    (found,) = (each for each in asked if each.moment == moment)
+    return found

@@ -26,6 +26,7 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
+from cloister.server.attempt import KeptAttempt
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal
@@ -136,7 +137,10 @@ def test_a_round_takes_the_accumulator(
     channel = Loopback({name: partial(site, name) for name in identities})
     with Journal(tmp_path / "journal") as journal:
         members = Members(channel, plan, RUN, lambda _failure: None, roster=roster)
-        party = Party(plan, RUN, roster, layout, members, journal, lambda _event: None, clock=lambda: 0.0)
+        kept = KeptAttempt(tmp_path / "attempt")
+        party = Party(
+            plan, RUN, roster, layout, members, journal, kept, lambda _event: None, clock=lambda: 0.0
+        )
         terms = terms_of(plan, D)
         context = RoundContext(
             party,

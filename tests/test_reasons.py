@@ -44,6 +44,7 @@ from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import from_json
 from cloister.protocol.wire import Buffer, decode_reply, encode
 from cloister.server import sum as sums
+from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Failure
 from cloister.server.folder import RunFolder
 from cloister.server.journal import Journal
@@ -161,8 +162,9 @@ class Sites:
         roster = ROSTER if self.plan.aggregation.secure else None
         with Journal(self.folder / "journal.sqlite") as journal:
             members = Members(self.channel, self.plan, RUN, hear, roster=roster)
+            kept = KeptAttempt(self.folder / "attempt")
             party = Party(
-                self.plan, RUN, roster, LAYOUT, members, journal, self.events.append, clock=lambda: 0.0
+                self.plan, RUN, roster, LAYOUT, members, journal, kept, self.events.append, clock=lambda: 0.0
             )
             total = sum_over(party, Wanted(TRAIN, 1, MODEL))
             self.journaled = [(entry.step, entry.detail) for entry in journal.entries()]

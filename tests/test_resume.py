@@ -155,6 +155,8 @@ def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str
         assert resumed[name] == whole[name], name
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert [row["attempts"] for row in rows[1:]] == [1, 1, 1], "an attempt that was under way did not go on"
+    assert not (out / "attempt").exists()
 
 
 def test_kept_optimizer_state_survives_a_kill(

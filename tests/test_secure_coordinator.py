@@ -81,6 +81,29 @@ def test_a_sum_is_taken_once() -> None:
         parties.coordinator.sum()
 
 
+def test_a_sum_of_masked_vectors_is_taken_over_by_a_later_process() -> None:
+    first, other = Parties(4), Parties(4, attempt=2)
+    with pytest.raises(StepError, match="folded first"):
+        _ = first.coordinator.folded
+    first.upload(first.share(first.advertise()))
+    other.upload(other.share(other.advertise()))
+    statements, accumulator = first.coordinator.folded
+    later = Parties(4)  # with the same secrets
+    inboxes = later.share(later.advertise())
+    for wrong, vector, error in (
+        (other.coordinator.folded[0], accumulator, StaleError),
+        ([*statements, statements[0]], accumulator, StepError),
+        (statements, accumulator[:-1], MaskError),
+    ):
+        with pytest.raises(error):
+            later.coordinator.fold_again(wrong, vector.copy())
+    later.coordinator.fold_again(statements, accumulator.copy())
+    for name in later.names:
+        later.mask(name, inboxes[name])
+    later.reveal(later.confirm(later.coordinator.survivors()))
+    np.testing.assert_array_equal(later.coordinator.sum(), later.plain_sum())
+
+
 def test_a_site_of_the_roster_outside_the_cohort_is_refused() -> None:
     parties = Parties(4, roster=roster(names_of(5)))
     (outsider,) = set(names_of(5)).difference(parties.names)

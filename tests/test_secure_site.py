@@ -33,7 +33,6 @@ from cloister.aggregation.secure_sum import (
     survivors_digest,
     transcript,
 )
-from cloister.aggregation.span import manifest_digest, manifest_of
 from cloister.protocol.cohort import Draw
 from cloister.protocol.errors import (
     AgreementError,
@@ -88,9 +87,8 @@ def test_messages_handled_again_give_the_same_reply() -> None:
     assert isinstance(survivors, Survivors)
     assert isinstance(request, Unmask)
     assert [site.advertise(begin), site.share(peers)] == said[:2]
-    site.receive(inbox)
-    assert site.masked(manifest_digest(manifest_of([(0, parties.masked["site-001"])]))) == said[2]
-    assert [site.confirm(survivors), site.unmask(request)] == said[3:]
+    assert parties.mask("site-001", inbox) == said[2]
+    assert [site.confirm(survivors), site.unmask(request)] == said[3:5]
     assert len(parties.marks["site-001"]) == 1
 
 
@@ -816,6 +814,23 @@ class AnswersTwice(SecureSite):
         return None
 
 
+def asks_for_the_vector_again(kind: type[SecureSite]) -> None:
+    """The site has made its vector anew, with other noise: two vectors under one keystream give their difference."""
+    parties = Parties(4, site=kind)
+    inboxes = parties.share(parties.advertise())
+    victim = parties.names[0]
+    parties.mask(victim, inboxes[victim])
+    first, before = parties.masked[victim], parties.vectors[victim]
+    parties.vectors[victim] = before[::-1].copy()
+    parties.mask(victim, inboxes[victim])
+    np.testing.assert_array_equal(parties.masked[victim] - first, parties.vectors[victim] - before)
+
+
+class MasksAnotherVector(SecureSite):
+    def _check_same(self, signed: Masked, digest: bytes) -> None:
+        pass
+
+
 COORDINATOR_LIES: list[tuple[Callable[[type[SecureSite]], None], type[SecureSumError], type[SecureSite]]] = [
     (asks_for_both_secrets, ExclusiveError, AnswersForBoth),
     (shows_every_site_its_own_survivors, AgreementError, TrustsAnyList),
@@ -831,6 +846,7 @@ COORDINATOR_LIES: list[tuple[Callable[[type[SecureSite]], None], type[SecureSumE
     (tells_one_site_that_its_neighbours_are_gone, TooFewSitesError, MasksWithAnySharers),
     (opens_two_models_in_one_round, AnsweredError, ForgetsWhatItAnswered),
     (asks_twice_with_other_lists, AgreementError, AnswersTwice),
+    (asks_for_the_vector_again, StepError, MasksAnotherVector),
 ]
 
 

@@ -18,7 +18,7 @@ from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
 from cloister.clients.config import read_config
-from cloister.clients.kept import Kept
+from cloister.clients.kept import Kept, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.clients.work import Here
@@ -89,22 +89,31 @@ class Attack:
         federation: The sites; each joins the run.
         attempt: The attempt.
         clip: The clipping norm that sites are told, if the unit of privacy is the site.
+        purpose: What is summed.
         config: Of the sites.
     """
 
-    def __init__(self, federation: Federation, attempt: int = 1, clip: float = 0.0, **config: Any) -> None:
-        self.federation, plan = federation, federation.plan
+    def __init__(
+        self,
+        federation: Federation,
+        attempt: int = 1,
+        clip: float = 0.0,
+        purpose: Purpose = TRAIN,
+        **config: Any,
+    ) -> None:
+        self.federation, self.purpose, plan = federation, purpose, federation.plan
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
-        contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest())
-        model = basis(vector_hash(federation.model), clip, federation.steps())
+        contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
+        steps = federation.steps() if purpose == TRAIN else ()
+        model = basis(vector_hash(federation.model), clip, steps)
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
-        return site.agree(Agree(self.federation.sum_id(**about), told))
+        return site.agree(Agree(self.federation.sum_id(purpose=self.purpose, **about), told))
 
     def contribute(self, site: Site, inbox: Inbox, **about: Any) -> Contribution:
-        return site.contribute(self.federation.request(inbox=inbox, **about))
+        return site.contribute(self.federation.request(inbox=inbox, purpose=self.purpose, **about))
 
     def deal(self) -> dict[str, Inbox]:
         """The honest steps until each site's shares are there."""
@@ -411,6 +420,43 @@ def test_a_site_evaluates_only_what_the_plan_lets_it(
     ):
         with pytest.raises(StaleError, match="an evaluation at the sites that is due"):
             site.answer(request)
+
+
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_a_contribution_that_was_lost_is_sent_again_byte_for_byte_without_the_work(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
+) -> None:
+    """Also after a power cut: what is masked was on disk before its masks were used."""
+    attack = Attack(federation, purpose=purpose)
+    inbox = attack.deal()[federation.names[0]]
+    with Power(attack.sites[0].config.folder, monkeypatch) as power:
+        first = attack.contribute(attack.sites[0], inbox)
+        power.cut()
+
+        def work(*_: object) -> None:
+            raise AssertionError("the work is done again")
+
+        monkeypatch.setattr(Here, "update", work)
+        monkeypatch.setattr(Here, "held_out", work)
+        again = attack.contribute(federation.site(resident=Resident()), inbox)
+    assert np.array_equal(whole(again), whole(first))
+    assert (again.statement, again.manifest, again.seconds) == (
+        first.statement,
+        first.manifest,
+        first.seconds,
+    )
+
+
+def test_an_update_with_other_noise_is_not_masked_in_its_place(tmp_path: Path) -> None:
+    """The file of the update is gone, and the site trains again; the coordinator could subtract the two."""
+    federation = Federation(tmp_path, tiny(*SKELLAM))
+    attack = Attack(federation, clip=1.0)
+    site, inbox = attack.sites[0], attack.deal()[federation.names[0]]
+    first = attack.contribute(site, inbox, clip=1.0)
+    update_path(site.config.folder, 1).unlink()
+    with pytest.raises(StepError, match="the one that was signed before"):
+        attack.contribute(site, inbox, clip=1.0)
+    assert first.statement is not None
 
 
 def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation) -> None:
