@@ -9,11 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from flwr.app import Array
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
@@ -27,12 +24,6 @@ ray_leaves = [
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning"),
 ]
-
-
-def raw(vector: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
-    array = Array("float32", vector.shape, "raw", b"")
-    array.data = vector.data.cast("B")  # type: ignore[assignment]  # Flower says bytes, and takes any buffer
-    return array
 
 
 @needs_ray
