@@ -32,7 +32,7 @@ def test_ctrl_c_stops_the_run_and_all_its_processes(small_plan: Path, tmp_path: 
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
     with subprocess.Popen(
-        [*command, "--engine", "flower"],
+        [*command, "--engine", "flower", "--workers", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
