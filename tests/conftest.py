@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,15 @@ import pytest
 if TYPE_CHECKING:  # it imports Flower, which most tests do not need
     from cloister.tests.grid_sites import Events, Open
 
+
+# Without bytecode on disk each process of a test compiles this package again, and pytest rewrites each test module.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Tests wait for tens of thousands of syncs, which cost nothing in memory.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 MOMENTUM = """
 [server]

@@ -70,9 +70,9 @@ def family(process: int) -> list[int]:
     return found
 
 
-def ended(process: int) -> bool:
-    """Whether a process, given by a file descriptor of `os.pidfd_open`, ends within 30 s; closes the descriptor."""
+def ended(process: int, within_s: float = 30) -> bool:
+    """Whether a process, given by a file descriptor of `os.pidfd_open`, ends in time; closes the descriptor."""
     try:
-        return bool(select.select([process], [], [], 30)[0])
+        return bool(select.select([process], [], [], within_s)[0])
     finally:
         os.close(process)

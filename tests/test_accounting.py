@@ -272,7 +272,7 @@ def composed_epsilon(branches: Branches, z: float, steps: int, delta: float) -> 
     one = np.zeros(size)
     for probability, upper, lower in branches:
         means = [mean for _, mean in upper + lower]
-        x = np.linspace(min(means) - 9 * z, max(means) + 9 * z, 400_001)
+        x = np.linspace(min(means) - 9 * z, max(means) + 9 * z, 100_001)
         above, below = (
             logsumexp([math.log(weight) + norm.logpdf(x, mean, z) for weight, mean in parts], axis=0)
             for parts in (upper, lower)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import importlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from cloister.protocol.errors import DataError, EngineError
@@ -30,11 +28,20 @@ from cloister.protocol.messages import TRAIN, Contribute, Request
 from cloister.server.app import GridChannel
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
+from cloister.tests.cluster_sites import (
+    PATIENCE_S,
+    await_,
+    make_app,
+    make_counting,
+    make_endless,
+    make_nothing,
+    raw,
+)
 from cloister.tests.command import found, lone_refusal, ran, refusal
-from cloister.tests.test_flower_engine import needs_ray, raw, ray_leaves
+from cloister.tests.kills import ended
+from cloister.tests.test_flower_engine import needs_ray, ray_leaves
 
 SITES = 6
-PATIENCE_S = 150  # Ray gives a process that starts on a busy machine 60 s, and then tries another
 IDLE = "ray::_Worker"
 
 pytestmark = [needs_ray, *ray_leaves]
@@ -62,20 +69,6 @@ def title(process: int) -> str:
         return ""
 
 
-def await_(condition: Callable[[], Any]) -> Any:
-    """The first true value of a condition on other processes, which offer no event."""
-    last = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < last
-        threading.Event().wait(0.02)
-    return value
-
-
-def importable() -> Any:
-    """This module under a name by which other processes can import it; pytest's own name for it is not one."""
-    return importlib.import_module("cloister.tests.test_cluster")
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[TwoNodes]:
     from ray.cluster_utils import Cluster
@@ -83,6 +76,7 @@ def two() -> Iterator[TwoNodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers when others fill the memory
+        patch.setenv("RAY_worker_niceness", "0")  # with 15, the default, other tests leave workers no CPU
         cluster = Cluster(
             initialize_head=True, head_node_args={"node_name": "one", "include_dashboard": False}
         )
@@ -173,43 +167,33 @@ def test_a_worker_that_is_killed_on_one_node_is_a_dropout(
     assert [(row["attempts"], row["sites"], row["dropouts"]) for row in rows[1:]] == [(1, 3, 1), (1, 4, 0)]
 
 
-def asking(grid: Grid, timeout_s: float) -> list[Message]:
-    return list(
-        grid.send_and_receive(
-            [Message(RecordDict(), node, "train") for node in grid.get_node_ids()], timeout=timeout_s
-        )
-    )
+def asking(grid: Grid, timeout_s: float, content: RecordDict | None = None) -> list[Message]:
+    messages = [Message(content or RecordDict(), node, "train") for node in grid.get_node_ids()]
+    return list(grid.send_and_receive(messages, timeout=timeout_s))
 
 
-def make_endless() -> ClientApp:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        threading.Event().wait()
-        raise AssertionError
-
-    return app
-
-
-def make_nothing() -> ClientApp:
-    raise LookupError("no such app")
-
-
-def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str]) -> None:
+def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str], tmp_path: Path) -> None:
     app = ServerApp()
-    busy: list[int] = []
+    busy: dict[str, int] = {}
+    begun: list[float] = []
 
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        for _ in range(2):  # the second message of each site waits for a worker
-            assert asking(grid, 0.1) == []
-        busy.extend(await_(lambda: two.workers("two", r"ray::_Worker\.answer")))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
+        events.bind(str(tmp_path / "busy"))
+        events.settimeout(PATIENCE_S)
 
-    begun = time.monotonic()
-    run_on_flower(app, importable().make_endless, SITES, address=two.address)
-    assert time.monotonic() - begun < PATIENCE_S
-    await_(lambda: not any(map(title, busy)))
+        @app.main()
+        def main(grid: Grid, context: Context) -> None:
+            content = RecordDict({"busy": ConfigRecord({"address": str(tmp_path / "busy")})})
+            for _ in range(2):  # the second message of each site waits for a worker
+                assert asking(grid, 0.1, content) == []
+            while len(busy) < len(two.raylets):
+                node, process = events.recv(1000).decode().split()
+                busy[node] = os.pidfd_open(int(process))
+            begun.append(time.monotonic())
+
+        run_on_flower(app, make_endless, SITES, address=two.address)
+    assert time.monotonic() - begun[0] < PATIENCE_S
+    assert all(ended(process, PATIENCE_S) for process in busy.values())
 
 
 def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -> None:
@@ -220,7 +204,7 @@ def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -
     def main(grid: Grid, context: Context) -> None:
         replies.extend(asking(grid, PATIENCE_S))
 
-    run_on_flower(app, importable().make_nothing, 2, address=two.address)
+    run_on_flower(app, make_nothing, 2, address=two.address)
     assert len(replies) == 2
     assert all("LookupError: no such app" in str(reply.error.reason) for reply in replies)
 
@@ -257,25 +241,6 @@ def test_as_many_sites_work_at_once_as_there_are_workers(
 VECTOR = np.arange(100_000, dtype=np.float32)
 
 
-def make_counting() -> ClientApp:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        number = cast(int, context.node_config["partition-id"])
-        if number == 1:
-            raise DataError("site.data", "nowhere", expected="a file")
-        data = cast(ArrayRecord, message.content["model"])["vector"].data
-        record = ArrayRecord()
-        record["vector"] = raw(np.frombuffer(data, np.float32) * number)
-        calls = cast(ConfigRecord, context.state.setdefault("calls", ConfigRecord({"count": 0})))
-        calls["count"] = cast(int, calls["count"]) + 1
-        fields = ConfigRecord({"number": number, "calls": calls["count"]})
-        return Message(RecordDict({"model": record, "fields": fields}), reply_to=message)
-
-    return app
-
-
 def server_app(heard: list[object], error: Exception) -> ServerApp:
     """Two rounds, then `error`; the answers of the sites are put in `heard`, sorted."""
     app = ServerApp()
@@ -307,7 +272,7 @@ def digest(reply: Message) -> object:
 def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception(
     two: TwoNodes, flower: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    app, error = importable().make_counting, DataError("plan", expected="another one")
+    app, error = make_counting, DataError("plan", expected="another one")
     local: list[object] = []
     with (
         pytest.raises(DataError) as raised_locally,
@@ -327,29 +292,6 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
 
 
 # What is sent.
-
-
-def make_app() -> ClientApp:
-    """Sites that say on which node they are, and how they have got the vector, when sites are at work on two nodes."""
-    import ray
-
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        vector = np.frombuffer(cast(ArrayRecord, message.content["model"])["vector"].data, np.float32)
-        start = vector.ctypes.data
-        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-        spans = [(line[0].split("-"), line[5:]) for line in maps]
-        ((mapped, *_),) = [name for (first, last), name in spans if int(first, 16) <= start < int(last, 16)]
-        node = ray.get_runtime_context().get_node_id()
-        nodes = Path(cast(str, cast(ConfigRecord, message.content["nodes"])["folder"]))
-        (nodes / node).touch()
-        await_(lambda: len(list(nodes.iterdir())) == 2)
-        said: dict[str, Any] = {"node": node, "mapped": mapped, "sum": float(vector.sum())}
-        return Message(RecordDict({"said": ConfigRecord(said)}), reply_to=message)
-
-    return app
 
 
 def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
@@ -387,7 +329,7 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
         await_(lambda: first not in memory_summary())
         assert second in memory_summary()
 
-    run_on_flower(app, importable().make_app, SITES, address=two.address)
+    run_on_flower(app, make_app, SITES, address=two.address)
     assert list(stored.values()) == [400_000, 400_000]  # one for each round
     assert sorted(answer["sum"] for answer in said) == [100_000.0] * SITES + [200_000.0] * SITES
     assert all("plasma" in answer["mapped"] for answer in said)

@@ -9,11 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from flwr.app import Array
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
@@ -29,19 +26,13 @@ ray_leaves = [
 ]
 
 
-def raw(vector: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
-    array = Array("float32", vector.shape, "raw", b"")
-    array.data = vector.data.cast("B")  # type: ignore[assignment]  # Flower says bytes, and takes any buffer
-    return array
-
-
 @needs_ray
 def test_ctrl_c_stops_the_run_and_all_its_processes(small_plan: Path, tmp_path: Path) -> None:
     """On a Ray that the run has started for itself; `test_resume.py` continues runs that were stopped."""
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
     with subprocess.Popen(
-        [*command, "--engine", "flower"],
+        [*command, "--engine", "flower", "--workers", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

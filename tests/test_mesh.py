@@ -68,6 +68,7 @@ on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
 LLAMA: tuple[str, ...] = ("llama",)
+BFLOAT16, ROUNDED_LLAMA = Mesh(1, 2, 2), ("llama", "local.precision=bfloat16")
 ALL = [LLAMA, ("llama", *DIVIDED)]
 WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
 FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
@@ -114,6 +115,8 @@ class Found:
     scores: list[HeldOut]
     packed: list[LocalUpdate]
     """Of a round of packed records, with activation checkpointing."""
+    bfloat16: list[list[LocalUpdate]]
+    """Of rounds in bfloat16, without and with activation checkpointing, on `BFLOAT16`."""
 
 
 @cache
@@ -122,7 +125,9 @@ def on(mesh: Mesh, folder: Path) -> Found:
     plans = plans_of(mesh)
     job, _ = one_process(folder, *LLAMA)
     np.save(folder / "end.npy", end_of(job))
-    rounds, changes, parts, scores, packed = zip(
+    bfloat16, _ = one_process(folder, *ROUNDED_LLAMA)
+    rounded = [bfloat16, replace(bfloat16, checkpointing=True)] if mesh == BFLOAT16 else []
+    rounds, changes, parts, scores, packed, in_bfloat16 = zip(
         *run_ranks(
             mesh,
             partial(
@@ -133,6 +138,7 @@ def on(mesh: Mesh, folder: Path) -> Found:
                     partial(held, job=job),
                     partial(score, job=replace(job, packed=True)),
                     partial(train, jobs=[replace(job, packed=True, checkpointing=True)]),
+                    partial(train, jobs=rounded),
                 ],
             ),
         ),
@@ -145,6 +151,7 @@ def on(mesh: Mesh, folder: Path) -> Found:
         list(parts),
         list(scores),
         [update for (update,) in packed],
+        [list(updates) for updates in zip(*in_bfloat16, strict=True)],
     )
 
 
@@ -294,9 +301,10 @@ def test_a_rank_without_rows_takes_part(folder: Path) -> None:
 
 
 def test_bfloat16_changes_little(folder: Path) -> None:
-    job, whole = one_process(folder, *LLAMA, "local.precision=bfloat16")
-    found = run_ranks(Mesh(1, 2, 2), partial(train, jobs=[job, replace(job, checkpointing=True)]))
-    for parts in zip(*found, strict=True):
+    _, whole = one_process(folder, *ROUNDED_LLAMA)
+    found = on(BFLOAT16, folder).bfloat16
+    assert len(found) == 2
+    for parts in found:
         vector = joined(parts, whole.vector.size)
         assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
         assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)

@@ -4,6 +4,7 @@ deviation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from cloister.tests.rank_privacy import (
     teaches_nothing,
     train_privately,
 )
-from cloister.tests.rank_rounds import Job
+from cloister.tests.rank_rounds import Job, several
 from cloister.tests.ranks import run_ranks
 from cloister.tests.test_mesh import by_degrees, same_round
 
@@ -43,6 +44,45 @@ ROLORA = ("model.adapter.scheme=rolora", "model.adapter.rank=1")
 OWNERS = ("privacy.unit=owner", "data.owner=patient", "privacy.windows=2", "privacy.records=2")
 REFERENCE = "privacy.method=reference"
 on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+
+
+RELEASE = "clients.dpsgd:ClippedSum.release"
+DIVIDED = [
+    Mutant(RELEASE, "(values[begin:end], sigma,", "(values[begin:end], sigma / 2,"),
+    Mutant(
+        "clients.dpsgd:_add_to_columns", "(of_rows.reshape(-1), sigma,", "(of_rows.reshape(-1), sigma / 2,"
+    ),
+]
+"""Noise divided by the number of ranks, as in an optimizer that divides it by the world size."""
+
+SUM_IN_REPLICA = "lm.shards:Shards.sum_in_replica"
+MUTANTS = [
+    (Mesh(1, 2, 1), "records", Mutant(SUM_IN_REPLICA, ', "shard"', "")),
+    (Mesh(1, 1, 2), "records", Mutant(SUM_IN_REPLICA, ', "tensor"', "")),
+    (Mesh(1, 1, 1, 2), "records", Mutant(SUM_IN_REPLICA, '"pipeline", ', "")),
+    (
+        Mesh(1, 1, 2),
+        "records",
+        Mutant("clients.dpsgd:ClippedSum._norms", "if each.counts", "if True"),
+    ),
+    (Mesh(2, 1, 1), "records", Mutant(RELEASE, "self._weights.sum_over_replicas(self._sum)", "pass")),
+    (
+        Mesh(2, 1, 1),
+        "records",
+        Mutant("clients.dpsgd:PrivateTrainer._steps", "batch[weights.units]", "batch"),
+    ),
+    (
+        Mesh(1, 2, 1),
+        "nothing is learned",
+        Mutant(RELEASE, "sigma, offset, threads", "sigma, begin, threads"),
+    ),
+]
+
+
+def mutants_of(mesh: Mesh) -> list[tuple[str, list[Mutant]]]:
+    """The rounds that a mesh trains with mutants."""
+    divided = [("nothing is learned", DIVIDED)] if mesh.size == 2 else []
+    return divided + [(name, [mutant]) for its, name, mutant in MUTANTS if its == mesh]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +141,32 @@ def by_one(job: PrivateJob) -> PrivateRound:
     return train_privately(None, jobs=[job])[0]
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a mesh have found, for each rank."""
+
+    rounds: dict[str, list[PrivateRound]]
+    mutated: list[list[PrivateRound]]
+    """The rounds of `mutants_of`, each with its mutants."""
+
+
 @cache
-def on(mesh: Mesh, folder: Path) -> dict[str, list[PrivateRound]]:
-    """Every round of a mesh, by all its ranks, done by the same processes."""
-    jobs = jobs_for(mesh, folder)
-    found = run_ranks(mesh, partial(train_privately, jobs=list(jobs.values())))
-    return dict(zip(jobs, map(list, zip(*found, strict=True)), strict=True))
+def on(mesh: Mesh, folder: Path) -> Found:
+    """Every round of a mesh, by all its ranks, done by the same processes; those with mutants come last."""
+    jobs, mutants = jobs_for(mesh, folder), mutants_of(mesh)
+    works = [partial(train_privately, jobs=list(jobs.values()))]
+    works += [partial(train_privately, jobs=[jobs[name]], mutants=planted) for name, planted in mutants]
+    rounds, *mutated = zip(*run_ranks(mesh, partial(several, works=works)), strict=True)
+    by_job = [list(parts) for parts in zip(*rounds, strict=True)]
+    return Found(
+        dict(zip(jobs, by_job, strict=True)),
+        [[part for (part,) in parts] for parts in mutated],
+    )
+
+
+def mutated(mesh: Mesh, name: str, mutants: list[Mutant], folder: Path) -> list[PrivateRound]:
+    """A round with mutants, by all ranks."""
+    return on(mesh, folder).mutated[mutants_of(mesh).index((name, mutants))]
 
 
 def summed(rounds: Sequence[PrivateRound], size: int) -> list[Any]:
@@ -144,15 +204,15 @@ EACH = [pytest.param(mesh, name, id=f"{by_degrees(mesh)}-{name}") for mesh in ME
 
 @pytest.mark.parametrize(("mesh", "name"), EACH)
 def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, folder: Path) -> None:
-    job, found = jobs_for(mesh, folder)[name], on(mesh, folder)[name]
+    job, found = jobs_for(mesh, folder)[name], on(mesh, folder).rounds[name]
     one = by_one(job)
     size = one.update.vector.size
     assert one.update.tokens > 0 or "nothing" in name
-    for several, alone in zip(summed(found, size), summed([one], size), strict=True):
+    for together, alone in zip(summed(found, size), summed([one], size), strict=True):
         # The noise is the same to the bit; the gradients are rounded in another order.
-        assert np.nanmax(np.abs(several - alone)) < 1e-4 * CLIP
+        assert np.nanmax(np.abs(together - alone)) < 1e-4 * CLIP
         np.testing.assert_array_equal(
-            np.isnan(several), np.isnan(alone), "a part that the round does not train"
+            np.isnan(together), np.isnan(alone), "a part that the round does not train"
         )
     assert len(one.sums) == len(found[0].sums) == one.update.steps
     same_round([part.update for part in found], one.update)
@@ -186,19 +246,9 @@ NOISES = [(mesh, name) for mesh in MESHES for name in names(mesh) if name.starts
 
 @pytest.mark.parametrize(("mesh", "name"), NOISES, ids=lambda value: str(value).replace(" ", "-"))
 def test_the_released_noise_has_the_claimed_deviation(mesh: Mesh, name: str, folder: Path) -> None:
-    found = on(mesh, folder)[name]
+    found = on(mesh, folder).rounds[name]
     low, squares, high = deviation(found, by_one(jobs_for(mesh, folder)[name]).update.vector.size)
     assert low <= squares <= high
-
-
-RELEASE = "clients.dpsgd:ClippedSum.release"
-DIVIDED = [
-    Mutant(RELEASE, "(values[begin:end], sigma,", "(values[begin:end], sigma / 2,"),
-    Mutant(
-        "clients.dpsgd:_add_to_columns", "(of_rows.reshape(-1), sigma,", "(of_rows.reshape(-1), sigma / 2,"
-    ),
-]
-"""Noise divided by the number of ranks, as in an optimizer that divides it by the world size."""
 
 
 @pytest.mark.parametrize(
@@ -206,40 +256,16 @@ DIVIDED = [
 )
 def test_noise_that_is_divided_by_the_number_of_ranks_is_found(mesh: Mesh, folder: Path) -> None:
     job = jobs_for(mesh, folder)["nothing is learned"]
-    parts = [each[0] for each in run_ranks(mesh, partial(train_privately, jobs=[job], mutants=DIVIDED))]
+    parts = mutated(mesh, "nothing is learned", DIVIDED, folder)
     low, squares, _ = deviation(parts, by_one(job).update.vector.size)
     assert squares < low / 2
-
-
-SUM_IN_REPLICA = "lm.shards:Shards.sum_in_replica"
-MUTANTS = [
-    (Mesh(1, 2, 1), "records", Mutant(SUM_IN_REPLICA, ', "shard"', "")),
-    (Mesh(1, 1, 2), "records", Mutant(SUM_IN_REPLICA, ', "tensor"', "")),
-    (Mesh(1, 1, 1, 2), "records", Mutant(SUM_IN_REPLICA, '"pipeline", ', "")),
-    (
-        Mesh(1, 1, 2),
-        "records",
-        Mutant("clients.dpsgd:ClippedSum._norms", "if each.counts", "if True"),
-    ),
-    (Mesh(2, 1, 1), "records", Mutant(RELEASE, "self._weights.sum_over_replicas(self._sum)", "pass")),
-    (
-        Mesh(2, 1, 1),
-        "records",
-        Mutant("clients.dpsgd:PrivateTrainer._steps", "batch[weights.units]", "batch"),
-    ),
-    (
-        Mesh(1, 2, 1),
-        "nothing is learned",
-        Mutant(RELEASE, "sigma, offset, threads", "sigma, begin, threads"),
-    ),
-]
 
 
 @pytest.mark.parametrize(("mesh", "name", "mutant"), MUTANTS, ids=lambda value: str(value).replace(" ", "-"))
 def test_other_sums_are_found(mesh: Mesh, name: str, mutant: Mutant, folder: Path) -> None:
     """A norm of a part, a part that counts twice, units that count never or twice, noise at other places."""
     job = jobs_for(mesh, folder)[name]
-    parts = [each[0] for each in run_ranks(mesh, partial(train_privately, jobs=[job], mutants=[mutant]))]
+    parts = mutated(mesh, name, [mutant], folder)
     alone = by_one(job)
     size = alone.update.vector.size
     try:
