@@ -11,6 +11,9 @@ from pydantic import AfterValidator
 
 from cloister.protocol.errors import RosterError
 
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine reach each other."""
+
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DNS = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 _ADDRESS = re.compile(r"(\[(?P<six>[^\]]*)\]|(?P<name>[^:\[\]]*)):(?P<port>[1-9][0-9]{0,4})")
@@ -51,7 +54,7 @@ def host_of(address: str) -> str:
 
 def free_port() -> int:
     """A TCP port of loopback that is free now, for a server that cannot choose one itself."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
+    with socket.create_server((LOOPBACK, 0)) as bound:
         port: int = bound.getsockname()[1]
     return port
 
