@@ -29,10 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from cloister.protocol.address import free_port
+from cloister.protocol.address import LOOPBACK, free_port
 from cloister.protocol.child import Child, append_to, spawn
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
-from cloister.protocol.flower import QUIET, SECRET, reach_loopback
+from cloister.protocol.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.fork_server import ending
 from cloister.protocol.storage import lock, write_bytes
 from cloister.server.app import SuperLink
@@ -171,13 +171,13 @@ class Coordinator:
         Raises:
             EngineError: the SuperLink does not start.
         """
-        reach_loopback()
+        use_proxy()
         port = free_port()
         secret = os.urandom(SECRET)
         secret_file = self._flower / "secret"
         write_bytes(secret_file, secret, durable=False)
         secret_file.chmod(0o600)
-        address = f"127.0.0.1:{port}"
+        address = f"{LOOPBACK}:{port}"
         arguments = [
             *("--ssl-certfile", str(self.folder / "superlink.pem")),
             *("--ssl-keyfile", str(self.folder / "superlink.key")),
@@ -188,7 +188,7 @@ class Coordinator:
             *("--superexec-auth-secret-file", str(secret_file)),
             *("--database", str(self._flower / "state.db")),
             *("--fleet-api-address", self._superlink_bind),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", LOOPBACK, "--port", str(port)),
         ]
         with self._lock, ExitStack() as opened:
             child = opened.enter_context(
