@@ -22,7 +22,12 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     method, address, _ = request.split("\r\n")[0].split(" ")
     assert method == "CONNECT", request
     host, _, port = address.rpartition(":")
-    far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError:
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
+        writer.close()
+        return
     print(f"CONNECT {address}", flush=True)
     writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
     await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
