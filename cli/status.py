@@ -103,8 +103,8 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _site(path: Path, arguments: argparse.Namespace) -> int:
     """Show or probe a site by the file that its process writes."""
+    from cloister.clients.alive import DEAD_S, alive_path
     from cloister.clients.config import read_config
-    from cloister.clients.deployed import DEAD_S, alive_path
 
     file = alive_path(read_config(path))
     try:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from cloister.clients.alive import alive_path
 from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.enrolment import read_installed
@@ -31,9 +32,9 @@ from cloister.clients.site import Site
 from cloister.protocol.address import free_port
 from cloister.protocol.certificates import check_valid, read_certificate
 from cloister.protocol.child import Child
-from cloister.protocol.errors import CloisterError, InvitationError, RosterError, StorageError
+from cloister.protocol.errors import CloisterError, EngineError, InvitationError, RosterError, StorageError
 from cloister.protocol.federation import Federation
-from cloister.protocol.flower import QUIET, SECRET, Tasks, reach_loopback
+from cloister.protocol.flower import QUIET, SECRET, Tasks, use_proxy
 from cloister.protocol.invitation import Invitation
 from cloister.protocol.roster import check_private, load_identity
 from cloister.protocol.storage import lock, write_bytes
@@ -44,8 +45,6 @@ _ALIVE_S = 5.0
 """Seconds between two signs of life."""
 _END_S = 5.0
 """Seconds for which a request that is handled may still go on when the site is stopped."""
-DEAD_S = 60.0
-"""Seconds after which a site that has given no sign of life is taken for dead."""
 
 
 class Stay:
@@ -187,9 +186,9 @@ class DeployedSite:
             the site is asked again when it is back.
 
         Raises:
-            EngineError: Flower's SuperNode is not installed.
+            EngineError: Flower's SuperNode is not installed, or its messages are no longer taken, by a defect.
         """
-        reach_loopback()
+        use_proxy()
         resident = Resident()
         app = client_app(lambda _context, _resident: Site(self._config(), resident), invited=self._invited)
         with (
@@ -209,7 +208,11 @@ class DeployedSite:
             )
             serving.start()
             try:
-                while not stopped.wait(_ALIVE_S) and serving.is_alive():
+                while not stopped.wait(_ALIVE_S):
+                    if not serving.is_alive():
+                        raise EngineError(
+                            "messages of the SuperNode", expected="a thread that takes them; it failed"
+                        )
                     self._show(supernode.pid)
             finally:
                 stopped.set()
@@ -272,11 +275,6 @@ def accepted(data: bytes, federation: Federation) -> Invitation:
             fix="if the coordinator has moved, install its newest version",
         )
     return invitation
-
-
-def alive_path(config: SiteConfig) -> Path:
-    """The file that a running site writes again every few seconds."""
-    return config.folder / "flower" / "alive.json"
 
 
 def _installed(config: SiteConfig) -> Federation:

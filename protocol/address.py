@@ -15,6 +15,9 @@ from pydantic import AfterValidator
 
 from cloister.protocol.errors import ConnectionFailedError, EngineError, RosterError
 
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine reach each other."""
+
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DNS = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 _ADDRESS = re.compile(r"(\[(?P<six>[^\]]*)\]|(?P<name>[^:\[\]]*)):(?P<port>[1-9][0-9]{0,4})")
@@ -118,9 +121,9 @@ def free_port() -> int:
         EngineError: none was found.
     """
     for port in random.sample(range(10_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
             return port
-    raise EngineError("port", "127.0.0.1", expected="a free one from 10000 to 32000")
+    raise EngineError("port", LOOPBACK, expected="a free one from 10000 to 32000")
 
 
 def _address(text: str) -> str:

@@ -39,11 +39,18 @@ _BEAT_S = 15.0
 _TAKE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
-def reach_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Keep requests to this machine from going through a proxy that the environment names."""
-    for variable in ("NO_PROXY", "no_proxy"):
-        named = [name for name in environment.get(variable, "").split(",") if name]
-        environment[variable] = ",".join(dict.fromkeys([*named, "127.0.0.1", "localhost"]))
+def use_proxy(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let Flower's processes find the proxy that the environment names, and reach this machine without it.
+
+    Python reads `HTTPS_PROXY` and `NO_PROXY` in capital and small letters and prefers the small ones; gRPC, by which a
+    SuperNode connects, reads the small ones only, and a proxy only with a scheme.
+    """
+    proxy = environment.get("https_proxy") or environment.get("HTTPS_PROXY")
+    if proxy:
+        environment["https_proxy"] = proxy if "://" in proxy else f"http://{proxy}"
+    named = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
+    direct = ",".join(dict.fromkeys([*filter(None, named), "127.0.0.1", "localhost"]))
+    environment["no_proxy"] = environment["NO_PROXY"] = direct
 
 
 class Tasks:

@@ -21,6 +21,7 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -132,11 +133,15 @@ class SuperLink:
         self._control.close()
         self._tasks.close()
 
-    def admit(self, keys: Mapping[str, str]) -> None:
+    def admit(self, keys: Mapping[str, str]) -> bool:
         """Let SuperNodes with these keys connect, and no others.
 
         Args:
             keys: By site, the public key of its SuperNode in OpenSSH's format.
+
+        Returns:
+            Whether all of them can. Flower's database keeps a key that was removed, and never registers it again:
+            where a site is back, an empty database is needed.
 
         Raises:
             EngineError: the SuperLink does not answer, or refuses a key.
@@ -144,12 +149,14 @@ class SuperLink:
         with self._answering():
             wanted = {_pem(key) for key in keys.values()}
             nodes = self._control.ListNodes(ListNodesRequest()).nodes_info
-            known = {node.public_key: node.node_id for node in nodes}
+            removed = {node.public_key for node in nodes if node.status == NodeStatus.UNREGISTERED}
+            known = {node.public_key: node.node_id for node in nodes if node.public_key not in removed}
             for key, node in known.items():
                 if key not in wanted:
                     self._control.UnregisterNode(UnregisterNodeRequest(node_id=node))
-            for key in sorted(wanted - set(known)):
+            for key in sorted(wanted - set(known) - removed):
                 self._control.RegisterNode(RegisterNodeRequest(public_key=key))
+            return not wanted & removed
 
     @contextmanager
     def run(self, keys: Mapping[str, str]) -> Iterator[FlowerRun]:

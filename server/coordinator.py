@@ -29,10 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from cloister.protocol.address import everywhere, free_port
+from cloister.protocol.address import LOOPBACK, everywhere, free_port
 from cloister.protocol.child import Child, append_to, spawn
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
-from cloister.protocol.flower import QUIET, SECRET, reach_loopback
+from cloister.protocol.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.fork_server import ending
 from cloister.protocol.storage import lock, write_bytes
 from cloister.server.app import SuperLink
@@ -152,6 +152,7 @@ class Coordinator:
         self._queue = Queue(self.folder / "queue.json")
         self._stopping = False
         self._stop_run = False
+        self._superlink: Child | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[str, dict[str, Any]] = {}
         """The last event of each kind of the run that runs, as JSON."""
@@ -171,13 +172,13 @@ class Coordinator:
         Raises:
             EngineError: the SuperLink does not start.
         """
-        reach_loopback()
+        use_proxy()
         port = free_port()
         secret = os.urandom(SECRET)
         secret_file = self._flower / "secret"
         write_bytes(secret_file, secret, durable=False)
         secret_file.chmod(0o600)
-        address = f"127.0.0.1:{port}"
+        address = f"{LOOPBACK}:{port}"
         arguments = [
             *("--ssl-certfile", str(self.folder / "superlink.pem")),
             *("--ssl-keyfile", str(self.folder / "superlink.key")),
@@ -188,7 +189,7 @@ class Coordinator:
             *("--superexec-auth-secret-file", str(secret_file)),
             *("--database", str(self._flower / "state.db")),
             *("--fleet-api-address", self._superlink_bind),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", LOOPBACK, "--port", str(port)),
         ]
         with self._lock, ExitStack() as opened:
             child = opened.enter_context(
@@ -200,6 +201,7 @@ class Coordinator:
                     ended=self._told,
                 )
             )
+            self._superlink = child
             self._told(f"started: {child.command}")
             registry = Registry.open(self.folder)
             superlink = opened.enter_context(
@@ -217,18 +219,32 @@ class Coordinator:
         """Let the SuperNodes of the newest version connect; waits for a SuperLink that starts."""
         until = time.monotonic() + _START_S
         keys = {site.name: site.supernode for site in registry.federation.sites}
-        waiting = threading.Event()
+        waiting, emptied = threading.Event(), False
         while True:
+            problem: EngineError | None = None
             try:
-                return superlink.admit(keys)
+                if superlink.admit(keys):
+                    return
+                if not emptied:
+                    self._empty_database()
+                    emptied = True
             except EngineError as error:
-                if time.monotonic() > until or self._stopping:
-                    raise EngineError(
-                        "SuperLink",
-                        expected=f"an answer within {_START_S:g} s ({error})",
-                        fix=f"see {self._flower / 'superlink.log'}",
-                    ) from error
-                waiting.wait(0.5)
+                problem = error
+            if time.monotonic() > until or self._stopping:
+                raise EngineError(
+                    "SuperLink",
+                    expected=f"an answer within {_START_S:g} s ({problem or 'it has not started again'})",
+                    fix=f"see {self._flower / 'superlink.log'}",
+                ) from problem
+            waiting.wait(0.5)
+
+    def _empty_database(self) -> None:
+        """Let the SuperLink start again with an empty database: all that is needed of it is registered again."""
+        assert self._superlink is not None, "it is started before anything is registered"
+        self._told("a site that was removed is back: the SuperLink starts again with an empty database")
+        for file in self._flower.glob("state.db*"):
+            file.unlink()
+        os.kill(self._superlink.pid, signal.SIGKILL)
 
     def _wait_for_run(self) -> Entry | None:
         with self._changed:

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import Certificate
 from pydantic import Field
 
-from cloister.protocol.address import Address, Host, host_of
+from cloister.protocol.address import LOOPBACK, Address, Host, host_of
 from cloister.protocol.certificates import (
     certificate_to_pem,
     check_valid,
@@ -142,7 +142,7 @@ class Registry:
                 )  # the folder is synced as a whole
             (folder / "authority.pem").write_bytes(certificate_to_pem(authority))
             for server in SERVERS:
-                names = _names(getattr(terms, server), terms.certificate_names)
+                names = _names(server, getattr(terms, server), terms.certificate_names)
                 made = issue(authority, keys["authority"], keys[server], names, now, terms.certificate_days)
                 (folder / f"{server}.pem").write_bytes(certificate_to_pem(made))
             _version_path(folder, 1).write_text(federation.to_toml(), encoding="utf-8")
@@ -235,7 +235,8 @@ class Registry:
             if more is None:
                 old_host = host_of(getattr(self.federation, server))
                 more = tuple(name for name in names_of(self.certificate(server)) if name != old_host)
-            names = _names(getattr(renewal, server) or getattr(self.federation, server), more)
+            address = getattr(renewal, server) or getattr(self.federation, server)
+            names = _names(server, address, more)
             days = renewal.certificate_days
             made = issue(authority, authority_key, self._key(server), names, now, days)
             write_bytes(self.path / f"{server}.pem", certificate_to_pem(made))
@@ -311,9 +312,13 @@ def check_empty(path: Path) -> None:
         raise RosterError("--out", str(path), expected="a new folder, or an empty one")
 
 
-def _names(address: str, more: Sequence[str]) -> list[str]:
-    """The names in the certificate of the server at `address`, each once."""
-    return list(dict.fromkeys([host_of(address), *more]))
+def _names(server: str, address: str, more: Sequence[str]) -> list[str]:
+    """The names in the certificate of a server at `address`, each once.
+
+    The coordinator's own processes reach the SuperLink over loopback, with the same certificate.
+    """
+    local = [LOOPBACK] if server == "superlink" else []
+    return list(dict.fromkeys([host_of(address), *more, *local]))
 
 
 def _version_path(folder: Path, version: int) -> Path:

@@ -1,4 +1,7 @@
-"""`docs/deployment.md`: every command on the page is run, word for word, in its order, and does what the page says."""
+"""`docs/deployment.md`: every command on the page is run, word for word, in its order, and does what the page says.
+
+The commands that need the processes of all parties are run by `test_operators.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from cloister.tests.command import done, found
 from cloister.tests.exchange_parties import Relay
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+HERE = re.sub(r"^## (Run it|Services)\n.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", HERE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 ACTIONS = [
     *(f"coordinator {action}" for action in ("approve", "remove", "revoke", "renew", "show")),

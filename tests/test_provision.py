@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_ssh_priv
 from cloister.cli import coordinator, site
 from cloister.clients.config import read_config
 from cloister.clients.deployed import accepted
+from cloister.protocol.address import LOOPBACK
 from cloister.protocol.certificates import certificate_to_pem, new_authority, new_key, read_certificate
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CertificateError, InvitationError, RosterError
@@ -473,12 +474,14 @@ def test_a_site_trusts_the_coordinators_servers_under_their_names_alone(
         handshake(parties.coordinator, server, authority, "fl.example.org")
         with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
             handshake(parties.coordinator, server, authority, "fl.example.net")
+    handshake(parties.coordinator, "superlink", authority, LOOPBACK)  # for the coordinator's own processes
     renewed = parties.change("renew", "--exchange", "[::1]:443", "--certificate-name", "10.0.0.7")
     assert renewed["changes"] == [
         {"kind": "moved", "what": "exchange", "detail": "from fl.example.org:9443 to [::1]:443"}
     ]
     for host in ("::1", "10.0.0.7"):
         handshake(parties.coordinator, "exchange", authority, host)
+    handshake(parties.coordinator, "superlink", authority, LOOPBACK)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         handshake(parties.coordinator, "exchange", authority, "fl.example.org")
     parties.install("a-hospital", renewed)

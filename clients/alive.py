@@ -1,0 +1,18 @@
+"""A sign of life: the file that a site's process writes again every few seconds, and by which it is probed.
+
+A site listens on nothing that could be probed. This module is light, because a probe reads the file every minute.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cloister.clients.config import SiteConfig
+
+DEAD_S = 60.0
+"""Seconds after which a site that has given no sign of life is taken for dead."""
+
+
+def alive_path(config: SiteConfig) -> Path:
+    """The file."""
+    return config.folder / "flower" / "alive.json"
