@@ -299,9 +299,16 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
 ) -> None:
     import ray
     from ray._private import internal_api
+    from ray.exceptions import RaySystemError
 
     def memory_summary() -> str:
         return str(internal_api.memory_summary())  # type: ignore[no-untyped-call]  # Ray annotates no result
+
+    def released(stored: str) -> bool:
+        try:
+            return stored not in memory_summary()
+        except RaySystemError:  # it connects within 5 s, which a busy machine exceeds, or raises this
+            return False
 
     stored: dict[str, int] = {}
     said: list[dict[str, Any]] = []
@@ -326,7 +333,7 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
             replies = grid.send_and_receive(messages, timeout=PATIENCE_S)
             said.extend(dict(cast(ConfigRecord, reply.content["said"])) for reply in replies)
         first, second = stored
-        await_(lambda: first not in memory_summary())
+        await_(lambda: released(first))
         assert second in memory_summary()
 
     run_on_flower(app, make_app, SITES, address=two.address)
