@@ -105,6 +105,10 @@ class Stay:
             self._ended = True
             self._changed.notify_all()
         self._site.stop()
+        self.wait(wait_s)
+
+    def wait(self, wait_s: float | None = None) -> None:
+        """Wait until it has ended, or `wait_s` seconds."""
         self._thread.join(wait_s)
 
     def _next(self, why: CloisterError | None) -> Invitation:

@@ -21,16 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import datasets  # type: ignore[import-untyped]  # it ships no types
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 
 from cloister.lm.tokenizer import looks_like_path, on_hub
 from cloister.protocol.errors import DataError
 from cloister.protocol.storage import disk_refusal
-
-# Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
-datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HASHED_BYTES = 64 << 20
@@ -204,7 +200,7 @@ def check_source(source: str, *, split: str = "train", cache: Path | None = None
         _check_name(source)
         name, _, configuration = source.partition(":")
         with _hub(source, split):
-            datasets.load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
+            _datasets().load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
 
 
 def fingerprint(source: str, *, split: str = "train", each: bool = False) -> bytes:
@@ -364,7 +360,7 @@ def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Record
         # By default invalid UTF-8 fails only when a record is read; with a named encoding it fails here.
         options = {"encoding": "utf-8-sig"} if kind == "json" else {}
         try:
-            records: Records = datasets.load_dataset(
+            records: Records = _datasets().load_dataset(
                 kind,
                 data_files=names,
                 split="train",
@@ -426,7 +422,7 @@ def _check_document(file: Path) -> None:
 def _read_hub(source: str, split: str, cache: Path | None) -> Records:
     name, _, configuration = source.partition(":")
     with _hub(source, split):
-        records: Records = datasets.load_dataset(
+        records: Records = _datasets().load_dataset(
             name, configuration or None, split=split, cache_dir=cache and str(cache)
         )
     return records
@@ -452,9 +448,20 @@ def _hub(source: str, split: str) -> Iterator[None]:
             ) from error
 
 
+@functools.cache
+def _datasets() -> Any:
+    """The library, imported when it is used: that takes a second, and most processes have their sequences already."""
+    import datasets  # type: ignore[import-untyped]  # it ships no types
+
+    # Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    return datasets
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Disable the progress bars and logs of datasets; its exceptions say what matters."""
+    datasets = _datasets()
     level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
@@ -469,6 +476,7 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _offline(switch: bool) -> Iterator[None]:
     """Let datasets use only its cache: without a network it would retry for half a minute."""
+    datasets = _datasets()
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or switch
     try:

@@ -43,7 +43,7 @@ def test_a_stay_ends_with_its_run_and_leaves_no_vector(
             "the model is kept for the next round"
         )
         channel.close(over=True)
-    stay.end(WAIT_S)
+    stay.wait(WAIT_S)
     assert stay.over
     assert not (config().folder / "exchange" / stay.run).exists()
 
