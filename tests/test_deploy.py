@@ -109,6 +109,8 @@ def test_a_composed_service_probes_what_it_runs(service: str) -> None:
         found["environment"]["CLOISTER_PATH"]
         == vars(arguments)[{"coordinator": "federation"}.get(service, service)]
     )
+    (mounted,) = (volume.rpartition(":")[2] for volume in found["volumes"])
+    assert Path(found["environment"]["CLOISTER_PATH"]).is_relative_to(mounted)
     build = (DEPLOY / found["build"]["context"] / found["build"]["dockerfile"]).resolve()
     assert build == DEPLOY / "Dockerfile"
     assert ("ports" in found) == (service == "coordinator")  # a site listens on nothing
