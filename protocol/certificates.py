@@ -1,8 +1,9 @@
 """The coordinator's certificate authority, and the certificates of its servers (X.509, RFC 5280).
 
 A federation has an authority of its own, and its sites trust no other for the SuperLink. The exchange of a run has a
-self-signed certificate, which its invitations bring (`invitation.py`). Keys are on P-256, which every TLS library takes (gRPC's takes no Ed25519). The authority can issue certificates of servers only, and no
-further authority (path length 0).
+self-signed certificate, which its invitations bring (`invitation.py`). Keys are on P-256, which every TLS library takes
+(gRPC's takes no Ed25519). The authority can issue certificates of servers only, and no further authority (path length
+0).
 """
 
 from __future__ import annotations
