@@ -1,17 +1,21 @@
-"""The exchange against a bare stream of gRPC for Python with the same TLS, on loopback, in one run.
+"""The exchange against a bare stream of gRPC for Python with the same TLS, and against Flower's own messages, on
+loopback, in one run.
 
 - `up`, `down`: megabytes a second over all sites, each of which sends, then receives a vector. On the way up that is
   until the coordinator has the vectors of all sites, hashed, on disk and mapped; on the way down, until all reply.
   `folded`: as `up`, until the coordinator has also added each vector to a sum.
 - `stream_up`, `stream_down`: the same bytes by a threaded server of gRPC, in chunks of the same size, dropped.
 - `stream_ratio`: the bare stream's seconds over the exchange's, up and down together.
+- `flower_up`, `flower_down`: the same vectors as contents of Flower's messages, by a SuperLink and a SuperNode for each
+  site, with TLS and keys, until the coordinator has the replies of all sites: what `--transport flower` does.
+- `flower_ratio`: Flower's seconds over the exchange's, up and down together.
 - `phase_ms`: a request without a vector to all sites, until the last has replied; the median.
 - `memory`: for each number of sites the coordinator's peak in megabytes while it adds their vectors, and while they
   receive.
 
 Coordinator and sites are processes of their own. The sides take turns, and the best of each is compared.
 
-    python benchmarks/exchange.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N]
+    python benchmarks/exchange.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N] [--no-flower]
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,15 +40,23 @@ from typing import Any
 import grpc
 import numpy as np
 
+from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.exchange import ExchangeSite
+from cloister.protocol.address import free_port
+from cloister.protocol.child import Child
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import CloisterError, InvitationError
+from cloister.protocol.errors import CloisterError, EngineError, InvitationError
+from cloister.protocol.flower import QUIET, SECRET, Tasks
 from cloister.protocol.invitation import Invitation
 from cloister.protocol.messages import TRAIN, Contribute, Contribution, Join, Joined, Refused, Request, SumId
 from cloister.protocol.roster import new_identity
 from cloister.protocol.transfer import CHUNK, MESSAGE
+from cloister.server.app import GridChannel, SuperLink
 from cloister.server.certificate import new_certificate
+from cloister.server.channel import Channel
 from cloister.server.exchange import ExchangeChannel
+from cloister.server.registry import Registry
+from cloister.simulations.provision import Provision, SiteSection, provision
 
 NAME = "coordinator.example"
 WAIT_S = 600.0
@@ -115,7 +130,7 @@ def coordinate(pipe: Connection, invitations: list[Connection], size: int, folde
         channel.close(over=True)
 
 
-def ask(channel: ExchangeChannel, request: Request, total: Any) -> None:
+def ask(channel: Channel, request: Request, total: Any) -> None:
     for _, reply in channel.ask(dict.fromkeys(channel.nodes(), request), WAIT_S, group="benchmark"):
         if isinstance(reply, Contribution) and total is not None:
             for (offset, length, _), span in zip(reply.manifest, reply.spans, strict=True):
@@ -256,7 +271,112 @@ class Stream:
             process.join(60)
 
 
-def measure(sites: int, size: int, memory: list[int], repeats: int) -> dict[str, Any]:
+# Flower's own messages.
+
+
+def take_tasks(pipe: Connection, address: str, secret: bytes, name: str, size: int) -> None:
+    """A site whose requests its SuperNode has."""
+    site, over = Site(name, size), threading.Event()
+    with Tasks(address, secret) as tasks:
+        arguments = (tasks, client_app(lambda _context, _resident: site), over, lambda: None)
+        thread = threading.Thread(target=serve_tasks, args=arguments)
+        thread.start()
+        pipe.recv()
+        over.set()
+        thread.join()
+
+
+class Flower:
+    """A SuperLink, and for each site a SuperNode and a process that takes its tasks.
+
+    Args:
+        sites: How many.
+        size: Bytes of a vector.
+        folder: For their files.
+    """
+
+    def __init__(self, sites: int, size: int, folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._size, self._opened, self._pipes = size, ExitStack(), []
+        parties, secret = Path(folder) / "flower", os.urandom(SECRET)
+        links = {name: f"127.0.0.1:{free_port()}" for name in ("superlink", "exchange")}
+        names = [f"site-{index}" for index in range(sites)]
+        listed = [SiteSection(name=name, contact="benchmark") for name in names]
+        provision(
+            Provision(
+                name="benchmark", site=listed, superlink=links["superlink"], exchange=links["exchange"]
+            ),
+            parties,
+            datetime.now(UTC),
+        )
+        own = parties / "coordinator"
+        (parties / "secret").write_bytes(secret)
+        given = ["--isolation", "process", "--superexec-auth-secret-file", str(parties / "secret")]
+        address = f"127.0.0.1:{free_port()}"
+        pem, key, root = own / "superlink.pem", own / "superlink.key", own / "authority.pem"
+        superlink = ["flower-superlink", "--ssl-certfile", str(pem), "--ssl-keyfile", str(key), *given]
+        superlink += ["--ssl-ca-certfile", str(root), "--enable-supernode-auth"]
+        superlink += ["--fleet-api-address", links["superlink"], "--port", address.rpartition(":")[2]]
+        self._start([*superlink, "--disable-runtime-dependency-installation"], parties)
+        link = self._opened.enter_context(SuperLink(address, secret, root.read_bytes()))
+        keys = {site.name: site.supernode for site in Registry.open(own).federation.sites}
+        wait(lambda: link.admit(keys))
+        self._processes = []
+        for name in names:
+            local, home = f"127.0.0.1:{free_port()}", parties / "sites" / name
+            supernode = [
+                "flower-supernode",
+                "--superlink",
+                links["superlink"],
+                "--root-certificates",
+                str(root),
+            ]
+            supernode += ["--auth-supernode-private-key", str(home / "supernode.key")]
+            self._start([*supernode, "--port", local.rpartition(":")[2], *given], home)
+            near, far = context.Pipe()
+            process = context.Process(target=take_tasks, args=(far, local, secret, name, size))
+            process.start()
+            self._pipes.append(near)
+            self._processes.append(process)
+        self._run = self._opened.enter_context(link.run(keys))
+        wait(lambda: len(self._run.nodes()) == sites)
+        self._turns = 0
+
+    def _start(self, command: list[str], folder: Path) -> None:
+        environment = {**QUIET, "FLWR_HOME": str(folder)}
+        child = Child(command[0], command[1:], folder / "log", environment=environment)
+        self._opened.enter_context(child)
+
+    def turn(self) -> dict[str, float]:
+        channel, found = GridChannel(self._run.grid), {}
+        for name, vector in (("up", np.ones(1, np.float32)), ("down", np.zeros(self._size // 4, np.float32))):
+            self._turns += 1
+            vector[0] = self._turns
+            sum_id = SumId("run", bytes(32), TRAIN, self._turns, 1)
+            request = Contribute(sum_id, vector_hash(vector), 0.0, None, vector)
+            found[name] = timed(partial(ask, channel, request, None))
+        return found
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(60)
+        self._opened.close()
+
+
+def wait(there: Callable[[], object]) -> None:
+    """Wait for a process that starts."""
+    until, look = time.monotonic() + WAIT_S, threading.Event()
+    while time.monotonic() < until:
+        with suppress(EngineError):
+            if there():
+                return
+        look.wait(0.2)
+    raise SystemExit("a process of Flower does not answer")
+
+
+def measure(sites: int, size: int, memory: list[int], repeats: int, flower: bool) -> dict[str, Any]:
     """All figures."""
     peaks = {}
     for count in memory:
@@ -265,23 +385,30 @@ def measure(sites: int, size: int, memory: list[int], repeats: int) -> dict[str,
             found = exchange.turn()
             exchange.close()
         peaks[str(count)] = {name: round(found[f"{name}_peak"] / 1e6) for name in ("folded", "down")}
-    ours, bare = [], []
+    ours, bare, slow = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         exchange, stream = Exchange(sites, size, folder), Stream(sites, size)
+        third = Flower(sites, size, folder) if flower else None
         for _ in range(repeats):
             bare.append(stream.turn())
             ours.append(exchange.turn())
+            slow += [third.turn()] if third else []
         exchange.close()
         stream.close()
+        if third:
+            third.close()
     best = {name: min(turn[name] for turn in ours) for name in ("up", "folded", "down")}
     raw = {name: min(turn[name] for turn in bare) for name in ("up", "down")}
     moved = sites * size / 1e6
+    theirs = {name: min(turn[name] for turn in slow) for name in ("up", "down")} if slow else {}
     return {
         "sites": sites,
         "mb": size / 1e6,
         **{name: round(moved / best[name], 1) for name in best},
         **{f"stream_{name}": round(moved / raw[name], 1) for name in raw},
         "stream_ratio": round(sum(raw.values()) / (best["up"] + best["down"]), 3),
+        **{f"flower_{name}": round(moved / theirs[name], 1) for name in theirs},
+        "flower_ratio": round(sum(theirs.values()) / (best["up"] + best["down"]), 1) if theirs else None,
         "phase_ms": round(1000 * statistics.median(ours[-1]["phase"]), 2),
         "memory": peaks,
     }
@@ -294,11 +421,12 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=2, help="sites of the comparison")
     parser.add_argument("--memory", type=int, nargs="*", default=[2, 8], help="sites of the peaks")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
+    parser.add_argument("--no-flower", action="store_true", help="without Flower's own messages")
     options = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["cloister.benchmarks.exchange"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = options.mb * 10**6 // 4 * 4
-    found = measure(options.sites, size, options.memory, options.repeats)
+    found = measure(options.sites, size, options.memory, options.repeats, not options.no_flower)
     if options.json:
         print(json.dumps(found))
     else:
