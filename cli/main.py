@@ -43,6 +43,7 @@ from cloister.cli import (
     stop,
     submit,
     up,
+    watch,
 )
 from cloister.protocol.errors import CloisterError
 
@@ -74,6 +75,7 @@ VERBS: dict[str, Verb] = {
     "up": up,
     "submit": submit,
     "status": status,
+    "watch": watch,
     "stop": stop,
     "logs": logs,
     "roster": roster,
