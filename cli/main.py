@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done, also when the reader of the output closed its end of the pipe |
-| 1 | `ledger verify`: the ledger does not verify; `status --probe`: the process is not well |
+| 1 | `ledger verify`, `logs --audit`: the hash chain does not verify; `status --probe`: the process is not well |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
 | 4 | `site check`: the mesh suits the plan, but its devices are absent, so that nothing was run |

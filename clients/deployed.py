@@ -29,6 +29,8 @@ from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.protocol.address import free_port
+from cloister.protocol.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.audit_log import AuditLog
 from cloister.protocol.certificates import check_valid, read_certificate
 from cloister.protocol.child import Child
 from cloister.protocol.document import read_document
@@ -68,7 +70,7 @@ class Stay:
         self._site = ExchangeSite(
             now.name,
             load_identity(Path(membership.identity)),
-            lambda: Site(self._config(), self._resident),
+            lambda: _site(self._config(), self._resident),
             self._next,
             self._folder,
         )
@@ -179,7 +181,7 @@ class DeployedSite:
         """
         reach_loopback()
         resident = Resident()
-        app = client_app(lambda _context, _resident: Site(self._config(), resident), invited=self._invited)
+        app = client_app(lambda _context, _resident: _site(self._config(), resident), invited=self._invited)
         with (
             self._lock,
             Child(
@@ -240,6 +242,10 @@ class DeployedSite:
 def alive_path(config: SiteConfig) -> Path:
     """The file that a running site writes again every few seconds."""
     return config.folder / "flower" / "alive.json"
+
+
+def _site(config: SiteConfig, resident: Resident) -> Site:
+    return Site(config, resident, audit_log=AuditLog(config.folder / AUDIT_LOG))
 
 
 def _installed(config: SiteConfig) -> Federation:
