@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cli.agreement import asked, fingerprint_line
-from cloister.cli.shared_options import add_json
+from cloister.cli.shared_options import add_json, add_metrics
 from cloister.protocol.errors import RosterError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where the exchange listens (default: all interfaces, the port of its address)",
     )
+    add_metrics(start)
     start.set_defaults(act=_start)
     one = actions.add_parser(
         "run",
@@ -151,6 +152,8 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
         logging.getLogger("cloister").info,
         superlink_bind=arguments.superlink_bind,
         exchange_bind=arguments.exchange_bind,
+        metrics_bind=arguments.metrics,
+        metrics_on_network=arguments.metrics_on_network,
     )
     try:
         coordinator.run()
