@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cli.agreement import asked, fingerprint_line
-from cloister.cli.shared_options import add_json, add_metrics
+from cloister.cli.shared_options import add_json, add_log_format, add_metrics
 from cloister.protocol.errors import RosterError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="where the exchange listens (default: all interfaces, the port of its address)",
     )
     add_metrics(start)
+    add_log_format(start)
     start.set_defaults(act=_start)
     one = actions.add_parser(
         "run",
@@ -116,6 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
     one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
     one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
+    add_log_format(one)
     one.set_defaults(act=_run)
     for action, act in (
         (approve, _approve),
@@ -144,7 +146,7 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
 
     from cloister.cli.logs import log_to_stderr
 
-    log_to_stderr()
+    log_to_stderr(arguments.log_format, {})
     from cloister.server.coordinator import Coordinator
 
     coordinator = Coordinator(
@@ -154,6 +156,7 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
         exchange_bind=arguments.exchange_bind,
         metrics_bind=arguments.metrics,
         metrics_on_network=arguments.metrics_on_network,
+        options=("--log-format", arguments.log_format),
     )
     try:
         coordinator.run()
@@ -163,16 +166,22 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
 
 def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     """Run one run, and print its events."""
+    import logging
     import threading
 
-    from cloister.cli.logs import log_to_stderr
+    from cloister.cli.display import describe
+    from cloister.cli.logs import FIELDS, log_to_stderr
 
-    log_to_stderr()
+    known: dict[str, object] = {}
+    log_to_stderr(arguments.log_format, known)
+    log = logging.getLogger("cloister")
     from cloister.server.app import SuperLink
     from cloister.server.deployed import coordinate
     from cloister.server.events import to_json
     from cloister.server.folder import RunFolder
-    from cloister.server.progress import Event
+    from cloister.server.history import identity, reached
+    from cloister.server.journal import CREATED
+    from cloister.server.progress import Event, RoundStarted
     from cloister.server.registry import Registry
 
     one_at_a_time = threading.Lock()
@@ -180,6 +189,14 @@ def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     def observe(event: Event) -> None:
         with one_at_a_time:
             print(to_json(event), flush=True)
+            if "run" not in known and reached(folder, CREATED):
+                known["run"] = identity(folder)
+            if isinstance(event, RoundStarted):
+                known.update(round=event.round, attempt=event.attempt)
+            words = describe(event)
+            if words:
+                about = {field: getattr(event, field) for field in FIELDS if hasattr(event, field)}
+                log.info("%s", words, extra=about)
 
     registry = Registry.open(Path(arguments.federation))
     secret, certificate = Path(arguments.secret).read_bytes(), registry.certificate_bytes("authority")

@@ -8,13 +8,16 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cloister.protocol.errors import AuditLogError, EngineError, RunFolderError
 
 HELP = "print what a run, a coordinator or a site has logged"
 
+FIELDS = ("run", "round", "attempt", "site")
+"""What a message may be about: the identity of the run, and so on."""
 _LOOK_S = 0.5
 """Seconds between two looks at a file that is followed."""
 
@@ -61,16 +64,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def log_to_stderr() -> None:
-    """Log to standard error, one line for each message with its time, as a process that stays does."""
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S%z",
-    )
+def log_to_stderr(form: str, known: Mapping[str, object]) -> None:
+    """Log to standard error, as a process that stays does.
+
+    Args:
+        form: `text`: one line for each message with its time; `json`: one JSON object, with the fields `time`, `level`,
+            `logger` and `message`, and of `run`, `round`, `attempt` and `site` those that are known.
+        known: What is known of them in the whole process; it may change. A message's own (`extra`) comes first.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z")
+    handler.setFormatter(_Json(known) if form == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(form == "json")
     for noisy in ("httpx", "httpcore", "flwr", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Json(logging.Formatter):
+    """A message as one JSON object."""
+
+    def __init__(self, known: Mapping[str, object]) -> None:
+        super().__init__()
+        self._known = known
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= self._known
+        line |= {field: getattr(record, field) for field in FIELDS if hasattr(record, field)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _log_of(path: Path) -> tuple[Path, bool]:

@@ -20,6 +20,7 @@ from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import recorded
 from cloister.server import journal as steps
+from cloister.server.deployment import refusal_in
 from cloister.server.events import from_json
 from cloister.server.folder import RunFiles, read_plan
 from cloister.server.journal import Journal
@@ -245,15 +246,10 @@ class Watched:
     def _reason(self) -> str:
         """Why the process of a deployed run has ended, if it said so after the last event."""
         log, events = self._files.coordinator_log, self._files.events
-        try:
-            if log.stat().st_mtime < events.stat().st_mtime:
-                return ""
-            with log.open(encoding="utf-8", errors="replace") as file:
-                last = deque(file, maxlen=1)
-        except FileNotFoundError:
+        if not log.exists() or not events.exists() or log.stat().st_mtime < events.stat().st_mtime:
             return ""
-        line = last[0].strip() if last else ""
-        return f"stopped: {line.removeprefix('cloister: ')}" if line.startswith("cloister: ") else ""
+        reason = refusal_in(log)
+        return f"stopped: {reason}" if reason else ""
 
     def _left(self, rows: tuple[Mapping[str, Any], ...], changed: float | None) -> float | None:
         recent = [sum(row.get("phase_seconds", {}).values()) for row in rows if row["round"]][-_RECENT:]

@@ -102,7 +102,7 @@ class Stay:
     def _next(self, why: CloisterError | None) -> Invitation:
         """The newest invitation; waits for one."""
         if why is not None:
-            _log.info("run %s: waiting for another invitation: %s", self.run, why)
+            _log.info("run %s: waiting for another invitation: %s", self.run, why, extra={"run": self.run})
         newest = self._invitations.get()
         while newest is not None and not self._invitations.empty():
             newest = self._invitations.get()
@@ -111,15 +111,15 @@ class Stay:
         return newest
 
     def _stay(self) -> None:
-        _log.info("run %s: invited", self.run)
+        _log.info("run %s: invited", self.run, extra={"run": self.run})
         try:
             self._site.run()
         except CloisterError as error:
-            _log.info("run %s: left: %s", self.run, error)
+            _log.info("run %s: left: %s", self.run, error, extra={"run": self.run})
         except Exception:  # a defect: the next invitation starts another stay
-            _log.exception("run %s: failed", self.run)
+            _log.exception("run %s: failed", self.run, extra={"run": self.run})
         else:
-            _log.info("run %s: over", self.run)
+            _log.info("run %s: over", self.run, extra={"run": self.run})
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
             self._resident.close()

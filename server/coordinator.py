@@ -21,7 +21,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from cloister.protocol.fork_server import ending
 from cloister.protocol.storage import lock, write_bytes
 from cloister.server.app import SuperLink
 from cloister.server.control import Answer, Control
-from cloister.server.deployment import Deployment, check_deployable
+from cloister.server.deployment import Deployment, check_deployable, refusal_in
 from cloister.server.events import from_json
 from cloister.server.exchange import ENVIRONMENT
 from cloister.server.folder import RunFiles, read_plan
@@ -283,7 +282,7 @@ class Coordinator:
                 elif self._stop_run:
                     state, reason = "stopped", ""
                 elif status == 2:
-                    state, reason = "failed", _last_line(files.coordinator_log)
+                    state, reason = "failed", refusal_in(files.coordinator_log) or "see coordinator.log"
                 elif crashes >= _CRASHES:
                     state, reason = "failed", f"its process {ending(status)} {crashes} times"
                 else:
@@ -434,12 +433,6 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
             process.send_signal(signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a log: why a process refused to go on."""
-    lines = deque(path.open(encoding="utf-8", errors="replace"), maxlen=1)
-    return lines[0].strip().removeprefix("cloister: ") if lines else ""
 
 
 def _everywhere(address: str) -> str:

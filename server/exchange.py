@@ -590,7 +590,7 @@ class ExchangeChannel:
         session.tell(welcome=Welcome(key=session.key, token=token))
         if site.pending is not None and not site.pending.answered:
             session.send(site.pending.letter)
-        _log.info("%s is connected as node %d", site.name, site.node)
+        _log.info("%s is connected as node %d", site.name, site.node, extra={"site": site.name})
         async with self._more:
             self._more.notify_all()
         both = {
@@ -610,7 +610,7 @@ class ExchangeChannel:
                 other.cancel()
             for other in session.transfers:
                 self._cancel(other, "the site's session has ended")
-            _log.info("%s is disconnected", site.name)
+            _log.info("%s is disconnected", site.name, extra={"site": site.name})
 
     async def _greet(self, context: Context) -> _Site:
         """Steps 1 to 3: the site that has proved who it is."""

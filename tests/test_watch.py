@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from cloister.cli.shared_options import shipped_plans
+from cloister.cli.view import Watched
 from cloister.protocol.soundness import parse
 from cloister.server import journal as steps
 from cloister.server.deployment import Deployment
@@ -250,6 +252,26 @@ def test_a_simulation_is_shown_from_its_metrics_and_journal(tmp_path: Path) -> N
         watch.process.send_signal(signal.SIGINT)
         assert told.read().strip() == b"", "a page that is open ends too"
         assert watch.end() == (0, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cloister: sites is 2: expected at least 4",
+        '{"level": "ERROR", "logger": "cloister", "message": "sites is 2: expected at least 4"}',
+    ],
+)
+def test_a_run_whose_process_has_ended_says_why(tmp_path: Path, line: str) -> None:
+    run = run_of(tmp_path / "run", deployed=True)
+    log = run.files.coordinator_log
+    log.write_text(f"round 7: 4 sites\n{line}\n")
+    view = Watched(run.files.path).view()
+    assert (view.state, view.status) == ("stopped", "stopped: sites is 2: expected at least 4")
+    log.write_text(f'{line}\n{{"level": "INFO", "logger": "cloister", "message": "round 7: 4 sites"}}\n')
+    assert Watched(run.files.path).view().state == "running"
+    log.write_text(f"{line}\n")
+    os.utime(log, (0, 0))  # an earlier process wrote it, and the run goes on
+    assert Watched(run.files.path).view().state == "running"
 
 
 def test_wrong_use_is_refused(
