@@ -294,7 +294,7 @@ class Coordinator:
                     if not self._stop_run:
                         continue
                     state, reason = "stopped", ""
-                self._metrics.begin("")
+                self._metrics.end()
                 self._queue.set(str(path), state, reason)  # type: ignore[arg-type]  # each is a State
                 self._changed.notify_all()
             self._told(f"run {path}: {state}" + (f": {reason}" if reason else ""))

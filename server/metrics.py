@@ -30,26 +30,29 @@ from cloister.server.progress import (
 
 
 class Metrics(Collector):
-    """The metrics of one run at a time; for several threads."""
+    """The metrics of the run that runs, or of the last one, so that its end is read too; for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.begin("")
+        self.end()
 
     def begin(self, run: str) -> None:
-        """Another run begins, or the same is started again.
-
-        Args:
-            run: Its label; empty: none is running.
-        """
+        """Another run begins, or the same is started again, under this label."""
         with self._lock:
             self._run = run
+            self._running = True
             self._rounds = self._of = self._attempts_failed = 0
             self._connected = Connected((), {})
             self._moved = Moved({}, {})
             self._seconds: Counter[str] = Counter()
             self._epsilon: float | None = None
             self._budget: float | None = None
+
+    def end(self) -> None:
+        """The run has ended; its figures stay until another one begins."""
+        with self._lock:
+            self._running = False
 
     def take(self, event: Event) -> None:
         """Take the next event of the run."""
@@ -71,7 +74,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         with self._lock:
-            yield GaugeMetricFamily("cloister_running", "1 while a run goes on", float(bool(self._run)))
+            yield GaugeMetricFamily("cloister_running", "1 while a run goes on", float(self._running))
             if not self._run:
                 return
             counters = {

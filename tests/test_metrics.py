@@ -82,6 +82,9 @@ def test_the_metrics_are_what_the_events_say() -> None:
             ("cloister_epsilon",): 0.75,
             ("cloister_epsilon_budget",): 2.0,
         }
+        metrics.end()
+        last = read(address)
+        assert (last[("cloister_running",)], last[("cloister_epsilon",)]) == (0.0, 0.75)
         metrics.begin("letters")
         assert read(address)[("cloister_rounds_done_total",)] == 0.0, "another run"
     with pytest.raises(URLError):
