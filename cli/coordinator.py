@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cli.agreement import asked, fingerprint_line
-from cloister.cli.shared_options import add_json
+from cloister.cli.shared_options import add_json, add_log_format, add_metrics
 from cloister.protocol.errors import RosterError
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where the exchange listens (default: all interfaces, the port of its address)",
     )
+    add_metrics(start)
+    add_log_format(start)
     start.set_defaults(act=_start)
     one = actions.add_parser(
         "run",
@@ -115,6 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
     one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
     one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
+    add_log_format(one)
     one.set_defaults(act=_run)
     for action, act in (
         (approve, _approve),
@@ -143,7 +146,7 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
 
     from cloister.cli.logs import log_to_stderr
 
-    log_to_stderr()
+    log_to_stderr(arguments.log_format, {})
     from cloister.server.coordinator import Coordinator
 
     coordinator = Coordinator(
@@ -151,6 +154,9 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
         logging.getLogger("cloister").info,
         superlink_bind=arguments.superlink_bind,
         exchange_bind=arguments.exchange_bind,
+        metrics_bind=arguments.metrics,
+        metrics_on_network=arguments.metrics_on_network,
+        options=("--log-format", arguments.log_format),
     )
     try:
         coordinator.run()
@@ -160,17 +166,23 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
 
 def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     """Run one run, and print its events."""
+    import logging
     import resource
     import threading
 
-    from cloister.cli.logs import log_to_stderr
+    from cloister.cli.display import describe
+    from cloister.cli.logs import FIELDS, log_to_stderr
 
-    log_to_stderr()
+    known: dict[str, object] = {}
+    log_to_stderr(arguments.log_format, known)
+    log = logging.getLogger("cloister")
     from cloister.server.app import SuperLink
     from cloister.server.deployed import coordinate
     from cloister.server.events import to_json
     from cloister.server.folder import RunFolder
-    from cloister.server.progress import Event
+    from cloister.server.history import identity, reached
+    from cloister.server.journal import CREATED
+    from cloister.server.progress import Event, RoundStarted
     from cloister.server.registry import Registry
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -182,6 +194,14 @@ def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
     def observe(event: Event) -> None:
         with one_at_a_time:
             print(to_json(event), flush=True)
+            if "run" not in known and reached(folder, CREATED):
+                known["run"] = identity(folder)
+            if isinstance(event, RoundStarted):
+                known.update(round=event.round, attempt=event.attempt)
+            words = describe(event)
+            if words:
+                about = {field: getattr(event, field) for field in FIELDS if hasattr(event, field)}
+                log.info("%s", words, extra=about)
 
     registry = Registry.open(Path(arguments.federation))
     secret, certificate = Path(arguments.secret).read_bytes(), registry.certificate_bytes("authority")

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done, also when the reader of the output closed its end of the pipe |
-| 1 | `ledger verify`: the ledger does not verify; `status --probe`: the process is not well; `doctor`: a hop fails |
+| 1 | `ledger verify`, `logs --audit`: the chain does not verify; `status --probe`: it is not well; `doctor`: a hop fails |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
 | 4 | `site check`: the mesh suits the plan, but its devices are absent, so that nothing was run |
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import logging
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ from cloister.cli import (
     stop,
     submit,
     up,
+    watch,
 )
 from cloister.protocol.errors import CloisterError
 
@@ -76,6 +78,7 @@ VERBS: dict[str, Verb] = {
     "up": up,
     "submit": submit,
     "status": status,
+    "watch": watch,
     "stop": stop,
     "logs": logs,
     "roster": roster,
@@ -104,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CloisterError as error:
         if arguments.traceback:
             raise
-        return _refuse(str(error))
+        return _refuse(str(error), arguments)
     except KeyboardInterrupt:
-        print("cloister: interrupted", file=sys.stderr)
+        _say("interrupted", arguments)
         return 130
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe. The interpreter flushes once more at exit: into nothing.
@@ -117,10 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if error.errno == errno.ENOSPC:
             return _refuse(
-                f"disk is full ({error.filename or 'unknown file'}): free space, then run it again"
+                f"disk is full ({error.filename or 'unknown file'}): free space, then run it again", arguments
             )
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
-        return _refuse(f"{what}; --traceback before the verb shows which call failed")
+        return _refuse(f"{what}; --traceback before the verb shows which call failed", arguments)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -148,9 +151,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"cloister: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
-def _refuse(line: str) -> int:
-    print(f"cloister: {' '.join(line.split())}", file=sys.stderr)
+def _refuse(line: str, arguments: argparse.Namespace) -> int:
+    _say(" ".join(line.split()), arguments)
     return 2
+
+
+def _say(line: str, arguments: argparse.Namespace) -> None:
+    """Say why the command ends: as a line of text, or in the log of a process that stays (`cli/logs.py`)."""
+    if getattr(arguments, "log_format", "text") == "json":
+        logging.getLogger("cloister").error("%s", line)
+    else:
+        print(f"cloister: {line}", file=sys.stderr)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -25,6 +25,32 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
+def add_log_format(parser: argparse.ArgumentParser) -> None:
+    """--log-format: how a process that stays logs."""
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="log lines of text, or one JSON object a line, with run, round, attempt and site where they are known "
+        "(default: text)",
+    )
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """--metrics and --metrics-on-network: where a coordinator serves metrics."""
+    parser.add_argument(
+        "--metrics",
+        default="",
+        metavar="HOST:PORT",
+        help="serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
+    )
+    parser.add_argument(
+        "--metrics-on-network",
+        action="store_true",
+        help="accept another address than one of loopback; metrics are not encrypted, and name the sites",
+    )
+
+
 def add_per_site(parser: argparse.ArgumentParser) -> None:
     """--per-site: what the sites' own records say of the run."""
     parser.add_argument(

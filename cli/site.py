@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.cli.agreement import asked, check, fingerprint_line
-from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+from cloister.cli.shared_options import add_json, add_log_format, add_plan, chosen_plan
 from cloister.protocol.errors import DataError
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "same command, and goes on with the run.",
     )
     start.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_log_format(start)
     start.set_defaults(act=_start)
 
 
@@ -115,9 +116,12 @@ def _start(arguments: argparse.Namespace) -> int:
 
     from cloister.cli.logs import log_to_stderr
 
-    log_to_stderr()
+    known: dict[str, object] = {}
+    log_to_stderr(arguments.log_format, known)
+    from cloister.clients.config import read_config
     from cloister.clients.deployed import DeployedSite
 
+    known["site"] = read_config(Path(arguments.site)).name
     stopped = threading.Event()
     site = DeployedSite(Path(arguments.site), logging.getLogger("cloister").info)
     try:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+from cloister.cli.shared_options import add_json, add_log_format, add_metrics, add_plan, chosen_plan
 
 HELP = "rehearse a deployment on this machine, with real processes"
 
@@ -29,6 +29,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         default="exchange",
         help="what carries the requests (default: exchange)",
     )
+    add_log_format(parser)
+    add_metrics(parser)
     add_json(parser)
 
 
@@ -66,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     observe_start = f"starting the coordinator and {plan.cohort.sites} sites; their logs are in {files.path}"
     console.print(observe_start, markup=False, highlight=False, soft_wrap=True)
     try:
-        with running(files, plan, told):
+        metrics = ["--metrics", arguments.metrics] if arguments.metrics else []
+        metrics += ["--metrics-on-network"] if arguments.metrics_on_network else []
+        with running(files, plan, told, log_format=arguments.log_format, metrics=metrics):
             return follow(federation_of(files), files.path.absolute(), json_=arguments.json)
     except KeyboardInterrupt:
         told(f"stopped; continue with: cloister up --again {shlex.quote(str(files.path))}")

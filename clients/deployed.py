@@ -30,6 +30,8 @@ from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.protocol.address import free_port
+from cloister.protocol.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.audit_log import AuditLog
 from cloister.protocol.certificates import check_valid, read_certificate
 from cloister.protocol.child import Child
 from cloister.protocol.errors import CloisterError, EngineError, InvitationError, RosterError, StorageError
@@ -70,7 +72,7 @@ class Stay:
         self._site = ExchangeSite(
             now.name,
             load_identity(Path(membership.identity)),
-            lambda: Site(self._config(), self._resident),
+            lambda: _site(self._config(), self._resident),
             self._next,
             self._folder,
         )
@@ -114,7 +116,7 @@ class Stay:
     def _next(self, why: CloisterError | None) -> Invitation:
         """The newest invitation; waits for one."""
         if why is not None:
-            _log.info("run %s: waiting for another invitation: %s", self.run, why)
+            _log.info("run %s: waiting for another invitation: %s", self.run, why, extra={"run": self.run})
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not None or self._ended)
             newest, self._newest = self._newest, None
@@ -123,15 +125,15 @@ class Stay:
             return newest
 
     def _stay(self) -> None:
-        _log.info("run %s: invited", self.run)
+        _log.info("run %s: invited", self.run, extra={"run": self.run})
         try:
             self._site.run()
         except CloisterError as error:
-            _log.info("run %s: left: %s", self.run, error)
+            _log.info("run %s: left: %s", self.run, error, extra={"run": self.run})
         except Exception:  # a defect: the next invitation starts another stay
-            _log.exception("run %s: failed", self.run)
+            _log.exception("run %s: failed", self.run, extra={"run": self.run})
         else:
-            _log.info("run %s: %s", self.run, "left" if self.leaving else "over")
+            _log.info("run %s: %s", self.run, "left" if self.leaving else "over", extra={"run": self.run})
             if not self.leaving:
                 shutil.rmtree(self._folder, ignore_errors=True)
         finally:
@@ -194,7 +196,7 @@ class DeployedSite:
         """
         use_proxy()
         resident = Resident()
-        app = client_app(lambda _context, _resident: Site(self._config(), resident), invited=self._invited)
+        app = client_app(lambda _context, _resident: _site(self._config(), resident), invited=self._invited)
         with (
             self._lock,
             Child(
@@ -279,6 +281,10 @@ def accepted(data: bytes, federation: Federation) -> Invitation:
             fix="if the coordinator has moved, install its newest version",
         )
     return invitation
+
+
+def _site(config: SiteConfig, resident: Resident) -> Site:
+    return Site(config, resident, audit_log=AuditLog(config.folder / AUDIT_LOG))
 
 
 def _installed(config: SiteConfig) -> Federation:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, SecureSumError
-from cloister.protocol.messages import Failed, Refused, Reply, Request
+from cloister.protocol.messages import Failed, Join, Refused, Reply, Request
 from cloister.protocol.refusal import printable
 from cloister.protocol.wire import Buffer, decode_request, encode
 
@@ -62,17 +62,18 @@ def serve(
     Returns:
         The reply's frames.
     """
-    name = ""
+    name, about = "", dict[str, object]()
     try:
         site = open_site()
         name = site.name
         request = decode_request(frames)
+        about = _about(request)
         return encode(_answer(site, request))
     except CloisterError as error:
-        _log.warning("refused: %s", error)
+        _log.warning("refused: %s", error, extra=about)
         return encode(Failed(name, printable(explain(error))))
     except Exception as error:  # a defect: raised further, its text would leave the site
-        _log.exception("failed")
+        _log.exception("failed", extra=about)
         return encode(Failed(name, printable(explain(error))))
 
 
@@ -80,5 +81,12 @@ def _answer(site: Served, request: Request) -> Reply:
     try:
         return site.answer(request)
     except (PolicyError, BudgetError) as error:
-        _log.warning("refused: %s", error)
+        _log.warning("refused: %s", error, extra=_about(request))
         return site.refuse(request, error)
+
+
+def _about(request: Request) -> dict[str, object]:
+    """What a request is about, for a line of the log."""
+    if isinstance(request, Join):
+        return {"run": request.run}
+    return {"run": request.sum.run, "round": request.sum.round, "attempt": request.sum.tries}

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_site import SecureSite
-from cloister.aggregation.span import Piece, manifest_of
+from cloister.aggregation.span import Piece, manifest_digest, manifest_of
 from cloister.aggregation.sums import (
     BYTES,
     CORRECT,
@@ -47,6 +47,7 @@ from cloister.lm.layout import Vector
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.digest import basis, vector_hash
@@ -89,6 +90,7 @@ class Site:
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
+        audit_log: Has a line for each join, refusal, release and charge before its effect.
         clock: Seconds, for how long a training takes.
     """
 
@@ -103,6 +105,7 @@ class Site:
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
         agreements: Agreements | None = None,
+        audit_log: AuditLog = NO_AUDIT_LOG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -112,6 +115,7 @@ class Site:
         self._trained_to = trained
         self._made_before = sequences
         self._agreements = agreements
+        self._audit_log = audit_log
         self._clock = clock
         self._kept = Kept(config.folder, bases or config.folder)
         self._spending = Spending(config, dataset)
@@ -134,9 +138,13 @@ class Site:
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal of a request that its policy or budget forbids."""
         if isinstance(request, Join):
-            plan = bytes.fromhex(from_json(request.plan).digest())
-            return self._demands(request.run).refuse(request.run, plan, error)
-        return self._demands(request.sum.run).refuse(request.sum.run, request.sum.plan, error)
+            run, plan = request.run, bytes.fromhex(from_json(request.plan).digest())
+            fact = Fact("refusal", run, plan.hex(), 0, 0, self.name, str(error))
+        else:
+            run, plan = request.sum.run, request.sum.plan
+            fact = self._fact("refusal", request.sum, str(error))
+        self._audit_log.record(fact)
+        return self._demands(run).refuse(run, plan, error)
 
     def join(self, request: Join) -> Joined:
         """Check the plan against the site's demands, and prepare the model and, without a privacy unit, the data.
@@ -163,6 +171,7 @@ class Site:
             check_tokenizer(loaded.model.tokenizer, plan.data)
         elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
+        self._audit_log.record(Fact("join", request.run, plan.digest(), site=self.name))
         return demands.joined(request, plan)
 
     def agree(self, request: Agree) -> Reply:
@@ -221,6 +230,8 @@ class Site:
         spans = tuple(vector for _, vector in sent.pieces if vector.size)
         if plan.local.balance != "dynamic":
             seconds = 0.0
+        vector = f"{purpose}, vector {manifest_digest(sent.manifest).hex()}"
+        self._audit_log.record(self._fact("release", request.sum, vector))
         return Contribution(
             self.name, request.sum, request.model_hash, statement, sent.manifest, spans, seconds
         )
@@ -381,7 +392,8 @@ class Site:
         noise = None
         if terms is not None:
             rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
-            self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
+            paid = self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
+            self._audit_log.record(self._fact("charge", request.sum, f"head of the ledger {paid.hash.hex()}"))
             noise = self._noise(round_number)
         code = code_for(
             plan,
@@ -396,6 +408,9 @@ class Site:
         started = self._clock()
         written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
         return replace(written, seconds=self._clock() - started)
+
+    def _fact(self, what: What, about: SumId, detail: str) -> Fact:
+        return Fact(what, about.run, about.plan.hex(), about.round, about.tries, self.name, detail)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""

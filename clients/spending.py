@@ -32,7 +32,7 @@ class Spending:
 
     def pay(
         self, plan: Plan, terms: Terms, run: str, round_number: int, rounds: int, policy: Policy | None
-    ) -> None:
+    ) -> Entry:
         """Charge the site's ledger for a round, durably, before any record is used.
 
         Training again, after a crash that lost the update, is another release and another charge. Correlated noise is
@@ -46,6 +46,9 @@ class Spending:
             round_number: The round.
             rounds: Rounds of the plan that draw this site.
             policy: The site's demands.
+
+        Returns:
+            The entry of the site's ledger.
 
         Raises:
             BudgetError: the policy or the plan does not allow the charge; nothing was charged.
@@ -77,7 +80,7 @@ class Spending:
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)
             self._shared.pay(run, round_number, self._config.name, times, events)
-        self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
+        return self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
 
     def check_paid(self, run: str, round_number: int) -> None:
         """In a simulation with a ledger over runs, check that it still has the charge of a kept update.

@@ -168,7 +168,7 @@ def to_html(report: RunReport) -> str:
         ),
     ]
     claimed = report.epsilon is not None and report.delta is not None
-    return _template().render(
+    return template("report.html.jinja").render(
         report=report,
         verdict=claim,
         meaning=meaning(report.epsilon or 0.0, report.delta or 0.0) if claim.holds and claimed else None,
@@ -194,11 +194,26 @@ def _groups(report: RunReport) -> list[dict[str, Any]]:
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str, package: str = "cloister.privacy") -> jinja2.Template:
+    """A template in which every value is escaped, and which may include those of this package: `page.css`, the style
+    of all pages, and `plot.html.jinja`.
+
+    Args:
+        name: Its file.
+        package: The package that has it.
+    """
     import jinja2  # a caller that only plots does not need it
 
+    def source(file: str) -> str:
+        folder = resources.files(package if file == name else "cloister.privacy")
+        return folder.joinpath(file).read_text(encoding="utf-8")
+
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(source),
     )
     filters: dict[str, Any] = {
         "at_most": at_most,
@@ -208,5 +223,4 @@ def _template() -> jinja2.Template:
         "multiplier": lambda value: f"{rounded(value, 4, ROUND_FLOOR).normalize():f}",
     }
     environment.filters.update(filters)
-    source = resources.files("cloister.privacy").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(source)
+    return environment.get_template(name)

@@ -191,6 +191,10 @@ class LedgerError(CloisterError):
     """A ledger is damaged or altered, or a charge contradicts what it holds."""
 
 
+class AuditLogError(CloisterError):
+    """An audit log is damaged or altered."""
+
+
 class PolicyError(CloisterError):
     """A site's policy forbids the request."""
 

@@ -21,8 +21,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -37,10 +36,11 @@ from cloister.protocol.fork_server import ending
 from cloister.protocol.storage import lock, write_bytes
 from cloister.server.app import SuperLink
 from cloister.server.control import Answer, Control
-from cloister.server.deployment import Deployment, check_deployable
+from cloister.server.deployment import Deployment, check_deployable, refusal_in
 from cloister.server.events import from_json
 from cloister.server.exchange import ENVIRONMENT
 from cloister.server.folder import RunFiles, read_plan
+from cloister.server.metrics import Metrics, served
 from cloister.server.progress import Event, RoundDone
 from cloister.server.registry import Registry
 
@@ -130,13 +130,24 @@ class Coordinator:
         told: Receives lines for the operator.
         superlink_bind: HOST:PORT on which the SuperLink listens; empty: all interfaces, and the port of its address.
         exchange_bind: The same for the exchange.
+        metrics_bind: HOST:PORT on which metrics are served (`metrics.py`); empty: they are not.
+        metrics_on_network: Whether that may be another address than one of loopback.
+        options: More options of the command that runs a run.
 
     Raises:
         CloisterError: the folder is not that of a federation, a certificate is not valid, or another process serves it.
     """
 
     def __init__(
-        self, folder: Path, told: Callable[[str], None], *, superlink_bind: str = "", exchange_bind: str = ""
+        self,
+        folder: Path,
+        told: Callable[[str], None],
+        *,
+        superlink_bind: str = "",
+        exchange_bind: str = "",
+        metrics_bind: str = "",
+        metrics_on_network: bool = False,
+        options: Sequence[str] = (),
     ) -> None:
         self.folder = folder.absolute()
         self._told = told
@@ -144,6 +155,10 @@ class Coordinator:
         registry.check_certificates(datetime.now(UTC))
         self._superlink_bind = superlink_bind or everywhere(registry.federation.superlink)
         self._exchange_bind = exchange_bind or everywhere(registry.federation.exchange)
+        self._options = options
+        self._metrics = Metrics()
+        self._metrics_bind = metrics_bind
+        self._metrics_on_network = metrics_on_network
         self._flower = self.folder / "flower"
         self._flower.mkdir(mode=0o700, exist_ok=True)
         self._lock = lock(self._flower / "lock", "a federation that no other coordinator's process serves")
@@ -170,7 +185,7 @@ class Coordinator:
         """Serve until `stop` is called.
 
         Raises:
-            EngineError: the SuperLink does not start.
+            EngineError: the SuperLink does not start, or metrics cannot be served.
         """
         use_proxy()
         port = free_port()
@@ -192,6 +207,9 @@ class Coordinator:
             *("--host", LOOPBACK, "--port", str(port)),
         ]
         with self._lock, ExitStack() as opened:
+            if self._metrics_bind:
+                where = served(self._metrics, self._metrics_bind, on_network=self._metrics_on_network)
+                self._told(f"metrics: {opened.enter_context(where)}")
             child = opened.enter_context(
                 Child(
                     "flower-superlink",
@@ -263,6 +281,10 @@ class Coordinator:
             self._stop_run = False
             self._last.clear()
             self._lines = 0
+        self._metrics.begin(path.name)
+        for line in _lines_from(files.events, 0)[0]:  # of earlier processes
+            with suppress(EngineError):
+                self._metrics.take(from_json(line))
         self._told(f"run {path}: started")
         crashes = 0
         while True:
@@ -276,7 +298,7 @@ class Coordinator:
                 elif self._stop_run:
                     state, reason = "stopped", ""
                 elif status == 2:
-                    state, reason = "failed", _last_line(files.coordinator_log)
+                    state, reason = "failed", refusal_in(files.coordinator_log) or "see coordinator.log"
                 elif crashes >= _CRASHES:
                     state, reason = "failed", f"its process {ending(status)} {crashes} times"
                 else:
@@ -288,6 +310,7 @@ class Coordinator:
                     if not self._stop_run:
                         continue
                     state, reason = "stopped", ""
+                self._metrics.end()
                 self._queue.set(str(path), state, reason)  # type: ignore[arg-type]  # each is a State
                 self._changed.notify_all()
             self._told(f"run {path}: {state}" + (f": {reason}" if reason else ""))
@@ -297,6 +320,7 @@ class Coordinator:
         """One process of a run: the rounds that it has done, and its exit status."""
         rounds = 0
         arguments = ["coordinator", "run", str(self.folder), str(files.path)]
+        arguments += self._options
         arguments += ["--superlink-api", address, "--secret", str(secret), "--bind", self._exchange_bind]
         with append_to(files.coordinator_log) as log, append_to(files.events) as events:
             with self._changed:
@@ -331,6 +355,7 @@ class Coordinator:
             json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds")} | fields).encode() + b"\n"
         )
         file.flush()
+        self._metrics.take(event)
         with self._changed:
             self._last[type(event).__name__] = fields
             self._lines += 1
@@ -424,9 +449,3 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
             process.send_signal(signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a log: why a process refused to go on."""
-    lines = deque(path.open(encoding="utf-8", errors="replace"), maxlen=1)
-    return lines[0].strip().removeprefix("cloister: ") if lines else ""

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters
 from cloister.protocol.address import host_of
+from cloister.protocol.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.audit_log import AuditLog
 from cloister.protocol.certificates import names_of
 from cloister.protocol.errors import EngineError
 from cloister.protocol.federation import Federation
@@ -70,7 +72,7 @@ def coordinate(
     if deployment.transport == "flower":
         with superlink.run(keys) as flower:
             _wait_for_nodes(flower, federation, plan, deployment, observe)
-            return _run(folder, GridChannel(flower.grid), observe, federation, public)
+            return _run(folder, GridChannel(flower.grid), observe, registry, public)
     newest = registry.federation
     names = [host_of(newest.exchange), *names_of(registry.certificate("exchange"))]
     with ExchangeChannel(
@@ -86,7 +88,7 @@ def coordinate(
         inviting = Inviting(superlink, keys, channel, federation.roster.names, observe)
         try:
             _wait_for_sites(channel, plan, deployment)
-            done = _run(folder, channel, observe, federation, public)
+            done = _run(folder, channel, observe, registry, public)
         finally:
             inviting.close()
         channel.close(over=True)
@@ -94,9 +96,9 @@ def coordinate(
 
 
 def _run(
-    folder: RunFolder, channel: Channel, observe: Observer, federation: Federation, public: Vector | None
+    folder: RunFolder, channel: Channel, observe: Observer, registry: Registry, public: Vector | None
 ) -> Outcome:
-    plan = folder.plan
+    plan, federation = folder.plan, registry.version(Deployment.read(folder).version)
     return run(
         folder,
         channel,
@@ -104,6 +106,7 @@ def _run(
         roster=federation.roster if plan.aggregation.secure else None,
         public=public,
         evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
+        audit_log=AuditLog(registry.path / AUDIT_LOG),
     )
 
 

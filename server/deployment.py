@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from cloister.protocol.errors import PlanError, RunFolderError
@@ -49,6 +51,30 @@ class Deployment:
                 expected="the folder of a deployed run",
                 fix="make one: cloister submit PLAN; continue a simulation: cloister resume",
             ) from error
+
+
+def refusal_in(log: Path) -> str:
+    """Why the process of a run has refused to go on: the last line of its log, as `cloister` ends it.
+
+    Args:
+        log: The log, in either format.
+
+    Returns:
+        The reason; empty if the last line is another one, or there is no log.
+    """
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            last = "".join(deque(file, maxlen=1)).strip()
+    except FileNotFoundError:
+        return ""
+    if not last.startswith("{"):
+        return last.removeprefix("cloister: ") if last.startswith("cloister: ") else ""
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return ""
+    ends = (found.get("level"), found.get("logger")) == ("ERROR", "cloister")
+    return str(found["message"]) if ends else ""
 
 
 def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None = None) -> None:

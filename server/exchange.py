@@ -46,6 +46,7 @@ import grpc
 import grpc.aio
 import numpy as np
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.errors import (
@@ -136,6 +137,7 @@ _CLOSE_S = 2.0
 """Seconds for which the last messages may still be sent at the end."""
 _CALL_S = 60.0
 """Seconds after which the event loop, which never blocks, is taken for dead."""
+_SERVICE = "cloister.Exchange"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
     (InvitationError, grpc.StatusCode.UNAUTHENTICATED),
@@ -513,13 +515,27 @@ class ExchangeChannel:
             # Not unary: gRPC would wait for its one message without a limit.
             "Download": grpc.stream_stream_rpc_method_handler(self._refusing(self._download)),
         }
+        # `Watch` is refused: its calls stay, and anybody may make them.
+        health = {"Check": grpc.stream_stream_rpc_method_handler(self._refusing(self._check))}
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("cloister.Exchange", handlers),)
+            (
+                grpc.method_handlers_generic_handler(_SERVICE, handlers),
+                grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
+            )
         )
         pair = (self._certificate.key, self._certificate.pem)
         port = server.add_secure_port(bind, grpc.ssl_server_credentials([pair]))
         await server.start()
         return server, port
+
+    async def _check(self, _requests: Any, context: Context) -> None:
+        """Answer a health check (gRPC's `health.proto`) of a peer that need not be a site: a run goes on."""
+        async with asyncio.timeout(HANDSHAKE_S):
+            service = _parsed(HealthCheckRequest, await context.read()).service
+            if service not in ("", _SERVICE):
+                await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+            serving = HealthCheckResponse(status=HealthCheckResponse.SERVING)
+            await context.write(serving.SerializeToString())
 
     def _refusing(
         self, handle: Callable[[Any, Context], Coroutine[Any, Any, None]]
@@ -578,7 +594,7 @@ class ExchangeChannel:
         session.tell(welcome=Welcome(key=session.key, token=token))
         if site.pending is not None and not site.pending.answered:
             session.send(site.pending.letter)
-        _log.info("%s is connected as node %d", site.name, site.node)
+        _log.info("%s is connected as node %d", site.name, site.node, extra={"site": site.name})
         async with self._more:
             self._more.notify_all()
         both = {
@@ -598,7 +614,7 @@ class ExchangeChannel:
                 other.cancel()
             for other in session.transfers:
                 self._cancel(other, "the site's session has ended")
-            _log.info("%s is disconnected", site.name)
+            _log.info("%s is disconnected", site.name, extra={"site": site.name})
 
     async def _greet(self, task: asyncio.Task[Any], context: Context) -> _Site:
         """Steps 1 to 3: the site that has proved who it is."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from cloister.lm.layout import Vector
+from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, SecureSumError
 from cloister.protocol.joining import verify_joined
@@ -29,6 +30,7 @@ class Members:
         base: Frozen parameters that sites use instead of those of the plan.
         roster: The sites' identities, which verify names and refusals; None if the plan sums in clear, where each node
             has the name that it gives first.
+        audit_log: Has a line for each join and refusal before its effect.
 
     Raises:
         EngineError: too few sites join for any cohort to reach its quorum.
@@ -43,6 +45,7 @@ class Members:
         *,
         base: Vector | None = None,
         roster: Roster | None = None,
+        audit_log: AuditLog = NO_AUDIT_LOG,
     ) -> None:
         self._channel = channel
         self._plan = plan
@@ -50,6 +53,7 @@ class Members:
         self._run = run
         self._refused = refused
         self._roster = roster
+        self._audit_log = audit_log
         self._base = np.empty(0, np.float32) if base is None else base
         self._base_hash = b"" if base is None else vector_hash(base)
         self._asked: set[int] = set()
@@ -89,11 +93,16 @@ class Members:
             elif problem := self._problem(reply, requests[node]):
                 failure = Failure(f"node {node}", problem)
             else:
+                self._audit_log.record(Fact("join", self._run, self._digest.hex(), site=reply.site))
                 self._nodes[reply.site] = node
                 self._speeds[reply.site] = reply.speed
                 continue
             reasons.append(failure.reason)
             if failure.refused:
+                refusal = Fact(
+                    "refusal", self._run, self._digest.hex(), site=failure.site, detail=failure.reason
+                )
+                self._audit_log.record(refusal)
                 self._refusals.append(failure)
             self._refused(failure)
         return reasons

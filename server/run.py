@@ -17,6 +17,7 @@ from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
+from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.joining import check_size
@@ -65,6 +66,7 @@ def run(
     dataset: DatasetLedger | None = None,
     clock: Callable[[], float] = time.monotonic,
     phases: Phases | None = None,
+    audit_log: AuditLog = NO_AUDIT_LOG,
 ) -> Outcome:
     """Ask the sites to join, then run the folder's plan to its end, from the last round that is done.
 
@@ -79,6 +81,7 @@ def run(
         dataset: In a simulation, the ledger over runs, which its sites charge.
         clock: Seconds, for durations.
         phases: Counts the seconds of the run's phases; it may have counted before this call.
+        audit_log: Has a line for each join, refusal, release and charge before its effect.
 
     Raises:
         RosterError: the roster has not as many sites as the plan; no site was asked.
@@ -101,6 +104,7 @@ def run(
                 lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
                 base=base,
                 roster=roster,
+                audit_log=audit_log,
             )
         observe(Preparing("model"))
         model = load_model(plan, base)
@@ -147,6 +151,7 @@ def run(
                 for by, of in entry.detail["pairs"]
             },
             phases=phases,
+            audit_log=audit_log,
         )
         for entry in journal.entries():
             if entry.step == steps.MEASURED:
@@ -210,11 +215,11 @@ def _rounds(
             if isinstance(result, Refusing):  # another run on the same dataset may have spent meanwhile
                 result = _exceeded(party, number, sites) or result
         if isinstance(result, BudgetSpent | Refusing):
+            why = "refused" if isinstance(result, Refusing) else "dataset" if result.dataset else "budget"
+            party.record("refusal", number, 0, {"": f"the run ends: {why}"})
             party.observe(result)
             _report_end(context, folder, last, evaluate)
-            if isinstance(result, Refusing):
-                return last, "refused"
-            return last, "dataset" if result.dataset else "budget"
+            return last, why
         last = number
         _report(context, folder, board, asdict(result), evaluate)
         if not isinstance(result, RoundAbandoned) or result.spoiled:

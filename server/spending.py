@@ -17,7 +17,7 @@ from pathlib import Path
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.events import Event, from_json, to_json
-from cloister.privacy.ledger import Charge, Ledger
+from cloister.privacy.ledger import Charge, Entry, Ledger
 from cloister.privacy.terms import Terms
 from cloister.server.progress import BudgetSpent
 
@@ -49,15 +49,13 @@ class Spending:
         self._run = run
         self._ledger = Ledger(path, OWNER, composed, clock=clock)
 
-    def before_training(self, round_number: int, sites: Iterable[str]) -> None:
-        """Under the units `record` and `owner`, charge the sites that are about to be asked."""
-        if self.terms.unit != "site":
-            self._charge(round_number, sites)
+    def before_training(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
+        """Under the units `record` and `owner`, charge the sites that are about to be asked; returns the entries."""
+        return self._charge(round_number, sites) if self.terms.unit != "site" else ()
 
-    def before_opening(self, round_number: int, sites: Iterable[str]) -> None:
-        """Under unit `site`, charge the sites whose sum is about to be opened."""
-        if self.terms.unit == "site":
-            self._charge(round_number, sites)
+    def before_opening(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
+        """Under unit `site`, charge the sites whose sum is about to be opened; returns the entries."""
+        return self._charge(round_number, sites) if self.terms.unit == "site" else ()
 
     def exceeded(self, round_number: int, sites: Sequence[str]) -> BudgetSpent | None:
         """What a round of these sites would exceed: the plan's budget, or its dataset's limit over all runs."""
@@ -86,7 +84,7 @@ class Spending:
         """Epsilon of each site so far, by name."""
         return {site: self._epsilon(events) for site, events in self._read()[0].items()}
 
-    def _charge(self, round_number: int, sites: Iterable[str]) -> None:
+    def _charge(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
         before = _before(round_number, self._read()[1])
         charges = [
             Charge(
@@ -101,7 +99,7 @@ class Spending:
             )
             for site in sites
         ]
-        self._ledger.charge_all(charges, None)
+        return self._ledger.charge_all(charges, None)
 
     def _read(self) -> tuple[dict[str, list[Event]], set[tuple[int, str]]]:
         """The events of each site, and the (round, site) pairs that are charged."""

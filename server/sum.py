@@ -37,6 +37,8 @@ from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
+from cloister.privacy.ledger import Entry as Charged
+from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import balanced
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import basis, vector_hash
@@ -113,6 +115,16 @@ class Party:
     """Counts the seconds of the run's phases."""
     measured: Measured = field(default_factory=Measured)
     """The sites' speeds, with `local.balance = "dynamic"`."""
+
+    audit_log: AuditLog = NO_AUDIT_LOG
+    """Has a line for each refusal, release and charge before its effect."""
+
+    def record(self, what: What, number: int, attempt: int, told: Mapping[str, str]) -> None:
+        """Write a line of the audit log for each site, with its detail; the site `""` is the coordinator."""
+        if self.audit_log:
+            plan = self.plan.digest()
+            facts = [Fact(what, self.run, plan, number, attempt, *each) for each in told.items()]
+            self.audit_log.record(*facts)
 
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
         """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
@@ -306,9 +318,18 @@ class _Plain:
         return check_received(contribution.manifest, contribution.spans, layout.length, layout.ring.dtype)
 
     def pay(self) -> None:
-        """7. Charge the ledger before the sum is opened."""
-        if self.party.spending is not None and self.wanted.purpose == TRAIN:
-            self.party.spending.before_opening(self.wanted.round, sorted(self.folded))
+        """7. Charge the ledger, and write the release to the audit log, before the sum is opened."""
+        sites, purpose = sorted(self.folded), self.wanted.purpose
+        if self.party.spending is not None and purpose == TRAIN:
+            self.charged(self.party.spending.before_opening(self.wanted.round, sites))
+        self.party.record(
+            "release", self.wanted.round, self.attempt, dict.fromkeys(sites, f"{purpose}, in the sum")
+        )
+
+    def charged(self, entries: Iterable[Charged]) -> None:
+        """Write charges to the audit log."""
+        told = {entry.charge.dataset: f"head of the ledger {entry.hash.hex()}" for entry in entries}
+        self.party.record("charge", self.wanted.round, self.attempt, told)
 
     def check_needed(self, needed: int) -> None:
         """End the attempt if too few vectors have arrived.
@@ -323,7 +344,7 @@ class _Plain:
         """4. Update: fold in each vector as it arrives."""
         wanted = self.wanted
         if self.party.spending is not None and wanted.purpose == TRAIN:
-            self.party.spending.before_training(wanted.round, list(inboxes))
+            self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
         requests = {
             site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps)
             for site, inbox in inboxes.items()
@@ -375,6 +396,7 @@ class _Plain:
     def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
         """Drop a site from this attempt."""
         if refused:
+            self.party.record("refusal", self.wanted.round, self.attempt, {site: reason})
             self.party.refused.add(site)
             detail = {"site": site, "reason": reason}
             self.party.journal.record(self.wanted.round, self.attempt, steps.REFUSED, detail)

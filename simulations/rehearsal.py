@@ -10,7 +10,7 @@ import datetime
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,14 @@ def _fill(plan: Plan, federation: Path, folder: Path) -> None:
 
 
 @contextmanager
-def running(files: RunFiles, plan: Plan, told: Callable[[str], None]) -> Iterator[None]:
+def running(
+    files: RunFiles,
+    plan: Plan,
+    told: Callable[[str], None],
+    *,
+    log_format: str = "text",
+    metrics: Sequence[str] = (),
+) -> Iterator[None]:
     """A context in which all processes of a rehearsal run, and in which its run is submitted.
 
     A process that ends is started again.
@@ -99,6 +106,8 @@ def running(files: RunFiles, plan: Plan, told: Callable[[str], None]) -> Iterato
         files: The run folder.
         plan: Its plan.
         told: Receives a line for each process that has ended; in threads.
+        log_format: How its processes log, as in `cloister coordinator start`.
+        metrics: The options of `cloister coordinator start` for metrics.
 
     Raises:
         EngineError: the coordinator does not start; the error has the last line of its log.
@@ -108,11 +117,11 @@ def running(files: RunFiles, plan: Plan, told: Callable[[str], None]) -> Iterato
     with ExitStack() as opened:
         start = ["coordinator", "start", str(federation)]
         start += ["--superlink-bind", registry.federation.superlink]
-        start += ["--exchange-bind", registry.federation.exchange]
+        start += ["--exchange-bind", registry.federation.exchange, "--log-format", log_format, *metrics]
         log = files.path / "federation.log"
         opened.enter_context(Child("cloister", start, log, ended=told))
         for name in files.sites.names():
-            arguments = ["site", "start", str(files.sites.config(name))]
+            arguments = ["site", "start", str(files.sites.config(name)), "--log-format", log_format]
             file = files.sites.site(name) / "site.log"
             variables = fork_server.variables(plan)
             opened.enter_context(Child("cloister", arguments, file, environment=variables, ended=told))

@@ -56,7 +56,7 @@ def wrong_imports(file: str, names: set[str]) -> set[str]:
     package = file.split("/")[0]
     own = {name.split(".")[1] for name in names if name.startswith("cloister.")}
     wrong = {f"cloister.{name}" for name in own - ALLOWED[package] - {package}}
-    for carrier, known in (("flwr", KNOWS_FLOWER), ("grpc", KNOWS_GRPC)):
+    for carrier, known in (("flwr", KNOWS_FLOWER), ("grpc", KNOWS_GRPC), ("grpc_health", KNOWS_GRPC)):
         if file not in known:
             wrong |= {name for name in names if name.split(".")[0] == carrier}
     return wrong

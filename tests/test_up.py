@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -11,6 +12,8 @@ import queue
 import re
 import subprocess
 import sys
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -36,7 +39,7 @@ from cloister.protocol.errors import EngineError
 from cloister.protocol.flower import QUIET, Tasks
 from cloister.protocol.soundness import load
 from cloister.protocol.supernode import make_supernode_key
-from cloister.server.folder import RunFiles, RunFolder
+from cloister.server.folder import RunFiles, RunFolder, read_plan
 from cloister.simulations.rehearsal import federation_of, prepare, running
 
 # Flower 1.39 calls pathspec by a name that it has deprecated.
@@ -78,7 +81,7 @@ def rehearsed(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with RunFolder.create(files.path, plan) as folder:
         prepare(folder, lambda _event: None, "exchange")
     ended: list[str] = []
-    with running(files, plan, ended.append):
+    with running(files, plan, ended.append, log_format="json", metrics=("--metrics", "127.0.0.1:0")):
         outcome = told("status", str(federation_of(files)), "--follow")
         yield Rehearsed(files, outcome, ended)
 
@@ -108,6 +111,100 @@ def test_status_tells_of_the_coordinator_and_its_sites(
         assert main(["status", "--probe", str(site)]) == 0
     assert main(["logs", str(rehearsed.files.path)]) == 0
     assert "finished 3 rounds" in capsys.readouterr().out
+
+
+def messages(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, each of which is a JSON object."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_process_logs_json(rehearsed: Rehearsed) -> None:
+    """With what each line is about."""
+    run = messages(rehearsed.files.coordinator_log)
+    names = {site.parent.name for site in rehearsed.sites()}
+    for line in (*run, *messages(rehearsed.files.path / "federation.log")):
+        assert {"time", "level", "logger", "message"} <= set(line)
+    (identity,) = {line["run"] for line in run if "run" in line}
+    of_round = [line for line in run if line.get("round") == 2]
+    assert any(line["message"].startswith(f"round 2: {len(names)} sites") for line in of_round)
+    assert {line["attempt"] for line in of_round} == {1}
+    assert {line["site"] for line in run if "is connected as" in line["message"]} == names
+    for site in rehearsed.sites():
+        lines = messages(site.parent / "site.log")
+        assert {line["site"] for line in lines} == {site.parent.name}
+        (invited,) = [line for line in lines if line["message"].endswith(": invited")]
+        assert invited["run"] == identity
+
+
+def test_no_log_has_a_secret(rehearsed: Rehearsed) -> None:
+    """Of keys, tokens and secrets: neither those on disk, in any notation, nor anything that looks like one."""
+    folder = rehearsed.files.path
+    logs = [*folder.rglob("*.log"), *folder.rglob("*.jsonl")]
+    kept = {path.name for path in logs}
+    assert {"federation.log", "coordinator.log", "site.log", "events.jsonl", "audit.jsonl"} <= kept
+    assert {"superlink.log", "supernode.log"} <= kept
+    private: set[str] = {json.loads((rehearsed.federation / "control.json").read_bytes())["key"]}
+    for path in (path for path in folder.rglob("*") if path.name == "secret"):
+        raw = path.read_bytes()
+        private |= {raw.hex(), base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode()}
+    keys = [path for pattern in ("*.key", "*.pem") for path in folder.rglob(pattern)]
+    for path in keys:
+        text = path.read_text()
+        if "PRIVATE KEY" in text:
+            private |= {line for line in text.splitlines() if len(line) > 20 and "PRIVATE" not in line}
+    assert len(private) > 10
+    for path in logs:
+        text = path.read_text(errors="replace")
+        assert "PRIVATE KEY" not in text, path
+        assert not [secret for secret in private if secret in text], path
+    # Tokens are never on disk: nothing of their size is in what the processes log.
+    digests = {rehearsed.outcome["params_sha256"], read_plan(folder).digest()}
+    for path in (folder / "federation.log", rehearsed.files.coordinator_log, *folder.rglob("site.log")):
+        found = re.findall(r"(?<![\w/+=-])[\w+-]{43,}", path.read_text())
+        assert set(found) <= digests, path
+
+
+def test_audit_logs_have_the_run(rehearsed: Rehearsed, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {site.parent.name for site in rehearsed.sites()}
+    rounds = [
+        (what, number)
+        for number in (0, 1, 2, 3)
+        for what in ("evaluate", "train")
+        if number or what == "evaluate"
+    ]
+    lines = audit(capsys, rehearsed.federation)
+    assert {line["site"] for line in lines if line["what"] == "join"} == names
+    releases = Counter(
+        (line["detail"].split(",")[0], line["round"]) for line in lines if line["what"] == "release"
+    )
+    assert releases == dict.fromkeys(rounds, len(names))
+    for site in rehearsed.sites():
+        own = audit(capsys, site)
+        assert [line["what"] for line in own] == ["join", *["release"] * len(rounds)]
+        assert {line["site"] for line in own} == {site.parent.name}
+        assert {(line["run"], line["plan"]) for line in own} == {(lines[0]["run"], lines[0]["plan"])}
+
+
+def audit(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]]:
+    """The lines of an audit log, verified."""
+    capsys.readouterr()
+    assert main(["logs", "--audit", str(path), "--json", "--lines", "1000"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_metrics_are_those_of_the_run(rehearsed: Rehearsed) -> None:
+    log = (rehearsed.files.path / "federation.log").read_text()
+    (address,) = re.findall(r"metrics: (http://127\.0\.0\.1:\d+/metrics)", log)
+    with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
+        text = answer.read().decode()
+    assert "cloister_running 0.0\n" in text
+    assert 'cloister_rounds_done_total{run="run"} 3.0\n' in text
+    assert 'cloister_attempts_failed_total{run="run"} 0.0\n' in text
+    sent = re.findall(
+        r'^cloister_received_bytes_total\{run="run",site="([^"]+)"\} (\S+)$', text, re.MULTILINE
+    )
+    moved = told("status", str(rehearsed.federation))["now"]["Moved"]["received"]
+    assert {site: float(count) for site, count in sent} == moved
 
 
 def test_a_probe_fails_where_no_process_runs(
