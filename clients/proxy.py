@@ -6,6 +6,8 @@ import ipaddress
 import os
 import urllib.request
 
+from cloister.protocol.flower import use_proxy
+
 _OF_GRPC = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPT_GRPC = ("no_grpc_proxy", "no_proxy")
 
@@ -17,25 +19,19 @@ def proxy_for(host: str) -> str | None:
     return _with_scheme(urllib.request.getproxies().get("https"))
 
 
-def proxy_of_grpc(host: str) -> str | None:
-    """The proxy for a host that gRPC finds by itself, as it does in Flower's SuperNode; None: it is reached directly.
+def proxy_of_supernode(host: str) -> str | None:
+    """The proxy by which Flower's SuperNode connects to a host; None: it is reached directly.
 
-    gRPC reads `grpc_proxy`, `https_proxy` or `http_proxy`, the first that is set, and `no_grpc_proxy` or `no_proxy`. It
-    does not read the names in capitals (`src/core/handshaker/http_connect/http_proxy_mapper.cc`).
+    `cloister site start` makes the environment of the SuperNode by `use_proxy`. gRPC reads from it `grpc_proxy`,
+    `https_proxy` or `http_proxy`, the first that is set, and `no_grpc_proxy` or `no_proxy`
+    (`src/core/handshaker/http_connect/http_proxy_mapper.cc`).
     """
-    spared = next((value for name in _EXCEPT_GRPC if (value := os.environ.get(name))), "")
+    environment = dict(os.environ)
+    use_proxy(environment)
+    spared = next((value for name in _EXCEPT_GRPC if (value := environment.get(name))), "")
     if any(_covers(entry.strip(), host) for entry in spared.split(",") if entry.strip()):
         return None
-    return _with_scheme(next((value for name in _OF_GRPC if (value := os.environ.get(name))), None))
-
-
-def unseen_by_grpc() -> list[str]:
-    """The names in capitals that are set, where gRPC reads the name in small letters, which is not."""
-    return [
-        name
-        for name in ("HTTPS_PROXY", "NO_PROXY")
-        if os.environ.get(name) and not os.environ.get(name.lower())
-    ]
+    return _with_scheme(next((value for name in _OF_GRPC if (value := environment.get(name))), None))
 
 
 def _covers(entry: str, host: str) -> bool:

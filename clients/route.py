@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from cloister.clients.proxy import proxy_for, proxy_of_grpc, unseen_by_grpc
+from cloister.clients.proxy import proxy_for, proxy_of_supernode
 from cloister.protocol.address import Endpoint, host_of, port_of, resolve
 from cloister.protocol.certificates import is_self_signed, names_of, read_certificate
 from cloister.protocol.errors import CertificateError, ConnectionFailedError, one_line
@@ -72,16 +72,7 @@ class Route:
         Raises:
             ConnectionFailedError: the environment names none that can be used.
         """
-        wanted = proxy_for(self.host)
-        used = proxy_of_grpc(self.host) if self.server == "superlink" else wanted
-        unseen = unseen_by_grpc()
-        if bool(wanted) != bool(used) and unseen:
-            raise ConnectionFailedError(
-                "names of variables",
-                " and ".join(unseen),
-                expected="them in small letters too, which alone Flower's SuperNode reads",
-                fix=f"set {' and '.join(name.lower() for name in unseen)} to the same",
-            )
+        used = (proxy_of_supernode if self.server == "superlink" else proxy_for)(self.host)
         if used is None:
             return "none: HTTPS_PROXY is not set, or NO_PROXY has this host"
         self._proxy = _Proxy.of(used)
