@@ -32,7 +32,7 @@ _REQUEST_S = 10.0
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves a page on loopback until it is closed.
+    """Serves a page on loopback until it is closed; pages that are open end with the process.
 
     Args:
         port: The port; 0: one that is free.
@@ -52,8 +52,6 @@ class PageServer(ThreadingHTTPServer):
         self._shown_at = 0.0
         self.pages = threading.Semaphore(_MOST)
         """One for each page that may still be opened."""
-        self.over = threading.Event()
-        """Set when the server is closed."""
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -72,11 +70,6 @@ class PageServer(ThreadingHTTPServer):
         """Report a defect, but not a browser that has gone."""
         if not isinstance(sys.exception(), OSError):
             _log.exception("a request failed")
-
-    def server_close(self) -> None:
-        """Listen no more, and end the pages."""
-        self.over.set()
-        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -135,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _events(self) -> None:
-        """The content of the page, and again after each change, until the browser or the server ends."""
+        """The content of the page, and again after each change, until the browser or this process ends."""
         if not self._of.pages.acquire(blocking=False):
             self.send_error(503, f"{_MOST} pages are open")
             return
@@ -145,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             told: Content | None = None
             told_at = 0.0
-            while not self._of.over.is_set():
+            while True:
                 now = self._of.now()
                 if now != told:
                     told, told_at = now, time.monotonic()
@@ -154,6 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
                 elif time.monotonic() - told_at >= _ALIVE_S:
                     told_at = time.monotonic()
                     self.wfile.write(b": nothing has changed\n\n")
-                self._of.over.wait(_LOOK_S)
+                time.sleep(_LOOK_S)
         finally:
             self._of.pages.release()

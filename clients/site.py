@@ -393,7 +393,9 @@ class Site:
         if terms is not None:
             rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
             paid = self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
-            self._audit_log.record(self._fact("charge", request.sum, f"head of the ledger {paid.hash.hex()}"))
+            if self._audit_log:
+                head = f"head of the ledger {paid.hash.hex()}"
+                self._audit_log.record(self._fact("charge", request.sum, head))
             noise = self._noise(round_number)
         code = code_for(
             plan,

@@ -321,7 +321,7 @@ COUNT = [
 """Noise of sites that a sum may lack, or that a colluding site knows."""
 CHARGES = [
     *UNPAID,
-    Mutant("server.spending:Spending.before_opening", "self._charge(round_number, sites)", "pass"),
+    Mutant("server.spending:Spending.before_opening", "self._charge(round_number, sites)", "()"),
 ]
 SITE_MUTANTS = [
     *LESS_NOISE_OF_SITES,

@@ -115,7 +115,7 @@ def test_a_sum_of_sites_is_charged_before_it_is_opened(
     assert seen == [rounds(1), rounds(1, 2)]
     # The test sees a coordinator that does not charge.
     other, seen[:] = begin(settings, "run.rounds=1"), []
-    monkeypatch.setattr(Spending, "before_opening", lambda *_: None)
+    monkeypatch.setattr(Spending, "before_opening", lambda *_: ())
     case = other
     case.go()
     assert seen == [[]]
