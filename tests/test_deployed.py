@@ -27,7 +27,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Answering, Ca
         identity=str(tmp_path / "identity.pem"),
     )
     answering = Answering()
-    monkeypatch.setattr(deployed, "Site", lambda _config, _resident: answering)
+    monkeypatch.setattr(deployed, "Site", lambda *_args, **_options: answering)
     return answering, lambda: config
 
 

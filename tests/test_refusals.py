@@ -315,6 +315,7 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "budget": ["--unit", "site"],
         "provision": ["x", "--out", "x"],
         "simulate": [],
+        "submit": ["x", "--to", "x"],
     }
     given = action.get(verb, required.get(verb, ["x"]))
     for wrong, part in (
