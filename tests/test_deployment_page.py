@@ -1,6 +1,6 @@
 """`docs/deployment.md`: every command on the page is run, word for word, in its order, and does what the page says.
 
-The commands that need the processes of all parties are run by `test_operators.py`.
+The commands that need the processes of all parties are run by `deployment_operators.py`.
 """
 
 from __future__ import annotations
