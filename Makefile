@@ -19,7 +19,7 @@ simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST)  # some tests wait more than they compute
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST)
 
 test-deployment: $(READY)
 	$(BIN)/python -m pytest -v tests/deployment_*.py $(PYTEST)

@@ -53,6 +53,17 @@ def _fork_server(_interruptible: None) -> None:
     fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))
 
 
+@pytest.fixture(autouse=True)
+def _proxies() -> Iterator[None]:
+    """Restore the proxy's variables: a process that stays sets them for itself, and a test may be that process."""
+    names = ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Let torch use one thread, where numbers are compared that depend on it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import subprocess
 import sys
 import threading
@@ -36,9 +35,6 @@ def site(tmp_path: Path) -> Path:
 
 def test_a_site_that_takes_no_messages_ends_as_a_failure(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a defect; its service manager starts it again. It would look well to the coordinator's SuperLink otherwise."""
-
-    for name in ("https_proxy", "no_proxy", "NO_PROXY"):  # what it sets is of this test alone
-        monkeypatch.setenv(name, os.environ.get(name, ""))
 
     def broken(*_: object) -> None:
         return
