@@ -1,6 +1,7 @@
 # make simulate   train a language model across eight simulated sites
 # make test       run the tests
-# make test-deployment   kill processes of a real deployment, and cut its network; minutes, and partly as root
+# make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
+# make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions
 # make proto      generate protocol/exchange_pb2.py from protocol/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
@@ -13,16 +14,19 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test test-deployment check proto peers clean
+.PHONY: simulate test test-deployment test-hour check proto peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-deployment: $(READY)
 	$(BIN)/python -m pytest -v tests/deployment_*.py $(PYTEST)
+
+test-hour: $(READY)
+	CLOISTER_HOUR=1 $(BIN)/python -m pytest -v -s tests/deployment_churn.py -k hour $(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .

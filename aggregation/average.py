@@ -8,10 +8,14 @@ not grow with the number of sites, and a site sends no figures outside of the ve
     mean = (sum_i w_i x_i) / (sum_i w_i)        (McMahan et al. 2017, algorithm 1)
 
 with weights represented as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
+
+The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
+weighted by its own staleness (`BufferedSum`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,3 +170,68 @@ class PlainSum:
         assert self._total is not None, "the sum was opened before"
         total, self._total = self._total, None
         return self._layout.open(total)
+
+
+class BufferedSum:
+    """The sum of a buffer of FedBuff (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
+
+    An update x_i with the weight w_i of its site and the staleness s_i, the number of server steps since its model, has
+
+        mean = (sum_i c_i w_i x_i) / (sum_i c_i w_i),        c_i = 1 / sqrt(1 + s_i)
+
+    FedBuff divides by the number of updates; dividing by their weights makes a buffer of equally stale updates count
+    as a fresh one. Terms are added in float64, in which ring integers and their sums are exact: where no update is
+    stale, the mean is that of `PlainSum` to the last bit, in any order.
+
+    Args:
+        layout: Layout of the updates, without extra values.
+    """
+
+    def __init__(self, layout: SumLayout) -> None:
+        assert not layout.extra, "a mechanism's extra values are not summed in a buffer"
+        self._layout = layout
+        self._total = np.zeros(layout.size)
+        self._counters = dict.fromkeys(layout.counters, 0)
+        self._weight = 0.0
+        self.terms = 0
+
+    def add(self, pieces: Sequence[Piece], staleness: int) -> None:
+        """Fold in one contribution, in pieces that tile the vector.
+
+        Args:
+            pieces: Offset and ring integers of each span.
+            staleness: Server steps since its model, 0 or more.
+
+        Raises:
+            UpdateError: the pieces have another type or do not tile it, or the site's weight is out of range; the sum
+                is unchanged.
+        """
+        layout = self._layout
+        check_pieces(pieces, layout.length, layout.ring.dtype)
+        tail: RingVector = np.zeros(layout.length - layout.size, layout.ring.dtype)
+        for offset, vector in pieces:
+            after = max(offset, layout.size)
+            tail[after - layout.size : offset + vector.size - layout.size] = vector[after - offset :]
+        counters = dict(zip(layout.counters, layout.ring.decode_counters(tail), strict=True))
+        if not 0 < counters[WEIGHT] <= layout.heaviest:
+            raise UpdateError("weight", counters[WEIGHT], expected=f"from 1 to {layout.heaviest}")
+        counts = 1 / math.sqrt(1 + staleness)
+        for offset, vector in pieces:
+            for begin, end, _, _ in cut(0, max(0, min(vector.size, layout.size - offset))):
+                steps = layout.ring.signed(vector[begin:end])
+                steps *= counts
+                self._total[offset + begin : offset + end] += steps
+        for name, count in counters.items():
+            self._counters[name] += count
+        self._weight += counts * counters[WEIGHT]
+        self.terms += 1
+
+    def open(self) -> Opened:
+        """The mean of what was added, and the totals of the counters, which staleness does not weigh."""
+        layout = self._layout
+        mean = np.empty(layout.size, np.float32)
+        for begin, end, _, _ in cut(0, layout.size):
+            block = self._total[begin:end] / layout.ring.scale
+            block *= layout.heaviest / self._weight
+            mean[begin:end] = block
+        return Opened(mean, self._counters)

@@ -125,8 +125,11 @@ class Ring:
         Returns:
             (d,) float64.
         """
-        signed = total.view(np.int16 if self.bits == 16 else np.int32)
-        return signed.astype(np.float64) / self.scale
+        return self.signed(total) / self.scale
+
+    def signed(self, total: RingVector) -> npt.NDArray[np.float64]:
+        """A sum of coded vectors as signed whole numbers of steps, (d,) float64; arguments as for `decode`."""
+        return total.view(np.int16 if self.bits == 16 else np.int32).astype(np.float64)
 
     @property
     def limbs(self) -> int:

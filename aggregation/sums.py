@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 
+from cloister.aggregation import masks
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
+from cloister.protocol.errors import PlanError
 from cloister.protocol.messages import TRAIN, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
@@ -36,16 +38,29 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
     the site, values are in clipping norms, in the steps of the site-level mechanism, which also sets their number.
+
+    Raises:
+        PlanError: the sum is longer than a mask may be.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
         bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
         extra = terms.mechanism.size - parameters
-        return SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
-    heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
-    counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
-    return SumLayout(Ring(bits, plan.aggregation.bound, cohort), parameters, counters, heaviest)
+        layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
+    else:
+        heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
+        counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
+        ring = Ring(bits, plan.aggregation.bound, cohort)
+        layout = SumLayout(ring, parameters, counters, heaviest)
+    if plan.aggregation.secure and layout.length > masks.LONGEST:
+        raise PlanError(
+            "trained parameters",
+            parameters,
+            expected=f"a sum of at most {masks.LONGEST} values under masks, and it has {layout.length}",
+            fix="train an adapter ([model.adapter]), or sum in clear (aggregation.secure = false)",
+        )
+    return layout
 
 
 def evaluation_layout(plan: Plan) -> SumLayout:

@@ -96,7 +96,7 @@ def describe(event: Event) -> str:
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
-            return f"round {number}: attempt {attempt} failed, and revealed nothing: {reason}"
+            return f"round {number}: attempt {attempt} failed, and no sum was opened: {reason}"
         case RoundAbandoned(number, spoiled=True):
             return f"round {number}: given up: the weights sum to 0, so a site lied in its own; the model is unchanged"
         case RoundAbandoned(number, attempts):
@@ -113,6 +113,13 @@ def describe(event: Event) -> str:
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
+            if event.mean_staleness is not None:
+                parts.append(
+                    f"staleness {event.mean_staleness:.1f} on average and at most {event.most_staleness}"
+                )
+            if event.too_stale:
+                plural = "s" * (event.too_stale != 1)
+                parts.append(f"{event.too_stale} update{plural} dropped as too stale")
             if event.least_steps is not None:
                 parts.append(f"{_steps(event)} local steps")
             if event.train_loss is not None:
@@ -132,6 +139,21 @@ def describe(event: Event) -> str:
         case Finished(rounds):
             return f"finished {rounds} rounds"
     return ""
+
+
+def answers(count: int, cohort: tuple[str, ...], updates: int | None) -> str:
+    """How many sites have answered in an attempt, or how many updates have arrived in an asynchronous round.
+
+    Args:
+        count: So many.
+        cohort: As in `RoundStarted`.
+        updates: As in `RoundStarted`.
+    """
+    return (
+        f"{count} of {len(cohort)} sites have answered"
+        if updates is None
+        else f"{count} of {updates} updates"
+    )
 
 
 def _how(plan: Plan) -> str:
@@ -175,7 +197,8 @@ class LiveDisplay:
         self._done = 0
         self._first = 0
         self._cohort: tuple[str, ...] = ()
-        self._answered: set[str] = set()
+        self._answered = 0
+        self._updates: int | None = None
         self._working: set[str] = set()
         self._rounds: dict[int, RoundDone | None] = {}
         self._losses: dict[int, Evaluated] = {}
@@ -208,12 +231,12 @@ class LiveDisplay:
                     self._done = self._first = done
                     self._status = "evaluating"
                     self._clock = time.monotonic()
-                case RoundStarted(number, attempt, purpose, cohort):
+                case RoundStarted(number, attempt, purpose, cohort, updates):
                     again = f", attempt {attempt}" if attempt > 1 else ""
                     self._status = f"round {number}{again}, {_DOING[purpose]}"
-                    self._cohort, self._answered = cohort, set()
-                case SiteAnswered(site=site):
-                    self._answered.add(site)
+                    self._cohort, self._updates, self._answered = cohort, updates, 0
+                case SiteAnswered():
+                    self._answered += 1
                 case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
                     self._failures.append(describe(event))
                 case Step(what, done, of):
@@ -256,7 +279,7 @@ class LiveDisplay:
         progress.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
         state = Text(self._status)
         if self._cohort:
-            state.append(f"  {len(self._answered)} of {len(self._cohort)} sites answered", style="green")
+            state.append(f"  {answers(self._answered, self._cohort, self._updates)}", style="green")
         if self._working:
             state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
         state.truncate(self._console.width, overflow="ellipsis")
@@ -275,6 +298,7 @@ class LiveDisplay:
         private = self._plan.privacy.unit != "none"
         headings = ["round", "loss", "epsilon" if private else "tokens/s", "sites", "perplexity"]
         headings += ["bits/byte"] if private else ["train loss", "bits/byte"]
+        headings += ["staleness"] if self._plan.cohort.mode == "async" else []
         headings += ["steps"] if self._plan.local.balance != "fixed" else []
         width = self._console.width
         headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
@@ -293,6 +317,8 @@ class LiveDisplay:
             if done:
                 cells["sites"] = str(done.sites)
                 cells["steps"] = _steps(done)
+                if done.mean_staleness is not None:
+                    cells["staleness"] = f"{done.mean_staleness:.1f}"
                 if done.train_loss is not None:
                     cells |= {"train loss": f"{done.train_loss:.3f}", "tokens/s": f"{_rate(done):,.0f}"}
                 if done.epsilon is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from typing import TYPE_CHECKING
 
@@ -92,11 +91,10 @@ def _begun(folder: RunFolder) -> bool:
 
 
 def _print_how_to_continue(console: Console, folder: RunFolder) -> None:
-    command = f"cloister resume {shlex.quote(str(folder.path))}"
-    console.print(Text(f"stopped; continue with: {command}", style="yellow"), soft_wrap=True)
+    console.print(Text(f"stopped; continue with: {folder.resume_command()}", style="yellow"), soft_wrap=True)
 
 
 def _print_that_it_is_finished(console: Console, folder: RunFolder) -> None:
-    command = f"cloister resume {shlex.quote(str(folder.path))}"
+    command = folder.resume_command()
     line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
     console.print(Text(line, style="yellow"), soft_wrap=True)

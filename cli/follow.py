@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from cloister.cli.console import PipedConsole
@@ -12,17 +12,16 @@ from cloister.cli.display import Display, LineDisplay, LiveDisplay
 from cloister.protocol.errors import EngineError
 from cloister.server.control import command
 from cloister.server.events import from_json
-from cloister.server.folder import RunFolder, read_plan
+from cloister.server.folder import RunFiles, RunFolder, read_plan
 
 
-def follow(federation: Path, path: Path, *, json_: bool, check: Callable[[], None] = lambda: None) -> int:
+def follow(federation: Path, path: Path, *, json_: bool) -> int:
     """Show a run until it has ended, and print its outcome; returns the exit code.
 
     Args:
         federation: The folder of the federation.
         path: The run folder.
         json_: Whether to print the outcome as one line of JSON.
-        check: Called again and again; raises an error that ends the waiting.
 
     Raises:
         EngineError: the run has failed, or was stopped; or the coordinator has ended.
@@ -34,18 +33,24 @@ def follow(federation: Path, path: Path, *, json_: bool, check: Callable[[], Non
     state, reason = "", ""
     with display:
         for line in command(federation, do="follow", run=str(path)):
-            check()
             if "line" in line:
                 display.event(from_json(line["line"]))
             elif "state" in line:
                 state, reason = line["state"], line["reason"]
+    if not state:
+        raise EngineError(
+            "coordinator",
+            str(federation),
+            expected="one that answers until the run has ended, and it has ended the connection",
+            fix=f"see how the run is: cloister status {shlex.quote(str(federation))}",
+        )
     if state != "done":
         raise EngineError(
             "run",
             str(path),
-            expected=f"one that is finished, and it {'has ' if state == 'failed' else 'was '}{state or 'interrupted'}"
+            expected=f"one that is finished, and it {'has ' if state == 'failed' else 'was '}{state}"
             + (f": {reason}" if reason else ""),
-            fix=f"continue it with: cloister submit --to {federation} --again {path}",
+            fix=f"continue it with: {RunFiles(path).resume_command(str(federation))}",
         )
     from cloister.cli.outcome import print_outcome, to_json
     from cloister.server.outcome import outcome

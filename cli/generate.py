@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 from cloister.cli.shared_options import add_run
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.run)
     read_plan(folder)  # refuses a folder that holds no run
-    final, resume = RunFiles(folder).final, f"cloister resume {shlex.quote(str(folder))}"
+    final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():
         raise RunFolderError(
             str(folder), expected="a finished run, with final/ in it", fix=f"finish it: {resume}"

@@ -153,7 +153,7 @@ def _lines(path: Path, last: int, *, follow: bool) -> Iterator[str]:
             if line:
                 yield line.rstrip("\n")
             else:
-                time.sleep(_LOOK_S)
+                time.sleep(_LOOK_S)  # not an event: a file does not tell that it has grown
 
 
 def _in_words(line: str) -> str:

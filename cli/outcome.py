@@ -63,6 +63,9 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "tokens": outcome.tokens or None,
         "least_steps": outcome.least_steps,
         "most_steps": outcome.most_steps,
+        "mean_staleness": outcome.mean_staleness,
+        "most_staleness": outcome.most_staleness,
+        "too_stale": outcome.too_stale,
         "tokens_per_second": outcome.tokens_per_second or None,
         "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
@@ -219,6 +222,10 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
     if outcome.least_steps is not None:
         table.add_row("local steps of a site in a round", f"{outcome.least_steps} to {outcome.most_steps}")
+    if outcome.mean_staleness is not None:
+        stale = f"{outcome.mean_staleness:.2f}, {outcome.most_staleness}"
+        table.add_row("staleness of an update in rounds, mean and greatest", stale)
+        table.add_row("updates dropped as too stale", f"{outcome.too_stale:,}")
     plan, privacy = folder.plan, folder.plan.privacy
     if outcome.epsilon is not None:
         budget = privacy.target_epsilon if privacy.budget is None else privacy.budget

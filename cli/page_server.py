@@ -147,6 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
                 elif time.monotonic() - told_at >= _ALIVE_S:
                     told_at = time.monotonic()
                     self.wfile.write(b": nothing has changed\n\n")
-                time.sleep(_LOOK_S)
+                time.sleep(_LOOK_S)  # not an event: the run's files do not tell that they have changed
         finally:
             self._of.pages.release()

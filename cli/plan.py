@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
         found["least_steps"], found["most_steps"] = plan.local.step_limits()
+        if plan.cohort.mode == "async":
+            found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
         found |= asdict(secure) if secure else {}
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
@@ -111,7 +113,13 @@ def _print_cost(
     table.add_column(justify="right")
     table.add_row("parameters", f"{estimate.parameters:,}")
     table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
-    table.add_row("sites in a round", f"{estimate.cohort:,}")
+    cohort = plan.cohort
+    if cohort.mode == "async":
+        table.add_row("sites that train at the same time", f"{estimate.cohort:,}")
+        table.add_row("updates in a round, asynchronous (FedBuff)", f"{plan.quorum():,}")
+        table.add_row("rounds after which an update is dropped", f"{cohort.most_stale():,}")
+    else:
+        table.add_row("sites in a round", f"{estimate.cohort:,}")
     least, most = plan.local.step_limits()
     by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
     steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"

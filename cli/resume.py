@@ -24,7 +24,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Continue after the last round that was done."""
     from cloister.cli.execution import execute
+    from cloister.protocol.errors import RunFolderError
     from cloister.server.folder import RunFolder
 
     with RunFolder.reopen(Path(arguments.run)) as folder:
+        if folder.deployment.exists():
+            raise RunFolderError(
+                str(folder.path),
+                expected="a simulation, and this run was deployed",
+                fix=f"continue it with: {folder.resume_command()}",
+            )
         return execute(folder, arguments, new=False)

@@ -80,6 +80,8 @@ def in_words(plan: Plan, parameters: int | None) -> str:
     """A plan in a few sentences."""
     sites, rounds, steps = plan.cohort.sites, plan.run.rounds, plan.local.steps
     drawn = "all of them" if plan.cohort.fraction == 1 else f"{plan.cohort.fraction:.0%} of them"
+    if plan.cohort.mode == "async":
+        drawn = f"asynchronous, the next {plan.quorum():,} updates"
     by = {
         "fixed": "",
         "weighted": " on average, by declared speed",
@@ -121,6 +123,9 @@ def _figures(view: View) -> list[tuple[str, str, str]]:
         found.append(
             ("sites in the last mean", f"{last['sites']:,}", f"{last.get('dropouts', 0):,} dropped out")
         )
+    if last.get("mean_staleness") is not None:
+        stale = f"{last['most_staleness']:,} at most, {last['too_stale']:,} updates dropped"
+        found.append(("staleness in the last mean", f"{last['mean_staleness']:.1f}", stale))
     seconds = [float(row["seconds"]) for row in view.rows if row.get("seconds")]
     if seconds:
         rate = last["tokens"] / last["seconds"] if last.get("tokens") and last.get("seconds") else None

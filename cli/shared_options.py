@@ -67,8 +67,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "plan",
         nargs="?",
         metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites "
-        "(default: default)",
+        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites, "
+        "chinese, flowertune-general, -finance, -medical, -code (default: default)",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(
@@ -78,6 +78,49 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="override a field of the plan, such as local.steps=50; repeatable",
     )
+
+
+def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
+    """PLAN and the options of a deployed run, or --again alone.
+
+    Args:
+        parser: The parser.
+        runs: Where run folders are made, for the help text.
+    """
+    add_plan(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument("--out", metavar="DIR", help=f"run folder, new or empty (default: {runs}/NAME)")
+    parser.add_argument(
+        "--transport",
+        choices=("exchange", "flower"),
+        help="what carries the requests: the exchange, or Flower's own messages, for sites that may open no second "
+        "connection (default: exchange)",
+    )
+    parser.add_argument(
+        "--again",
+        metavar="RUN",
+        help="instead of a new run: continue this one, which has failed or was stopped, as it began",
+    )
+
+
+def check_again(arguments: argparse.Namespace) -> None:
+    """Check that --again comes without an option of `add_deployed` that a run keeps from its beginning.
+
+    Raises:
+        RunFolderError: it does not.
+    """
+    from cloister.protocol.errors import RunFolderError
+
+    kept = {"PLAN": arguments.plan, "--set": arguments.set or None}
+    kept |= {f"--{name}": getattr(arguments, name) for name in ("sites", "rounds", "out", "transport")}
+    kept["--wait"] = getattr(arguments, "wait", None)
+    given = [name for name, value in kept.items() if value is not None]
+    if arguments.again and given:
+        raise RunFolderError(
+            "--again",
+            arguments.again,
+            expected=f"it without {', '.join(given)}: a run keeps the plan, folder, transport and wait it began with",
+        )
 
 
 def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | None = None) -> Plan:

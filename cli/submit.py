@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from cloister.cli.shared_options import add_json, add_plan, chosen_plan
+from cloister.cli.shared_options import add_deployed, add_json, check_again, chosen_plan
 from cloister.protocol.errors import EngineError
 
 HELP = "run a plan over the sites of a federation"
@@ -19,28 +19,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         "Give the coordinator that runs on this machine a plan to run over the sites of its federation. It waits until "
         "all sites are connected, or after --wait seconds until as many are as the plan needs."
     )
-    add_plan(parser)
+    add_deployed(parser, "FEDERATION/runs")
     parser.add_argument("--to", required=True, metavar="FEDERATION", help="the folder of the federation")
-    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
-    parser.add_argument(
-        "--out", metavar="DIR", help="run folder, new or empty (default: FEDERATION/runs/NAME)"
-    )
-    parser.add_argument(
-        "--again",
-        metavar="RUN",
-        help="instead of a new run: go on with this one, which has failed or was stopped",
-    )
-    parser.add_argument(
-        "--transport",
-        choices=("exchange", "flower"),
-        default="exchange",
-        help="what carries the requests: the exchange, or Flower's own messages, for sites that may open no second "
-        "connection (default: exchange)",
-    )
     parser.add_argument(
         "--wait",
         type=float,
-        default=600.0,
         metavar="SECONDS",
         help="how long to wait for all sites before the run begins with those that the plan needs (default: 600)",
     )
@@ -55,8 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.folder import RunFolder
     from cloister.server.registry import Registry
 
-    if arguments.wait < 0:
-        raise EngineError("--wait", arguments.wait, expected="0 or more seconds")
+    check_again(arguments)
+    wait = 600.0 if arguments.wait is None else arguments.wait
+    if wait < 0:
+        raise EngineError("--wait", wait, expected="0 or more seconds")
     federation = Path(arguments.to)
     registry = Registry.open(federation)
     list(command(federation, do="status"))  # before a folder is made
@@ -66,11 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.sites is None:
             arguments.sites = len(registry.federation.sites)
         plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-        check_deployable(plan, registry.federation)
+        check_deployable(plan, registry.federation, arguments.transport or "exchange")
         path = Path(arguments.out) if arguments.out else free_name(federation / "runs", plan.run.name)
         path = path.absolute()
         with RunFolder.create(path, plan) as folder:
-            Deployment(registry.federation.version, arguments.transport, arguments.wait).write(folder)
+            Deployment(registry.federation.version, arguments.transport or "exchange", wait).write(folder)
     list(command(federation, do="submit", run=str(path)))
     if arguments.follow:
         from cloister.cli.follow import follow

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
-from cloister.cli.shared_options import add_json, add_log_format, add_metrics, add_plan, chosen_plan
+from cloister.cli.shared_options import (
+    add_deployed,
+    add_json,
+    add_log_format,
+    add_metrics,
+    check_again,
+    chosen_plan,
+)
 
 HELP = "rehearse a deployment on this machine, with real processes"
 
@@ -19,16 +25,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "ends all of it. The run folder is that of `cloister simulate`, with the same final weights if no noise is "
         "drawn."
     )
-    add_plan(parser)
-    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
-    parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
-    parser.add_argument("--again", metavar="RUN", help="instead of a new run: go on with this one")
-    parser.add_argument(
-        "--transport",
-        choices=("exchange", "flower"),
-        default="exchange",
-        help="what carries the requests (default: exchange)",
-    )
+    add_deployed(parser, "runs")
     add_log_format(parser)
     add_metrics(parser)
     add_json(parser)
@@ -40,10 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.cli.display import describe
     from cloister.cli.follow import follow
     from cloister.cli.submit import free_name
+    from cloister.protocol.errors import RunFolderError
     from cloister.server.folder import RunFiles, RunFolder, read_plan
     from cloister.server.progress import Event
-    from cloister.simulations.rehearsal import federation_of, prepare, running
+    from cloister.simulations.rehearsal import prepare, running
 
+    check_again(arguments)
     console = PipedConsole(stderr=arguments.json)
 
     def told(line: str) -> None:
@@ -54,12 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.again:
         files = RunFiles(Path(arguments.again))
+        read_plan(files.path)  # refuses a folder that holds no run
+        if not files.federation.exists():
+            raise RunFolderError(
+                str(files.path),
+                expected="a rehearsal, and this run is not one",
+                fix=f"continue it with: {files.resume_command()}",
+            )
     else:
         plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
         out = Path(arguments.out) if arguments.out else free_name(Path("runs"), plan.run.name)
         with RunFolder.create(out, plan) as folder:
             try:
-                prepare(folder, observe, arguments.transport)
+                prepare(folder, observe, arguments.transport or "exchange")
             except BaseException:
                 folder.discard()
                 raise
@@ -71,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         metrics = ["--metrics", arguments.metrics] if arguments.metrics else []
         metrics += ["--metrics-on-network"] if arguments.metrics_on_network else []
         with running(files, plan, told, log_format=arguments.log_format, metrics=metrics):
-            return follow(federation_of(files), files.path.absolute(), json_=arguments.json)
+            return follow(files.federation, files.path.absolute(), json_=arguments.json)
     except KeyboardInterrupt:
-        told(f"stopped; continue with: cloister up --again {shlex.quote(str(files.path))}")
+        told(f"stopped; continue with: {files.resume_command()}")
         raise

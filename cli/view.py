@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.display import describe
+from cloister.cli.display import answers, describe
 from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import recorded
@@ -130,9 +130,13 @@ class Watched:
         self._failures: deque[Failure] = deque(maxlen=_FAILURES)
         self._parameters: int | None = None
 
-    def _begin(self, cohort: tuple[str, ...] = (), status: str = "not started yet") -> None:
+    def _begin(
+        self, cohort: tuple[str, ...] = (), status: str = "not started yet", updates: int | None = None
+    ) -> None:
         """Another attempt, or another step of the run."""
         self._status = status
+        self._updates = updates
+        self._arrived = 0
         self._cohort = cohort
         self._answered: set[str] = set()
         self._failed: dict[str, str] = {}
@@ -161,9 +165,7 @@ class Watched:
                     failures = self._read_journal(journal)
         changed = self._changed()
         reason = self._reason() if stopped is None else ""
-        answered = (
-            f": {len(self._answered)} of {len(self._cohort)} sites have answered" if self._cohort else ""
-        )
+        answered = f": {answers(self._arrived, self._cohort, self._updates)}" if self._cohort else ""
         status = self._status + (answered if deployed else "")
         if stopped is not None:
             status = _STOPPED.get(stopped, "all rounds are done")
@@ -206,9 +208,10 @@ class Watched:
                 self._moved = event
             case Started(parameters=parameters):
                 self._parameters = parameters
-            case RoundStarted(number, attempt, purpose, cohort):
-                self._begin(cohort, _attempt(number, attempt, purpose))
+            case RoundStarted(number, attempt, purpose, cohort, updates):
+                self._begin(cohort, _attempt(number, attempt, purpose), updates)
             case SiteAnswered(site=site):
+                self._arrived += 1
                 self._answered.add(site)
             case SiteFailed(site=site, reason=reason):
                 self._failed[site] = reason

@@ -10,6 +10,7 @@ A site is in one run at a time. An invitation to another run ends the stay in th
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -29,6 +30,7 @@ from cloister.clients.exchange import ExchangeSite
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.clients.superlink import refuses_clock
 from cloister.protocol.address import free_port
 from cloister.protocol.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.audit_log import AuditLog
@@ -169,6 +171,7 @@ class DeployedSite:
                 "state", config.state, expected=f"a folder that can be made ({error.strerror})"
             ) from error
         self._lock = lock(self._folder / "lock", "a site that no other process serves")
+        self._superlink = federation.superlink, authority.read_bytes()
         self._secret = os.urandom(SECRET)
         secret = self._folder / "secret"
         write_bytes(secret, self._secret, durable=False)
@@ -183,6 +186,8 @@ class DeployedSite:
             *("--host", "127.0.0.1", "--port", self._address.rpartition(":")[2]),
         ]
         self._answered_at = time.monotonic()
+        self._unshown = False
+        """Whether the last sign of life could not be written."""
 
     def run(self, stopped: threading.Event) -> bool:
         """Serve until `stopped` is set.
@@ -204,7 +209,7 @@ class DeployedSite:
                 self._arguments,
                 self._folder / "supernode.log",
                 environment={**QUIET, "FLWR_HOME": str(self._folder)},
-                ended=self._told,
+                ended=self._ended,
             ) as supernode,
             Tasks(self._address, self._secret) as tasks,
         ):
@@ -247,6 +252,22 @@ class DeployedSite:
                 )
         self._stay = Stay(invitation, self._config)
 
+    def _ended(self, line: str) -> None:
+        """Tell that the SuperNode has ended, and why if it is the clock, which Flower does not say."""
+        self._told(line)
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # it is a hint: the SuperNode is started again whatever it says
+            self._tell_of_clock()
+
+    def _tell_of_clock(self) -> None:
+        if refuses_clock(*self._superlink, datetime.datetime.now(datetime.UTC)):
+            _log.error(
+                "the coordinator's SuperLink refuses this site: clock is %s: expected that of the coordinator, give or "
+                "take a few seconds; set the wrong one of the two by NTP, such as timedatectl set-ntp true",
+                f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
+            )
+
     def _answered(self) -> None:
         self._answered_at = time.monotonic()
 
@@ -261,7 +282,14 @@ class DeployedSite:
             "run": stay.run if stay is not None and running else "",
             "connected": stay is not None and running and stay.connected,
         }
-        write_bytes(alive_path(self._config()), json.dumps(seen).encode(), durable=False)
+        try:
+            write_bytes(alive_path(self._config()), json.dumps(seen).encode(), durable=False)
+        except StorageError as error:  # the site goes on, and answers what it can: others wait for no dropout
+            if not self._unshown:
+                _log.warning("%s", error)
+            self._unshown = True
+        else:
+            self._unshown = False
 
 
 def accepted(data: bytes, federation: Federation) -> Invitation:

@@ -504,13 +504,11 @@ class ExchangeSite:
         with self._watched(call, STALL_S) as moving:
             whole = False
             try:
-                for data in call:
+                for data in call:  # to the end: gRPC's server never frees all of a call that is cancelled
                     held = Held.FromString(data)
                     moving.moved()
                     start.put(held.size)
                     whole = held.whole
-                    if whole:
-                        break
             finally:
                 start.put(None)
         if not whole:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cloister.lm import saved
-from cloister.lm.model import from_pretrained, locate, seeded
+from cloister.lm.model import load_saved, seeded
 from cloister.protocol.errors import ModelError
 
 
@@ -35,7 +33,8 @@ def generate(
         device: Where to run; by default the CPU.
 
     Returns:
-        The prompt and its continuation, without special tokens.
+        The prompt and its continuation, without special tokens and without the bytes of a character that was cut at the
+        end.
 
     Raises:
         ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
@@ -47,7 +46,7 @@ def generate(
             expected="at least 0" if temperature < 0 else "at least 1",
         )
     device = device or torch.device("cpu")
-    module, tokenizer = _load(folder)
+    module, tokenizer = load_saved(folder)
     module.to(device).eval()
     first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
     tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
@@ -78,33 +77,5 @@ def generate(
             suppress_tokens=beyond or None,
             **sampling,
         )
-    return prompt + str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
-
-
-def _load(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    damage = saved.damage(folder)
-    if damage:
-        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
-    adapter = folder / "adapter_config.json"
-    module: Any
-    if adapter.is_file():
-        from peft import PeftConfig, PeftModel
-
-        config = PeftConfig.from_pretrained(str(folder))
-        base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
-        plain = from_pretrained(locate(base, config.revision or "main"))
-        with warnings.catch_warnings():
-            # PEFT reads a deprecated property of transformers.
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-            module = PeftModel.from_pretrained(plain, str(folder))
-    elif folder.is_dir():
-        module = from_pretrained(locate(str(folder)))
-    else:
-        raise ModelError("model", str(folder), expected="a folder with a saved model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # transformers raises many types for files that it cannot read
-        raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
-    return module, tokenizer
+    text = str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+    return prompt + text.rstrip("\ufffd")  # what a decoder writes for bytes that are no whole character

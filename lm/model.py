@@ -223,7 +223,7 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
         raise ModelError(
-            "model.name", section.name, expected=f"a causal LM of transformers ({_first_line(error)})"
+            "model.name", section.name, expected=f"a causal LM of transformers ({first_line(error)})"
         ) from error
     if config.model_type not in CAUSAL:
         raise ModelError(
@@ -322,7 +322,7 @@ def locate(name: str, revision: str = "main") -> Place:
 
 def _build(section: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        return _from_config(config)
+        return from_config(config)
     except Exception as error:  # see `_builtin_config`
         raise _inconsistent(section, error) from error
 
@@ -350,7 +350,8 @@ def _stored_buffers(module: nn.Module) -> set[str]:
     return set(module.state_dict()) - parameters
 
 
-def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
+def from_config(config: PreTrainedConfig) -> PreTrainedModel:
+    """A causal LM with fresh weights in float32."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
@@ -367,17 +368,17 @@ def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> Pre
 
     auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             module, info = auto.from_pretrained(
                 place.name, config=config, dtype=torch.float32, output_loading_info=True, **place.options()
             )
     except Exception as error:  # see `_configure`
         raise ModelError(
-            "model.name", place.name, expected=f"a complete checkpoint of a causal LM ({_first_line(error)})"
+            "model.name", place.name, expected=f"a complete checkpoint of a causal LM ({first_line(error)})"
         ) from error
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent or info.get("error_msgs"):
-        named = ", ".join(absent[:3]) or _first_line(info["error_msgs"][0])
+        named = ", ".join(absent[:3]) or first_line(info["error_msgs"][0])
         raise ModelError(
             "model.name",
             place.name,
@@ -479,6 +480,45 @@ def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
     return list(adapter.targets)
 
 
+# --- a saved model ----------------------------------------------------------------------------------------------------
+
+
+def load_saved(folder: Path) -> tuple[Any, Any]:
+    """The model in a folder that `save_pretrained` has written, on the CPU in float32, and its tokenizer.
+
+    Args:
+        folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
+
+    Raises:
+        ModelError: the folder has no model or tokenizer, or a damaged one.
+    """
+    from transformers import AutoTokenizer
+
+    damage = saved.damage(folder)
+    if damage:
+        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
+    module: Any
+    if (folder / saved.ADAPTER).is_file():
+        from peft import PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(str(folder))
+        base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
+        plain = from_pretrained(locate(base, config.revision or "main"))
+        with warnings.catch_warnings():
+            # PEFT reads a deprecated property of transformers.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            module = PeftModel.from_pretrained(plain, str(folder))
+    elif folder.is_dir():
+        module = from_pretrained(locate(str(folder)))
+    else:
+        raise ModelError("model", str(folder), expected="a folder with a saved model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for files that it cannot read
+        raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
+    return module, tokenizer
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -499,7 +539,7 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     """
     model.layout.scatter(vector, model.module)
     folder = folder.absolute()
-    with _no_progress_bars():
+    with no_progress_bars():
         write_folder(folder, lambda staging: _write(model, staging, folder))
 
 
@@ -534,7 +574,7 @@ def _without_adapter(module: Any) -> PreTrainedModel:
         if ".lora_" not in name
     }
     with torch.device("meta"):
-        plain = _from_config(adapted.config)
+        plain = from_config(adapted.config)
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()
     return plain
@@ -544,12 +584,12 @@ def _inconsistent(section: ModelSection, error: Exception) -> ModelError:
     return ModelError(
         "model.config",
         dict(section.config),
-        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({_first_line(error)})",
+        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({first_line(error)})",
     )
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars: many sites load at once, and a run shows its own progress."""
     from transformers.utils import logging as module
 
@@ -563,7 +603,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
     """The informative line of a message; transformers' validators put the name of the validator before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = (

@@ -16,6 +16,9 @@ from blake3 import blake3
 RECORD = "saved.json"
 """Its name in the folder."""
 
+ADAPTER = "adapter_config.json"
+"""The file by which PEFT knows the folder of an adapter."""
+
 
 def record(folder: Path) -> None:
     """Write the record of all files in a folder and in the folders below it."""

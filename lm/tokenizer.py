@@ -1,4 +1,4 @@
-"""Text <-> tokens: bytes for models with fresh weights, a checkpoint's own tokenizer for pretrained models.
+"""Text <-> tokens: bytes or a trained tokenizer for fresh weights, a checkpoint's own tokenizer for pretrained ones.
 
 Bytes as tokens need no file, no training and no network, are lossless, and make a loss per token a loss per byte. The
 byte tokenizer is built with the same library as every other tokenizer here, so any program that loads a saved model
@@ -9,13 +9,15 @@ The hub is asked once, with a short timeout, before any library call that would 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cloister.protocol.errors import CloisterError, ModelError
@@ -43,13 +45,57 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token=PAD,
-        chat_template=_CHAT,
-        clean_up_tokenization_spaces=False,
-    )
+    return _fast(backend)
+
+
+SMALLEST_VOCABULARY = 258
+"""The bytes, `<|end|>` and `<|pad|>`."""
+LARGEST_VOCABULARY = 2**24
+"""Far above that of any model."""
+
+
+def train_tokenizer(
+    texts: Iterable[str], kind: Literal["bpe", "unigram"], vocabulary: int
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on public text: its vocabulary shows what the text contains.
+
+    Both kinds work on the bytes of UTF-8 and have every byte as a token, so that a text of any language comes back
+    whole; neither has an unknown token. `bpe` merges the most frequent pair of tokens again and again (Sennrich
+    et al. 2016, "Neural machine translation of rare words with subword units"); `unigram` drops pieces of a large
+    vocabulary by their likelihood (Kudo 2018, "Subword regularization").
+
+    Args:
+        texts: The texts.
+        kind: The algorithm.
+        vocabulary: Number of tokens, with the bytes, `<|end|>` (eos) and `<|pad|>`; fewer if the text has no more.
+
+    Raises:
+        ModelError: the vocabulary is smaller than the bytes and the two special tokens, or there is no text.
+    """
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise ModelError(
+            "vocabulary",
+            vocabulary,
+            expected=f"at least {SMALLEST_VOCABULARY}: the bytes and two special tokens",
+        )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "special_tokens": [END, PAD],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
+    model = models.BPE() if kind == "bpe" else models.Unigram()
+    trainer = trainers.BpeTrainer(**options) if kind == "bpe" else trainers.UnigramTrainer(**options)
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    text = (each for each in texts if each)
+    first = next(text, None)
+    if first is None:
+        raise ModelError("text", expected="at least one character to train on")
+    backend.train_from_iterator(itertools.chain([first], text), trainer)
+    return _fast(backend)
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -85,6 +131,17 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _fast(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer for `transformers`, with the special tokens and the chat template of this package."""
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=_CHAT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def looks_like_path(name: str) -> bool:

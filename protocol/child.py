@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import signal
@@ -26,8 +27,8 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0
 """The first and the longest wait before a child that has ended is started again."""
 _STEADY_S = 60.0
 """A child that has run so long begins with the first wait again."""
-_END_S = 10.0
-"""Seconds for which a child may end by itself after SIGTERM."""
+END_S = 10
+"""Seconds for which a child may end by itself after SIGTERM, and its interpreter shut down at the end."""
 
 
 class Child:
@@ -98,7 +99,7 @@ class Child:
         if process is not None and process.poll() is None:
             process.terminate()
             try:
-                process.wait(_END_S)
+                process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -184,13 +185,15 @@ def _end_with_parent() -> None:
     """Wait until the parent's end of the pipe is closed, which the system does however it ends."""
     while os.read(0, 1):
         pass
+    signal.alarm(END_S)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_END_S)
-    os._exit(1)
 
 
 def main() -> None:
     """Run the console script that the first argument names, with the others."""
+    # When an interpreter shuts down, its daemon threads have stopped, and gRPC may wait for a lock that one of them
+    # holds. No thread could end the process then; the system ends it by SIGALRM.
+    atexit.register(lambda: signal.alarm(END_S))
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     sys.argv = sys.argv[1:]
     (load,) = _scripts(sys.argv[0])

@@ -217,13 +217,23 @@ class CohortSection(Section):
     """Sites in the federation."""
     fraction: Fraction = 1.0
     """Fraction of the sites drawn for each round."""
+    mode: Literal["sync", "async"] = "sync"
+    """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
+    time, each from the newest model when it is asked, and a round is one server step with the next `buffer` updates
+    that arrive, so it does not wait for the slowest site; refused under the secure sum and with a privacy unit."""
+    buffer: Count | None = None
+    """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """Most rounds since the model of an update with `mode = "async"`; an older update is dropped. One that is s rounds
+    old counts for 1 / sqrt(1 + s) of a new one. None: 10."""
     quorum: Fraction = 0.75
     """Fraction of the cohort that must finish for a round to count."""
-    deadline_s: Positive = 600.0
+    deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
     Under the secure sum each of the four other steps has a timeout of its own, a quarter of it, so an attempt takes at
-    most twice as long; over the exchange an upload that moves is waited for. Under a privacy unit a site prepares its
-    data in its first round, unless `cloister site check` has done it before."""
+    most twice as long. Over the exchange it begins when the site has the model, and an upload that moves is waited for.
+    Under a privacy unit a site prepares its data in its first round, unless `cloister site check` has prepared it. With
+    `mode = "async"` each site has its own; a late one is asked again in the next round."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 
@@ -240,8 +250,15 @@ class CohortSection(Section):
         return max(1, round(self.fraction * self.sites))
 
     def needed(self) -> int:
-        """Sites of the cohort that `quorum` requires; `Plan.quorum` is the number that counts."""
+        """Sites of the cohort that `quorum` requires, or with `mode = "async"` updates in the buffer; `Plan.quorum` is
+        the number that counts."""
+        if self.mode == "async":
+            return math.ceil(self.sites / 2) if self.buffer is None else self.buffer
         return max(1, math.ceil(self.quorum * self.size()))
+
+    def most_stale(self) -> int:
+        """Most rounds since the model of an update, with `mode = "async"`."""
+        return 10 if self.staleness is None else self.staleness
 
 
 class AggregationSection(Section):

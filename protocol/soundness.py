@@ -17,6 +17,7 @@ from cloister.protocol.plan import (
     SIMULATED_PUBLIC,
     SMALLEST_COHORT,
     WIDEST_BALANCE,
+    CohortSection,
     CorrelatedSection,
     LocalSection,
     Plan,
@@ -79,6 +80,7 @@ def _check_sound(plan: Plan) -> None:
             expected=f"a ring in which the sum of {sites} sites cannot overflow",
             fix="set aggregation.ring_bits = 32",
         )
+    _check_mode(plan)
     if plan.aggregation.secure:
         _check_secure(plan)
     if plan.privacy.unit == "none":
@@ -147,6 +149,82 @@ def _check_sound(plan: Plan) -> None:
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
             fix="lower the shares",
+        )
+
+
+def _check_mode(plan: Plan) -> None:
+    """Refuse asynchronous rounds that are not sound or would wait for all sites, and their settings without them."""
+    cohort = plan.cohort
+    if cohort.mode == "sync":
+        for name in ("buffer", "staleness"):
+            if getattr(cohort, name) is not None:
+                raise PlanError(
+                    f"cohort.{name}",
+                    getattr(cohort, name),
+                    expected='no value; only valid with cohort.mode = "async"',
+                    fix=f'set cohort.mode = "async", or remove cohort.{name}',
+                )
+        return
+    if plan.aggregation.secure:
+        raise PlanError(
+            "aggregation.secure",
+            True,
+            expected='false with cohort.mode = "async": asynchronous rounds are refused under the secure sum, because '
+            "the coordinator would choose which updates are summed, and masks of sites with different models do not "
+            "cancel",
+            fix='set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
+        )
+    if plan.privacy.unit != "none":
+        raise PlanError(
+            "privacy.unit",
+            plan.privacy.unit,
+            expected='"none" with cohort.mode = "async": the time that a site takes depends on its data and decides '
+            "which updates are summed, and by which weight, which no charge covers",
+            fix='set cohort.mode = "sync", or privacy.unit = "none"',
+        )
+    if cohort.fraction != 1:
+        raise PlanError(
+            "cohort.fraction",
+            cohort.fraction,
+            expected='1 with cohort.mode = "async", where all sites train all the time',
+            fix="remove cohort.fraction; cohort.buffer is the number of updates in a round",
+        )
+    if cohort.quorum != CohortSection().quorum:
+        raise PlanError(
+            "cohort.quorum",
+            cohort.quorum,
+            expected='no value with cohort.mode = "async", where a round has cohort.buffer updates',
+            fix="remove cohort.quorum, or set cohort.buffer",
+        )
+    if cohort.needed() > cohort.sites:
+        raise PlanError(
+            "cohort.buffer",
+            cohort.buffer,
+            expected=f"at most {cohort.sites}, the number of sites: a site has one update of each model",
+            fix="lower cohort.buffer",
+        )
+    if plan.local.balance != "fixed":
+        raise PlanError(
+            "local.balance",
+            plan.local.balance,
+            expected='"fixed" with cohort.mode = "async", where no site waits for slower ones',
+            fix='set local.balance = "fixed"',
+        )
+    if not plan.server.evaluation:
+        raise PlanError(
+            "server.evaluation",
+            "",
+            expected='public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for '
+            "the slowest one",
+            fix='set server.evaluation to public records, or to "none"',
+        )
+    if plan.model.adapter.scheme == "rolora":
+        raise PlanError(
+            "model.adapter.scheme",
+            "rolora",
+            expected='another scheme with cohort.mode = "async": a stale update may be of the factor that the round '
+            "does not train",
+            fix='set model.adapter.scheme = "ffa-lora"',
         )
 
 

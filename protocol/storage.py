@@ -195,8 +195,8 @@ def disk_refusal(path: Path, error: Exception) -> StorageError:
     return StorageError(
         str(path),
         expected=f"a disk that accepts the write ({reason})",
-        fix="no earlier file is lost: free space or fix the permissions, then run the command again; a run continues "
-        "with: cloister resume",
+        fix="no earlier file is lost: free space or fix the permissions, then run the command again, or continue the "
+        "run",
     )
 
 

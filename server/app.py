@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import httpx
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
@@ -62,8 +63,16 @@ _GRACE_S = 60.0
 """Seconds by which a message's TTL exceeds the deadline, so that the deadline ends an attempt first."""
 
 
+@runtime_checkable
+class StreamingGrid(Protocol):
+    """A grid that takes messages while others wait for their replies."""
+
+    def stream(self, messages: Callable[[], Iterable[Message]]) -> Iterator[Message]:
+        """Push what `messages` returns, now and again before each wait, and yield each reply as it arrives."""
+
+
 class GridChannel:
-    """The nodes of a Flower grid, as a `Channel`.
+    """The nodes of a Flower grid, as a `Channel`. Its `stream` needs a `StreamingGrid`.
 
     Args:
         grid: Flower's grid.
@@ -80,15 +89,7 @@ class GridChannel:
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
         """As `Channel.ask`; a request or vector that goes to several nodes is encoded once."""
-        encoded: dict[int, ArrayRecord] = {}
-        views: dict[int, Array] = {}
-        messages = []
-        for node, request in requests.items():
-            record = encoded.get(id(request))
-            if record is None:
-                record = encoded[id(request)] = _record(request, views)
-            content = RecordDict({"frames": record})
-            messages.append(Message(content, node, "query", ttl=deadline_s + _GRACE_S, group_id=group))
+        messages = _messages(requests, deadline_s + _GRACE_S, group)
         waiting = dict.fromkeys(requests)
         for message in self._grid.send_and_receive(messages, timeout=deadline_s):
             node = message.metadata.src_node_id
@@ -97,6 +98,15 @@ class GridChannel:
                 yield node, _reply(node, message)
         for node in waiting:
             yield node, Failure(f"node {node}", f"timeout: no answer within {deadline_s:g} s")
+
+    def stream(
+        self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        """As `Streaming.stream`, over a `StreamingGrid` alone; the deadline is the messages' TTL."""
+        assert isinstance(self._grid, StreamingGrid), "Flower's own grids send no message while others wait"
+        for message in self._grid.stream(lambda: _messages(requests(), deadline_s, group)):
+            node = message.metadata.src_node_id
+            yield node, _reply(node, message)
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
@@ -311,6 +321,18 @@ def _pem(key: str) -> bytes:
     """A public key as Flower keeps it."""
     public = load_ssh_public_key(key.encode())
     return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _messages(requests: Mapping[int, Request], ttl_s: float, group: str) -> list[Message]:
+    encoded: dict[int, ArrayRecord] = {}
+    views: dict[int, Array] = {}
+    messages = []
+    for node, request in requests.items():
+        record = encoded.get(id(request))
+        if record is None:
+            record = encoded[id(request)] = _record(request, views)
+        messages.append(Message(RecordDict({"frames": record}), node, "query", ttl=ttl_s, group_id=group))
+    return messages
 
 
 def _record(request: Request, known: dict[int, Array]) -> ArrayRecord:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cloister.protocol.errors import EncodingError
 from cloister.protocol.messages import Reply, Request
@@ -57,4 +57,22 @@ class Channel(Protocol):
             requests: By node.
             deadline_s: Seconds after which a node that has not answered is a `Failure`.
             group: A label of the requests, for the transport's own logs.
+        """
+
+
+@runtime_checkable
+class Streaming(Channel, Protocol):
+    """A channel that takes requests while others wait for their answers, as asynchronous rounds need."""
+
+    def stream(
+        self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        """Send each node its request, and yield each answer as it arrives, while further requests come.
+
+        Args:
+            requests: Returns the requests to send, by node, to nodes without an unanswered one. It is called at the
+                start and again before each wait for an answer. The iterator ends when it returns none and no request
+                is unanswered.
+            deadline_s: Seconds, from its request, after which a node that has not answered is a `Failure`.
+            group: As for `ask`.
         """

@@ -33,7 +33,7 @@ from cloister.protocol.child import Child, append_to, spawn
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
 from cloister.protocol.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.fork_server import ending
-from cloister.protocol.storage import lock, write_bytes
+from cloister.protocol.storage import disk_refusal, lock, write_bytes
 from cloister.server.app import SuperLink
 from cloister.server.control import Answer, Control
 from cloister.server.deployment import Deployment, check_deployable, refusal_in
@@ -293,6 +293,7 @@ class Coordinator:
             with self._changed:
                 if self._stopping:
                     return
+                state: State
                 if status == 0:
                     state, reason = "done", ""
                 elif self._stop_run:
@@ -311,7 +312,7 @@ class Coordinator:
                         continue
                     state, reason = "stopped", ""
                 self._metrics.end()
-                self._queue.set(str(path), state, reason)  # type: ignore[arg-type]  # each is a State
+                self._queue.set(str(path), state, reason)
                 self._changed.notify_all()
             self._told(f"run {path}: {state}" + (f": {reason}" if reason else ""))
             return
@@ -351,10 +352,12 @@ class Coordinator:
     def _keep(self, event: Event, line: bytes, file: IO[bytes]) -> None:
         """Keep an event in the run's folder, and tell those who follow."""
         fields = json.loads(line)
-        file.write(
-            json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds")} | fields).encode() + b"\n"
-        )
-        file.flush()
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            file.write(json.dumps({"at": at} | fields).encode() + b"\n")
+            file.flush()
+        except OSError as error:
+            raise disk_refusal(Path(file.name), error) from error
         self._metrics.take(event)
         with self._changed:
             self._last[type(event).__name__] = fields
@@ -370,7 +373,8 @@ class Coordinator:
             case {"do": "status"}:
                 with self._changed:
                     runs = [asdict(entry) for entry in self._queue.entries()]
-                    yield {"runs": runs, "now": dict(self._last)}
+                    now = dict(self._last)
+                yield {"runs": runs, "now": now}
             case {"do": "stop", "run": str(run)}:
                 yield from self._stop(run)
             case {"do": "follow", "run": str(run)}:
@@ -381,7 +385,7 @@ class Coordinator:
     def _submit(self, path: Path) -> Answer:
         files, registry = RunFiles(path), Registry.open(self.folder)
         deployment = Deployment.read(files)
-        check_deployable(read_plan(path), registry.version(deployment.version), files)
+        check_deployable(read_plan(path), registry.version(deployment.version), deployment.transport, files)
         with self._changed:
             self._queue.add(str(path))
             self._changed.notify_all()
@@ -401,7 +405,8 @@ class Coordinator:
                 raise EngineError(
                     "run", run, expected=f"one that runs or waits, and it is {state or 'not known here'}"
                 )
-            yield {"state": self._queue.state(run)}
+            state = self._queue.state(run)
+        yield {"state": state}
 
     def _follow(self, files: RunFiles) -> Answer:
         """All events of a run, those that are to come too, and at last its state."""

@@ -18,9 +18,6 @@ _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
 _SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
 _OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
-_WORK_VECTORS = 6
-"""Float32 vectors besides the weights at the peak of a round: the copy that is sent and its encoding while sites work;
-when the sum is opened, the total in float64, the mean, its negation and the weights before the step."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +35,37 @@ class Cost:
     bytes_up: int
     """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
-    """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites."""
+    """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites. With
+    `cohort.mode = "async"` also one model for each site, because each may work on another one. Replies
+    that are being read come on top: shared segments in a simulation, mapped files over the exchange."""
     tokens_per_round: int
-    """The most tokens on which the cohort trains in a round."""
+    """The most tokens on which the updates in a round were trained."""
 
 
 def cost(plan: Plan, parameters: int, trained: int) -> Cost:
     """The cost of a plan whose model has `parameters` parameters, of which `trained` are trained."""
     up = training_layout(plan, trained).length * plan.aggregation.ring_bits // 8
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
-    vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer] + _WORK_VECTORS
+    updates = plan.cohort.size()
+    asynchronous = 0
+    if plan.cohort.mode == "async":  # the sum is in float64
+        updates = plan.quorum()
+        asynchronous = _DOUBLE + plan.cohort.sites * _FLOAT
+    vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
+    vectors += plan.aggregation.ring_bits < 32  # otherwise the sum becomes the mean in its own memory
+    vectors += bool(plan.public.source)
     return Cost(
         parameters=parameters,
         trained_parameters=trained,
         cohort=plan.cohort.size(),
         bytes_down=trained * _FLOAT,
         bytes_up=up,
-        coordinator_bytes=parameters * _FLOAT
+        coordinator_bytes=(parameters - trained) * _FLOAT
         + vectors * trained * _FLOAT
         + buffers * trained * _DOUBLE
-        + 2 * up,
-        tokens_per_round=plan.most_tokens() * plan.cohort.size(),
+        + asynchronous * trained
+        + up,
+        tokens_per_round=plan.most_tokens() * updates,
     )
 
 

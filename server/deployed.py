@@ -62,7 +62,7 @@ def coordinate(
     """
     plan, deployment = folder.plan, Deployment.read(folder)
     federation = registry.version(deployment.version)
-    check_deployable(plan, federation, folder)
+    check_deployable(plan, federation, deployment.transport, folder)
     if reached(folder, FINISHED):
         folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         finish(folder, observe)

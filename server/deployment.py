@@ -49,7 +49,7 @@ class Deployment:
             raise RunFolderError(
                 str(files.path),
                 expected="the folder of a deployed run",
-                fix="make one: cloister submit PLAN; continue a simulation: cloister resume",
+                fix=f"make one: cloister submit PLAN; continue a simulation: {files.resume_command()}",
             ) from error
 
 
@@ -77,18 +77,41 @@ def refusal_in(log: Path) -> str:
     return str(found["message"]) if ends else ""
 
 
-def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None = None) -> None:
+def check_transport(plan: Plan, transport: str) -> None:
+    """Check that a transport can carry a plan.
+
+    Args:
+        plan: The plan.
+        transport: As in `Deployment`.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if plan.cohort.mode == "async" and transport == "flower":
+        raise PlanError(
+            "cohort.mode",
+            "async",
+            expected='"sync" with --transport flower: Flower returns the replies of a step together',
+            fix="use --transport exchange",
+        )
+
+
+def check_deployable(
+    plan: Plan, federation: Federation, transport: str, files: RunFiles | None = None
+) -> None:
     """Check that a federation can run a plan.
 
     Args:
         plan: The plan.
         federation: The federation.
+        transport: As in `Deployment`.
         files: The run folder, where a rehearsal has put what a simulation makes.
 
     Raises:
         RosterError: it has not as many sites as the plan.
-        PlanError: the plan needs what only a simulation has.
+        PlanError: the plan needs what only a simulation has, or what the transport does not carry.
     """
+    check_transport(plan, transport)
     check_size(federation.roster, plan)
     if plan.server.evaluation == SIMULATED_PUBLIC and not (files and files.sites.public_records.exists()):
         raise PlanError(

@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import shutil
@@ -35,7 +36,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -105,9 +106,11 @@ _log = logging.getLogger(__name__)
 ENVIRONMENT: Mapping[str, str] = {
     "GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256",
     "GRPC_VERBOSITY": "NONE",
+    "MALLOC_ARENA_MAX": "2",
 }
-"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2, and a peer that is
-refused does not fill the log with lines of gRPC's own.
+"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2, a peer that is
+refused does not fill the log with lines of gRPC's own, and less memory is kept for sites that have come and gone: glibc
+otherwise keeps what each of gRPC's threads has freed in an arena of its own.
 
 gRPC for Python has no setting for the version. It negotiates 1.3 where the peer can. The variable leaves one cipher
 suite of TLS 1.2, which needs an RSA key, and the certificate's is ECDSA; the suites of 1.3 do not depend on it."""
@@ -194,6 +197,8 @@ class _Pending:
     offered: dict[bytes, memoryview]
     """Its vectors, by hash."""
     answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]]
+    until: float = 0.0
+    """The deadline."""
     answered: bool = False
 
 
@@ -240,6 +245,10 @@ class _Site:
         self.sent = self.received = 0
         self.moved_at = -STALL_S
         """When the last bytes of an upload for the pending request have arrived."""
+        self.fetched = 0
+        """Bytes of vectors of the pending request that were sent."""
+        self.fetched_at = -math.inf
+        """When the last of them was; what a site fetches again does not count."""
         self.taken: Path | None = None
         """The vectors of the reply that was taken last."""
 
@@ -367,32 +376,48 @@ class ExchangeChannel:
     def ask(
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
-        """As `Channel.ask`. A reply whose upload moves at the deadline is waited for as long as it moves.
+        """As `Channel.ask`, with two differences. A site's deadline begins when it has the vectors of its request. A
+        reply whose upload moves at the deadline is waited for as long as it moves.
 
         The vectors of a reply are mapped from disk; they are removed when the next answer is asked for. Vectors of the
         requests must not change until this iterator ends.
         """
+        batches = iter((requests,))
+        return self.stream(lambda: next(batches, {}), deadline_s, group=group)
+
+    def stream(
+        self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        """As `Streaming.stream`, otherwise as `ask`. A vector must not change until its request has ended."""
         answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]] = queue.SimpleQueue()
-        parcels: dict[int, _Pending] = {}
-        waiting = {}
-        for node, request in requests.items():
-            made = parcels.get(id(request))
-            if made is None:
-                made = parcels[id(request)] = _pending(request, answers)
-            waiting[node] = _Pending(node, made.id, made.letter, made.offered, answers)
-        until = time.monotonic() + deadline_s
-        _log.info("%s: %d sites are asked", group, len(waiting))
-        self._now(partial(self._ask, waiting))
-        timeout = deadline_s
+        waiting: dict[int, _Pending] = {}
+        # By the id of a request, which is that of an object that lives: those of the newest batch.
+        parcels: dict[int, tuple[Request, _Pending]] = {}
+        timeout: float | None = None
         try:
-            while waiting:
+            while True:
+                batch = requests()
+                if batch:
+                    parcels = {id(each): parcels[id(each)] for each in batch.values() if id(each) in parcels}
+                    until, asked = time.monotonic() + deadline_s, {}
+                    for node, request in batch.items():
+                        if id(request) not in parcels:
+                            parcels[id(request)] = request, _pending(request, answers)
+                        asked[node] = replace(parcels[id(request)][1], node=node, until=until)
+                    waiting |= asked
+                    timeout = None
+                    _log.info("%s: %d sites are asked", group, len(asked))
+                    self._now(partial(self._ask, asked))
+                if not waiting:
+                    return
+                if timeout is None:
+                    timeout = min(pending.until for pending in waiting.values()) - time.monotonic()
                 try:
                     node, answer = answers.get(timeout=max(0.0, timeout))
                 except queue.Empty:
-                    left = self._now(partial(self._left, waiting, until))
-                    timeout = min((seconds for seconds in left.values() if seconds > 0), default=0.0)
-                    for late in [node for node, seconds in left.items() if seconds <= 0]:
-                        self._now(partial(self._withdraw, {late: waiting.pop(late)}))
+                    overdue, timeout = self._now(partial(self._overdue, waiting, deadline_s))
+                    for late in overdue:
+                        del waiting[late]
                         yield late, Failure(f"node {late}", f"timeout: no answer within {deadline_s:g} s")
                     continue
                 pending = waiting.pop(node)
@@ -401,7 +426,7 @@ class ExchangeChannel:
                 yield node, reply
                 del reply  # its vectors are mapped
                 self._now(partial(self._taken, pending))
-                timeout = until - time.monotonic()
+                timeout = None
         finally:
             if not self._loop.is_closed():
                 self._now(partial(self._withdraw, waiting))
@@ -456,20 +481,37 @@ class ExchangeChannel:
                 continue
             if site.taken not in (None, _folder(site, pending)):
                 shutil.rmtree(site.taken, ignore_errors=True)
-            site.pending, site.moved_at, site.taken = pending, -STALL_S, None
+            site.pending, site.taken = pending, None
+            site.moved_at, site.fetched_at, site.fetched = -STALL_S, -math.inf, 0
             site.arrivals = Arrivals(_folder(site, pending), self._most_bytes)
             if site.session is not None:
                 site.session.send(pending.letter)
 
-    def _left(self, waiting: Mapping[int, _Pending], until: float) -> dict[int, float]:
-        """For each node the seconds for which it is waited for: until the deadline, or while its upload moves."""
+    def _overdue(self, waiting: Mapping[int, _Pending], deadline_s: float) -> tuple[list[int], float]:
+        """Withdraw the requests that have not been answered by their deadline, and whose upload does not move.
+
+        Both in one step: a reply that arrived between would be a second answer of its site. The deadline begins when
+        the site has the request's vectors; what it waits for transfers is bounded, each way.
+
+        Returns:
+            Their nodes, and the seconds until the next can be overdue.
+        """
         now = time.monotonic()
-        latest = until + self._most_bytes / SLOWEST
         left = {}
-        for node in waiting:
-            moves = self._nodes[node].moved_at + STALL_S if node in self._nodes else until
-            left[node] = max(until, min(moves, latest)) - now
-        return left
+        for node, pending in waiting.items():
+            if pending.answered:
+                continue
+            left[node] = pending.until - now
+            site = self._nodes.get(node)
+            if site is not None:
+                longest = (
+                    max(self._most_bytes, sum(each.nbytes for each in pending.offered.values())) / SLOWEST
+                )
+                end = max(pending.until, min(site.fetched_at, pending.until + longest) + deadline_s)
+                left[node] = max(end, min(site.moved_at + STALL_S, end + longest)) - now
+        overdue = [node for node, seconds in left.items() if seconds <= 0]
+        self._withdraw({node: waiting[node] for node in overdue})
+        return overdue, min((seconds for seconds in left.values() if seconds > 0), default=0.0)
 
     def _site_of(self, pending: _Pending) -> _Site | None:
         site = self._nodes.get(pending.node)
@@ -784,6 +826,7 @@ class ExchangeChannel:
             vector = pending.offered.get(wanted.hash)
             if vector is None or not 0 <= wanted.offset <= vector.nbytes:
                 raise TransferError("vector", wanted.hash[:32].hex(), expected="one of the request")
+            whole = sum(each.nbytes for each in pending.offered.values())
             for at in range(wanted.offset, vector.nbytes, CHUNK):
                 if site.pending is not pending:  # the vector may change from now on
                     raise TransferError("vector", expected="a request that waits for its reply")
@@ -791,6 +834,9 @@ class ExchangeChannel:
                 async with asyncio.timeout(STALL_S):
                     await context.write(part_of(data))
                 site.sent += data.nbytes
+                if site.fetched < whole:
+                    site.fetched_at = time.monotonic()
+                site.fetched += data.nbytes
 
     def _disk(self, work: Callable[[], T]) -> asyncio.Future[T]:
         done = self._loop.run_in_executor(self._writers, work)

@@ -10,6 +10,7 @@ metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
 checkpoints/       the global model, one safetensors file a round
 final/             the last model, for `from_pretrained`
+compressed/        a smaller copy of it, if `cloister compress` wrote it
 report.html, report.json  the privacy report, if `cloister report` wrote it
 audit.json         the result of an audit of the run
 
@@ -149,6 +150,11 @@ class RunFiles:
         return self.path / "final"
 
     @property
+    def compressed(self) -> Path:
+        """The folder of a smaller copy of the final model."""
+        return self.path / "compressed"
+
+    @property
     def report_page(self) -> Path:
         """The privacy report as a page."""
         return self.path / "report.html"
@@ -167,6 +173,11 @@ class RunFiles:
     def deployment(self) -> Path:
         """What a deployed run began with."""
         return self.path / "deployment.json"
+
+    @property
+    def federation(self) -> Path:
+        """The coordinator's folder of the federation, in a rehearsal."""
+        return self.path / "federation"
 
     @property
     def events(self) -> Path:
@@ -202,6 +213,19 @@ class RunFiles:
     def lock(self) -> Path:
         """The file that is locked by the process that works in the folder."""
         return self.path / ".lock"
+
+    def resume_command(self, federation: str = "FEDERATION") -> str:
+        """The command that continues the run.
+
+        Args:
+            federation: The folder of the federation that a deployed run belongs to, where it is known.
+        """
+        run = shlex.quote(str(self.path))
+        if not self.deployment.exists():
+            return f"cloister resume {run}"
+        if self.federation.exists():
+            return f"cloister up --again {run}"
+        return f"cloister submit --to {shlex.quote(federation)} --again {run}"
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds' metrics, up to the first invalid line, such as one that a crash cut short."""
@@ -243,7 +267,7 @@ class RunFolder(RunFiles):
                 raise RunFolderError(
                     str(path),
                     expected="a new folder, and this one holds another run",
-                    fix=f"continue it with `cloister resume {shlex.quote(str(path))}`, or choose another --out",
+                    fix=f"continue it with `{files.resume_command()}`, or choose another --out",
                 )
             made = not path.exists()
             if not made and (not path.is_dir() or any(path.iterdir())):

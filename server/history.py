@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def run_history(files: RunFiles) -> RunHistory:
     begun = RunFolderError(
         str(files.path),
         expected="a run that has begun, with its journal",
-        fix=f"run it first: cloister resume {shlex.quote(str(files.path))}",
+        fix=f"run it first: {files.resume_command()}",
     )
     if not files.journal.exists():
         raise begun

@@ -99,7 +99,7 @@ class Journal:
                 raise StorageError(
                     str(self._path),
                     expected=f"a disk that accepts the write ({error})",
-                    fix="free space, then continue with: cloister resume",
+                    fix="free space, then continue the run",
                 ) from error
 
     def entries(self) -> list[Entry]:

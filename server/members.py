@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from cloister.protocol.messages import Failed, Join, Joined, Refused, Reply, Req
 from cloister.protocol.plan import FASTEST, SLOWEST, Plan
 from cloister.protocol.refusal import printable, verify_refusal
 from cloister.protocol.roster import Roster
-from cloister.server.channel import Channel, Failure
+from cloister.server.channel import Channel, Failure, Streaming
 
 
 class Members:
@@ -138,13 +138,34 @@ class Members:
         names = {self._nodes[site]: site for site in requests if site in self._nodes}
         by_node = {node: requests[site] for node, site in names.items()}
         for node, reply in self._channel.ask(by_node, deadline_s, group=group):
-            name = names[node]
-            if isinstance(reply, Failure | Failed | Refused):
-                yield self._failure(name, reply)
-            elif reply.site != name:
-                yield _under_another_name(name, reply.site)
-            else:
-                yield reply
+            yield self._answer(names[node], reply)
+
+    def stream(
+        self, requests: Callable[[], Mapping[str, Request]], deadline_s: float, *, group: str
+    ) -> Generator[tuple[str, Reply | Failure]]:
+        """Send sites their requests, and yield each answer with the site's name, while further requests come.
+
+        Args:
+            requests: As for `Streaming.stream`, by site; of sites that have joined.
+            deadline_s: As for `Streaming.stream`.
+            group: A label of the requests, for logs.
+        """
+        assert isinstance(self._channel, Streaming), "asynchronous rounds were not refused on this transport"
+        names: dict[int, str] = {}
+
+        def by_node() -> Mapping[int, Request]:
+            asked = {self._nodes[site]: (site, request) for site, request in requests().items()}
+            names.update({node: site for node, (site, _) in asked.items()})
+            return {node: request for node, (_, request) in asked.items()}
+
+        for node, reply in self._channel.stream(by_node, deadline_s, group=group):
+            yield names[node], self._answer(names[node], reply)
+
+    def _answer(self, name: str, reply: Reply | Failure) -> Reply | Failure:
+        """A reply of the site named `name`, or its failure."""
+        if isinstance(reply, Failure | Failed | Refused):
+            return self._failure(name, reply)
+        return reply if reply.site == name else _under_another_name(name, reply.site)
 
     def _problem(self, joined: Joined, request: Join) -> str:
         """Why the node that has answered `request` does not join under the name that it gives; empty if it does."""

@@ -42,7 +42,7 @@ class Metrics(Collector):
         with self._lock:
             self._run = run
             self._running = True
-            self._rounds = self._of = self._attempts_failed = 0
+            self._rounds = self._of = self._attempts_failed = self._too_stale = 0
             self._connected = Connected((), {})
             self._moved = Moved({}, {})
             self._seconds: Counter[str] = Counter()
@@ -70,6 +70,7 @@ class Metrics(Collector):
                 case RoundDone() | RoundAbandoned():
                     self._rounds, self._epsilon = event.round, event.epsilon
                     self._seconds.update(event.phase_seconds)
+                    self._too_stale += (isinstance(event, RoundDone) and event.too_stale) or 0
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
@@ -80,6 +81,11 @@ class Metrics(Collector):
             counters = {
                 "rounds_done": ("Rounds that are done", {"": self._rounds}, ""),
                 "attempts_failed": ("Attempts at a sum that failed", {"": self._attempts_failed}, ""),
+                "updates_too_stale": (
+                    "Updates older than cohort.staleness allows",
+                    {"": self._too_stale},
+                    "",
+                ),
                 "sent_bytes": ("Bytes that a site was sent by the run's process", self._moved.sent, "site"),
                 "received_bytes": ("Bytes that came from a site", self._moved.received, "site"),
                 "phase_seconds": ("Seconds of finished rounds by phase", self._seconds, "phase"),

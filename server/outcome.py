@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,6 +42,12 @@ class Outcome:
     """Fewest local steps of a site in a round, with `local.balance`; None where all take those of the plan."""
     most_steps: int | None = None
     """Most of them; otherwise as `least_steps`."""
+    mean_staleness: float | None = None
+    """Mean staleness of all updates, in server steps since their model; None with `cohort.mode = "sync"`."""
+    most_staleness: int | None = None
+    """The greatest staleness of an update; otherwise as `mean_staleness`."""
+    too_stale: int | None = None
+    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
     epsilon: float | None = None
     """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
     stopped: str = ""
@@ -75,10 +81,12 @@ def outcome(files: RunFiles) -> Outcome:
         raise RunFolderError(
             str(files.path),
             expected="a finished run",
-            fix=f"cloister resume {shlex.quote(str(files.path))}",
+            fix=files.resume_command(),
         )
     initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
     final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
+    buffered = [row for row in rows if row.get("mean_staleness") is not None]
+    stale = [row["mean_staleness"] for row in buffered]  # each round has as many updates
     return Outcome(
         rounds=end.round,
         initial_loss=initial,
@@ -94,6 +102,9 @@ def outcome(files: RunFiles) -> Outcome:
         params_sha256=end.detail["params_sha256"],
         least_steps=min((row["least_steps"] for row in rows if row.get("least_steps")), default=None),
         most_steps=max((row["most_steps"] for row in rows if row.get("most_steps")), default=None),
+        mean_staleness=statistics.fmean(stale) if stale else None,
+        most_staleness=max((row["most_staleness"] for row in buffered), default=None),
+        too_stale=sum(row["too_stale"] for row in buffered) if buffered else None,
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
     )

@@ -23,7 +23,8 @@ class Phase(StrEnum):
     """From the first request to join to the last answer: the sites load the model and prepare their data, and in a
     simulation the worker processes finish their start."""
     TRAIN = "train"
-    """Step 4 of all attempts, failed ones included: from the requests to the last contribution. The sites train and
+    """Step 4 of all attempts, failed ones included: from the requests to the last contribution; in an asynchronous
+    round to the one that fills the buffer, while other sites go on in every phase. The sites train and
     mask their updates, and the messages travel; the coordinator adds each update to the sum as it arrives, which
     overlaps with the training of other sites."""
     SUM = "sum"

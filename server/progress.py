@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cloister.protocol.plan import Plan
@@ -55,6 +55,8 @@ class RoundStarted:
     purpose: str
     """`train` or `evaluate`."""
     cohort: tuple[str, ...]
+    updates: int | None = None
+    """Updates that end the round; None with `cohort.mode = "sync"`, where each site of the cohort sends one."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class RoundDone:
     sites: int
     """Sites whose updates are in the mean."""
     dropouts: int
+    """Sites of the cohort whose updates are not; in an asynchronous round only those that failed in it."""
     tokens: int | None
     """Tokens the cohort learned from; under privacy None, like other figures that depend on the data."""
     seconds: float
@@ -184,6 +187,14 @@ class RoundDone:
     """Fewest local steps of a site of the cohort, with `local.balance`; None where all take those of the plan."""
     most_steps: int | None = None
     """Most of them; otherwise as `least_steps`."""
+    mean_staleness: float | None = None
+    """Mean staleness of the updates, in server steps since their model; None with `cohort.mode = "sync"`."""
+    most_staleness: int | None = None
+    """The greatest staleness; otherwise as `mean_staleness`."""
+    too_stale: int | None = None
+    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
+    staleness: Mapping[str, Sequence[int]] | None = None
+    """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
 
 
 @dataclass(frozen=True)

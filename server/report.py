@@ -430,6 +430,10 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
             summed = frozenset(
                 number for number in history.summed if name in history.survivors.get(number, ())
             )
+        elif plan.cohort.mode == "async":
+            asked = summed = frozenset(
+                number for number in history.summed if name in (history.done[number].get("staleness") or ())
+            )
         elif unit == "site" and account.charged is not None:
             summed = account.charged.get(name, frozenset()).intersection(history.summed)
         if account.charged is not None and plan.privacy.dpsgd:

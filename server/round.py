@@ -15,11 +15,15 @@
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
+With `cohort.mode = "async"` (FedBuff) a round has the steps 1, 4 and 7 to 9: step 4 ends when the buffer is full, and
+sites that are still training go on in the rounds after it.
+
 Steps 1 to 7 have the same numbers in `sum.py`.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -76,11 +80,12 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         refusing = sorted(party.refused.intersection(cohort))
         if len(cohort) - len(refusing) < plan.quorum():
             return Refusing(number, tuple(refusing))
+        fewer = "cohort.buffer" if plan.cohort.mode == "async" else "cohort.quorum"
         raise QuorumError(
             f"round {number}",
             f"{total.attempts} failed attempts",
             expected=f"{plan.quorum()} of {len(cohort)} sites to finish in one of them",
-            fix="repair the sites or lower cohort.quorum; nothing is lost, and `cloister resume` tries again",
+            fix=f"repair the sites or lower {fewer}, then continue the run: nothing is lost",
         )
     norm: float | None = None
     if not isinstance(total, Failed):
@@ -101,6 +106,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         counters = total.opened.counters
         tokens = counters.get(TOKENS)
         taken = [number for _, number in total.steps]
+        ages = [age for each in (total.staleness or {}).values() for age in each]
         done = RoundDone(
             round=number,
             attempts=total.attempts,
@@ -117,6 +123,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             phase_seconds=party.phases.lap(),
             least_steps=min(taken, default=None),
             most_steps=max(taken, default=None),
+            mean_staleness=statistics.fmean(ages) if ages else None,
+            most_staleness=max(ages, default=None),
+            too_stale=total.too_stale if ages else None,
+            staleness=total.staleness,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()

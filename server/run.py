@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +35,7 @@ from cloister.server.members import Members
 from cloister.server.noise import kept_noise
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.outcome import Outcome, outcome
+from cloister.server.outstanding import Outstanding
 from cloister.server.phases import Phase, Phases, added
 from cloister.server.progress import (
     BudgetSpent,
@@ -52,6 +52,7 @@ from cloister.server.public import base_of
 from cloister.server.round import RoundContext, run_round
 from cloister.server.spending import Spending
 from cloister.server.sum import Party
+from cloister.server.tracking import scalars
 
 
 def run(
@@ -72,7 +73,7 @@ def run(
 
     Args:
         folder: The run folder.
-        channel: Carries the messages.
+        channel: Carries the messages; a `Streaming` one with `cohort.mode = "async"`.
         observe: Receives the run's events.
         roster: The sites' identities, for a plan that sums securely.
         public: What `public_model` returned.
@@ -151,6 +152,7 @@ def run(
                 for by, of in entry.detail["pairs"]
             },
             phases=phases,
+            outstanding=Outstanding(members, plan.cohort.deadline_s) if plan.cohort.mode == "async" else None,
             audit_log=audit_log,
         )
         for entry in journal.entries():
@@ -176,7 +178,8 @@ def run(
             if not any(row["round"] == last for row in folder.metrics()):
                 # A process that was killed may have journaled this round without reporting it.
                 _report(context, folder, board, done.detail if done else initial, evaluate)
-            last, stopped = _rounds(context, folder, board, evaluate, last)
+            with closing(party.outstanding) if party.outstanding else nullcontext():
+                last, stopped = _rounds(context, folder, board, evaluate, last)
         with phases.during(Phase.CHECKPOINT):
             save_pretrained(model, optimizer.weights, folder.final)
             digest = params_sha256(optimizer.weights)
@@ -231,7 +234,7 @@ def _rounds(
                 f"rounds {number - abandoned + 1} to {number}",
                 "given up",
                 expected="survivors that reveal their shares",
-                fix="see above which sites did not, and repair them; `cloister resume` continues with the next round",
+                fix="see above which sites did not, and repair them; the run continues with the next round",
             )
     return last, ""
 
@@ -272,10 +275,8 @@ def _report(
     if plan.evaluates(number):
         row |= _evaluated(context, number, evaluate)
     row = _timed(row, context.party.phases)
-    seconds = {f"phase_seconds/{phase}": each for phase, each in row["phase_seconds"].items()}
-    for name, value in (row | seconds).items():
-        if name != "round" and isinstance(value, int | float) and math.isfinite(value):
-            board.add_scalar(name, value, number)
+    for name, value in scalars(row).items():
+        board.add_scalar(name, value, number)
     board.flush()
     folder.add_metrics(row)
 

@@ -13,7 +13,8 @@ The steps have the same numbers as in `round.py`. An evaluation at the sites is 
    opened.
 7. Charge the ledger; then open: remove the masks from the accumulator and decode it.
 
-Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit.
+Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit. In an asynchronous round
+step 4 ends when the buffer is full (`_Buffered`).
 
 What each of the steps 2 to 6 ends with is kept, synced, before a request that depends on it is sent (`attempt.py`).
 Each has a deadline of its own, which begins with its requests: the plan's for step 4, a quarter of it for the others.
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from cloister.aggregation.average import Opened, PlainSum, SumLayout
+from cloister.aggregation.average import BufferedSum, Opened, PlainSum, SumLayout
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
@@ -46,6 +47,7 @@ from cloister.protocol.errors import (
     CloisterError,
     ParameterError,
     SecureSumError,
+    StaleError,
     TooFewSitesError,
     UpdateError,
 )
@@ -76,6 +78,7 @@ from cloister.server.channel import Failure
 from cloister.server.complaints import Complaint, liars, suspects
 from cloister.server.journal import Entry, Journal
 from cloister.server.members import Members
+from cloister.server.outstanding import Outstanding
 from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.speeds import Measured, speed_of
@@ -115,6 +118,8 @@ class Party:
     """Counts the seconds of the run's phases."""
     measured: Measured = field(default_factory=Measured)
     """The sites' speeds, with `local.balance = "dynamic"`."""
+    outstanding: Outstanding | None = None
+    """What sites are asked, with `cohort.mode = "async"`."""
 
     audit_log: AuditLog = NO_AUDIT_LOG
     """Has a line for each refusal, release and charge before its effect."""
@@ -145,12 +150,16 @@ class Total:
     sites: int
     """Sites whose vectors are in it."""
     cohort: int
-    """Sites that were drawn."""
+    """Sites that were drawn; in an asynchronous round those whose request has ended in it."""
     attempts: int
     seconds: float
     """Seconds from the first request of the successful attempt to the decoded sum."""
     steps: LocalSteps = ()
     """As in `Wanted`."""
+    staleness: Mapping[str, Sequence[int]] | None = None
+    """In an asynchronous round, by site the server steps since the model of each of its updates in the sum."""
+    too_stale: int = 0
+    """Updates that exceeded `cohort.staleness`, in all attempts of this process."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +205,7 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         wanted = replace(wanted, steps=steps_of_sites)
         cohort = tuple(site for site, _ in steps_of_sites)  # in clear, other sites may have joined meanwhile
     heard: dict[str, float] = {}
+    too_stale = 0
     model_hash = vector_hash(wanted.model)
     failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
     last = failures + plan.cohort.attempts
@@ -219,10 +229,11 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             if wanted.steps:
                 detail["steps"] = wanted.steps
             journal.record(number, attempt, f"{purpose} {steps.BEGUN}", detail)
-        party.observe(RoundStarted(number, attempt, purpose, tuple(sites)))
+        updates = needed if plan.cohort.mode == "async" else None
+        party.observe(RoundStarted(number, attempt, purpose, tuple(sites), updates))
         started = party.clock()
+        kind = _Masked if plan.aggregation.secure else _Buffered if plan.cohort.mode == "async" else _Plain
         sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
-        kind = _Masked if plan.aggregation.secure else _Plain
         under_way = kind(party, wanted, sum_id, model_hash, sites, attempt)
         try:
             opened = under_way.run(needed)
@@ -240,11 +251,16 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             continue
         finally:
             heard |= under_way.speeds
+            too_stale += under_way.too_stale
         if heard:
             journal.record(number, attempt, steps.MEASURED, heard)
             party.measured.add(heard)
         seconds = party.clock() - started
-        return Total(opened, len(under_way.folded), len(cohort), attempt, seconds, wanted.steps)
+        staleness = under_way.staleness
+        drawn = len(cohort) if staleness is None else len(under_way.heard)
+        return Total(
+            opened, len(under_way.folded), drawn, attempt, seconds, wanted.steps, staleness, too_stale
+        )
 
 
 def _begun(journal: Journal, purpose: Purpose, number: int) -> Entry | None:
@@ -287,6 +303,8 @@ class _Plain:
         self.model_hash = model_hash
         self.sites = sites
         self.attempt = attempt
+        self.heard: set[str] = set()
+        """Sites that have answered or failed in step 4."""
         self.folded: set[str] = set()
         self.speeds: dict[str, float] = {}
         """Local steps per second of sites whose update is folded in, with `local.balance = "dynamic"`."""
@@ -294,6 +312,10 @@ class _Plain:
         """Sites whose shares too few others could open, so that the attempt ended."""
         self.complained = False
         """Whether the attempt has complaints that no earlier one had."""
+        self.staleness: Mapping[str, list[int]] | None = None
+        """As in `Total`."""
+        self.too_stale = 0
+        """Updates that exceeded `cohort.staleness`."""
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
 
     def run(self, needed: int) -> Opened:
@@ -351,19 +373,30 @@ class _Plain:
         }
         with self.party.phases.during(Phase.TRAIN if wanted.purpose == TRAIN else Phase.EVALUATE):
             for reply in self.ask(requests, Step.UPDATE):
-                refusal = self._not_of(reply)
-                if refusal is None:
-                    assert isinstance(reply, Contribution)
-                    try:
-                        fold(reply)
-                        self.measure(reply)
-                    except CloisterError as error:
-                        refusal = str(error)
-                if refusal is None:
-                    self.folded.add(reply.site)
-                    self.party.observe(SiteAnswered(wanted.round, reply.site))
-                else:
-                    self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
+                self.take(reply, self.sum_id, self.model_hash, fold)
+
+    def take(
+        self,
+        reply: Reply | Failure,
+        sum_id: SumId,
+        model_hash: bytes,
+        fold: Callable[[Contribution], None],
+    ) -> None:
+        """Fold in a reply to a request for a contribution to a sum, from a model; drop its site if it is none."""
+        self.heard.add(reply.site)
+        refusal = _not_of(reply, sum_id, model_hash)
+        if refusal is None:
+            assert isinstance(reply, Contribution)
+            try:
+                fold(reply)
+                self.measure(reply)
+            except CloisterError as error:
+                refusal = str(error)
+        if refusal is None:
+            self.folded.add(reply.site)
+            self.party.observe(SiteAnswered(self.wanted.round, reply.site))
+        else:
+            self.drop(reply.site, refusal, refused=isinstance(reply, Failure) and reply.refused)
 
     def measure(self, contribution: Contribution) -> None:
         """Take the time of a site's training, if it tells one."""
@@ -378,21 +411,6 @@ class _Plain:
         deadline_s = cohort.deadline_s if step is Step.UPDATE else cohort.handshake_s()
         return self.party.members.ask(requests, deadline_s, group=str(self.wanted.round))
 
-    def _not_of(self, reply: Reply | Failure) -> str | None:
-        """The reason that a reply is not a contribution to this sum, in one line; None if it is one."""
-        match reply:
-            case Failure():
-                return reply.reason
-            case Contribution() if (reply.sum, reply.model_hash) == (self.sum_id, self.model_hash):
-                return None
-            case Contribution():
-                return (
-                    f"stale update: it is of round {reply.sum.round} or another model, but round "
-                    f"{self.wanted.round} was requested"
-                )
-            case _:
-                return f"it answered with {type(reply).__name__}, not with a contribution"
-
     def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
         """Drop a site from this attempt."""
         if refused:
@@ -401,6 +419,76 @@ class _Plain:
             detail = {"site": site, "reason": reason}
             self.party.journal.record(self.wanted.round, self.attempt, steps.REFUSED, detail)
         self.party.observe(SiteFailed(self.wanted.round, site, reason))
+
+
+def _not_of(reply: Reply | Failure, sum_id: SumId, model_hash: bytes) -> str | None:
+    """The reason that a reply is not a contribution to a sum, in one line; None if it is one."""
+    match reply:
+        case Failure():
+            return reply.reason
+        case Contribution() if (reply.sum, reply.model_hash) == (sum_id, model_hash):
+            return None
+        case Contribution():
+            return (
+                f"stale update: it is of round {reply.sum.round} or another model, but round "
+                f"{sum_id.round} was requested"
+            )
+        case _:
+            return f"it answered with {type(reply).__name__}, not with a contribution"
+
+
+class _Buffered(_Plain):
+    """One attempt at an asynchronous round (FedBuff): the sum of the next updates that arrive, of whatever model.
+
+    Each site trains at most one update of each model, and a request outlives the round in which it was sent:
+
+    - At the start of the round each site that is not asked is asked for an update of its model.
+    - An update of an earlier round counts by its staleness, or is dropped, and its site is asked for one of this round.
+    - A site whose update of this round has arrived, or that has failed, is asked again at the start of the next round.
+
+    So the round does not wait for a slow, failed or silent site while there are enough others. Where no request is
+    left and too few updates have arrived, the attempt has failed; the next one asks all sites again, which have kept
+    their updates.
+    """
+
+    def run(self, needed: int) -> Opened:
+        """Run the attempt.
+
+        Raises:
+            TooFewSitesError: too few updates have arrived, and no site is left that could send one.
+        """
+        party, number, outstanding = self.party, self.wanted.round, self.party.outstanding
+        assert outstanding is not None, "a plan with asynchronous rounds has requests that outlive them"
+        total, most = BufferedSum(self.sum_layout), party.plan.cohort.most_stale()
+        staleness: dict[str, list[int]] = {}
+        self.staleness = staleness
+
+        def fold(contribution: Contribution) -> None:
+            age = number - contribution.sum.round
+            if age > most:
+                self.too_stale += 1
+                raise StaleError(
+                    "staleness", age, expected=f"at most {most} rounds, as cohort.staleness says"
+                )
+            total.add(self.pieces(contribution), age)
+            staleness.setdefault(contribution.site, []).append(age)
+
+        # The server's step changes the model in place, and requests with this one may outlive it.
+        model = self.wanted.model.copy()
+        request = Contribute(self.sum_id, self.model_hash, self.wanted.clip, None, model)
+        outstanding.ask(party.present(self.sites), request)
+        with party.phases.during(Phase.TRAIN):
+            while total.terms < needed and (answer := outstanding.next()) is not None:
+                site, asked, reply = answer
+                self.take(reply, asked.sum, asked.model_hash, fold)
+                if asked.sum.round < number:
+                    outstanding.ask([site], request)
+        if total.terms < needed:
+            raise TooFewSitesError(
+                "updates", total.terms, expected=f"{needed} of them, as cohort.buffer says"
+            )
+        self.pay()
+        return total.open()
 
 
 class _Masked(_Plain):

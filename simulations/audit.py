@@ -29,7 +29,6 @@ a plan or a message can request: they exist only in the files of the audit.
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import tempfile
 from collections import Counter
@@ -142,7 +141,7 @@ def _rounds_paid_for(folder: RunFolder) -> int:
         raise RunFolderError(
             str(folder.path),
             expected="a run with charges in its ledger, but this one has none",
-            fix=f"run it first: cloister resume {shlex.quote(str(folder.path))}",
+            fix=f"run it first: {folder.resume_command()}",
         )
     return max(Counter(entry.charge.dataset for entry in entries).values())
 

@@ -85,6 +85,12 @@ def simulate(
     plan = folder.plan
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
+    if engine == "flower" and plan.cohort.mode == "async":
+        raise EngineError(
+            "--engine",
+            engine,
+            expected='local with cohort.mode = "async": Flower returns the replies of a step together',
+        )
     if ray_address is not None and engine != "flower":
         raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
     if reached(folder, FINISHED):
@@ -363,9 +369,38 @@ def lay_out(plan: Plan, folder: Path) -> None:
         names.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
 
 
+def _check_public_sources(plan: Plan) -> None:
+    """Check that what a plan with a privacy unit names as public is not what its sites are given.
+
+    Raises:
+        PlanError: it is: training or evaluation on it at the coordinator would be a release without a charge.
+    """
+    if plan.privacy.unit == "none":
+        return
+    records = (_place(plan.simulation.source), plan.simulation.split)
+    for field, source, split in (
+        ("public.source", plan.public.source, plan.public.split),
+        ("server.evaluation", plan.server.evaluation, "train"),
+    ):
+        if source and (_place(source), split) == records:
+            raise PlanError(
+                field,
+                source,
+                expected="public records, and these are the records of the sites (simulation.source)",
+                fix="name other records; server.evaluation may be simulation:public, which no site has",
+            )
+
+
+def _place(source: str) -> str:
+    """A source by one name: a file or folder by its absolute path."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
 def lay_out_records(plan: Plan, folder: Path) -> None:
     """Write every site's records, and those that no site has; errors as `lay_out`."""
     simulation = plan.simulation
+    _check_public_sources(plan)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     if plan.privacy.unit != "none":
         check_usable(corpus.records, load_tokenizer(plan.model), plan)

@@ -94,6 +94,7 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
         """By message id of the request, the replies that the caller has not taken yet."""
         self._ids = itertools.count(1)
+        self._pushes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -161,11 +162,12 @@ class LocalGrid(Grid):
                 sites = f"a site from 1 to {len(self._contexts)}"
                 raise ValueError(f"dst_node_id is {message.metadata.dst_node_id}: expected {sites}")
         segments = PushSegments(batch)
+        self._pushes += 1
         ids = []
         for message in batch:
             # Metadata has no setter for the id; Flower's own grids set it in the same way.
             message.metadata.__dict__["_message_id"] = id = str(next(self._ids))
-            job = _Job(message, segments, _expiry(message), id, message.metadata.dst_node_id)
+            job = _Job(message, segments, _expiry(message), id, message.metadata.dst_node_id, self._pushes)
             self._jobs[job.id] = job
             self._queues[self._home.get(job.node, -1)].append(job)
             ids.append(job.id)
@@ -197,10 +199,35 @@ class LocalGrid(Grid):
             ValueError: a message is for a site that does not exist.
             EngineError: worker processes cannot be started, or the grid is closed.
         """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        pending = dict.fromkeys(self.push_messages(messages))
+        batches = iter((messages,))
+        yield from self._carry(
+            lambda: next(batches, ()), math.inf if timeout is None else time.monotonic() + timeout
+        )
+
+    def stream(self, messages: Callable[[], Iterable[Message]]) -> Iterator[Message]:
+        """Push messages and yield each reply as it arrives, while further messages come.
+
+        The deadline of each message is its TTL: a worker that is busy with it then is killed. If the caller closes the
+        iterator, the same happens to the messages as in `send_and_receive`.
+
+        Args:
+            messages: Returns the messages to push. It is called at the start and again before each wait. The iterator
+                ends when it returns none and no message is unanswered.
+
+        Raises:
+            ValueError: a message is for a site that does not exist.
+            EngineError: worker processes cannot be started, or the grid is closed.
+        """
+        return self._carry(messages, math.inf)
+
+    def _carry(self, messages: Callable[[], Iterable[Message]], deadline: float) -> Iterator[Message]:
+        pending: dict[str, None] = {}
         try:
-            while pending:
+            while True:
+                if batch := list(messages()):
+                    pending |= dict.fromkeys(self.push_messages(batch))
+                if not pending:
+                    break
                 self._dispatch(deadline)
                 happened = self._advance(deadline)
                 self._dispatch(
@@ -233,18 +260,30 @@ class LocalGrid(Grid):
                     self._assign(worker, job)
 
     def _take(self, index: int) -> _Job | None:
-        """Dequeue a worker's next job: of a site that it had last, of a new site, or of another worker's site."""
+        """Dequeue a worker's next job, if one fits: of the earliest push, so that sites that are asked again and again
+        do not keep others waiting; of a site that it had last, of a new site, or of another worker's site. Where a job
+        of an earlier push does not fit yet, those of later ones wait for it."""
         busy = {job.node for job in self._working.values()}
         free = len(self._pool) - sum(self._slots[node - 1] for node in busy)
         if free <= 0:
             return None
         queues = self._queues
+        first: tuple[deque[_Job], _Job] | None = None
+        earliest = math.inf
         for queue in (queues[index], queues[-1], *queues[:index], *queues[index + 1 : -1]):
-            for position, job in enumerate(queue):
-                if self._slots[job.node - 1] <= free and job.node not in busy:
-                    del queue[position]
-                    return job
-        return None
+            for job in queue:
+                if job.node in busy:
+                    continue
+                earliest = min(earliest, job.push)
+                if self._slots[job.node - 1] <= free:
+                    if first is None or job.push < first[1].push:
+                        first = queue, job
+                    break
+        if first is None or first[1].push > earliest:
+            return None
+        queue, job = first
+        queue.remove(job)
+        return job
 
     def _assign(self, worker: Worker, job: _Job) -> None:
         """Give a job to an idle worker; if the worker has crashed, try once more with another worker."""
@@ -351,6 +390,8 @@ class _Job:
     """On the monotonic clock, in seconds."""
     id: str
     node: int
+    push: int
+    """The number of the push that it was in."""
     retried: bool = False
 
 

@@ -22,7 +22,7 @@ from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_folder
 from cloister.server.control import command
-from cloister.server.deployment import Deployment
+from cloister.server.deployment import Deployment, check_transport, refusal_in
 from cloister.server.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.progress import Observer, Preparing
 from cloister.server.registry import Registry, Terms
@@ -34,11 +34,6 @@ _START_S = 120.0
 """Seconds within which a coordinator is ready."""
 
 
-def federation_of(files: RunFiles) -> Path:
-    """The coordinator's folder in the run folder of a rehearsal."""
-    return files.path / "federation"
-
-
 def prepare(folder: RunFolder, observe: Observer, transport: str) -> None:
     """Make all parties of a rehearsal: the sites' folders with keys and records, and the coordinator's.
 
@@ -48,14 +43,13 @@ def prepare(folder: RunFolder, observe: Observer, transport: str) -> None:
         transport: As in `Deployment`.
 
     Raises:
-        CloisterError: the records cannot be read or divided.
+        CloisterError: the records cannot be read or divided, or the transport cannot carry the plan.
     """
     plan = folder.plan
+    check_transport(plan, transport)
     observe(Preparing("data and keys of the sites"))
-    write_folder(
-        folder.sites.path, partial(_fill, plan, federation_of(folder)), durable=plan.simulation.durable
-    )
-    version = Registry.open(federation_of(folder)).federation.version
+    write_folder(folder.sites.path, partial(_fill, plan, folder.federation), durable=plan.simulation.durable)
+    version = Registry.open(folder.federation).federation.version
     Deployment(version, "flower" if transport == "flower" else "exchange", _START_S).write(folder)
 
 
@@ -112,35 +106,43 @@ def running(
     Raises:
         EngineError: the coordinator does not start; the error has the last line of its log.
     """
-    federation = federation_of(files)
+    federation = files.federation
     registry = Registry.open(federation)
     with ExitStack() as opened:
         start = ["coordinator", "start", str(federation)]
         start += ["--superlink-bind", registry.federation.superlink]
         start += ["--exchange-bind", registry.federation.exchange, "--log-format", log_format, *metrics]
-        log = files.path / "federation.log"
-        opened.enter_context(Child("cloister", start, log, ended=told))
+        log, gone = files.path / "federation.log", threading.Event()
+
+        def ended(line: str) -> None:
+            told(line)
+            gone.set()
+
+        opened.enter_context(Child("cloister", start, log, ended=ended))
         for name in files.sites.names():
             arguments = ["site", "start", str(files.sites.config(name)), "--log-format", log_format]
             file = files.sites.site(name) / "site.log"
             variables = fork_server.variables(plan)
             opened.enter_context(Child("cloister", arguments, file, environment=variables, ended=told))
-        _wait_for_coordinator(federation, log)
+        _wait_for_coordinator(federation, log, gone)
         (found,) = command(federation, do="status")
         if not any(entry["state"] in ("running", "waiting") for entry in found["runs"]):
             list(command(federation, do="submit", run=str(files.path.absolute())))
         yield
 
 
-def _wait_for_coordinator(federation: Path, log: Path) -> None:
+def _wait_for_coordinator(federation: Path, log: Path, ended: threading.Event) -> None:
+    """Wait until it answers commands; `ended` is set when its process has ended."""
     until, look = time.monotonic() + _START_S, threading.Event()
     while True:
         try:
             list(command(federation, do="status"))
             return
         except EngineError:
-            if time.monotonic() > until:
+            refused = ended.is_set() and refusal_in(log)
+            if refused or time.monotonic() > until:
+                because = f" ({refused})" if refused else f" within {_START_S:g} s"
                 raise EngineError(
-                    "coordinator", expected=f"one that is ready within {_START_S:g} s", fix=f"see {log}"
+                    "coordinator", expected=f"one that starts{because}", fix=f"see {log}"
                 ) from None
         look.wait(0.2)

@@ -26,7 +26,7 @@ from cloister.server.control import command
 from cloister.server.events import from_json
 from cloister.server.folder import RunFiles, RunFolder
 from cloister.server.progress import RoundStarted
-from cloister.simulations.rehearsal import federation_of, prepare, running
+from cloister.simulations.rehearsal import prepare, running
 
 PARTIES = ["flower-superlink", "coordinator run", "coordinator start", "site start", "flower-supernode"]
 ROUNDS = 2 * len(PARTIES)
@@ -82,7 +82,7 @@ def test_a_run_survives_the_kill_of_each_process(small_plan: Path, tmp_path: Pat
     with running(files, plan, ended.append):
         while not state:
             with contextlib.suppress(EngineError):  # its coordinator was killed, and starts again
-                for line in command(federation_of(files), do="follow", run=str(files.path)):
+                for line in command(files.federation, do="follow", run=str(files.path)):
                     event = from_json(line["line"]) if "line" in line else None
                     if isinstance(event, RoundStarted) and event.purpose == "train" and event.round in left:
                         kill(left.pop(event.round), str(files.path))

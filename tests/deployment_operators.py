@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cloister.protocol.address import free_port
-from cloister.tests.command import done
+from cloister.tests.command import done, refusal
 from cloister.tests.operators import (
     COORDINATOR,
     OTHERS,
@@ -79,6 +79,16 @@ def test_the_page_runs_a_federation(operators: Operators) -> None:
         operators.type(command)
     for party in (SITE, COORDINATOR, *OTHERS):
         assert operators.end(party) == 130
+
+
+def test_a_coordinator_that_refuses_to_start_ends_a_rehearsal(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, with its reason."""
+    arguments = ["--out", str(tmp_path / "run"), "--metrics", "198.51.100.1:9"]
+    line = refusal(capsys, "up", str(small_plan), *arguments)
+    assert "coordinator: expected one that starts (" in line
+    assert "--metrics" in line
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ class Loopback:
         """Given step and reply: the reply that arrives."""
         self.garble: Callable[[str, str, list[Buffer]], list[Buffer]] = lambda _site, _step, frames: frames
         """Given site, step and the reply's frames: the frames that arrive."""
+        self.turn: Callable[[list[str]], str] = lambda waiting: waiting[0]
+        """In a stream, given the sites that are asked, in their order: the one whose answer arrives next."""
         self.asked: list[tuple[str, str]] = []
         """(step, site) of every request."""
         self.explain: Callable[[Exception], str] = str
@@ -179,6 +181,19 @@ class Loopback:
             frames = serve(self.sites[name], encode(request), self.explain)
             reply = reply_in(self.garble(name, step, frames), node)
             yield node, reply if isinstance(reply, Failure) else self.tamper(step, reply)
+
+    def stream(
+        self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        waiting: dict[int, Request] = {}
+        while True:
+            coming = requests()
+            assert waiting.keys().isdisjoint(coming), "a site with an unanswered request was asked"
+            waiting |= coming
+            if not waiting:
+                return
+            node = self.names.index(self.turn([self.names[each] for each in waiting]))
+            yield from self.ask({node: waiting.pop(node)}, deadline_s, group=group)
 
     def lose(self, *lost: tuple[str, str, int]) -> None:
         """Let a site not answer: (site, step, try)."""

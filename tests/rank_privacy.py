@@ -29,7 +29,7 @@ from cloister.tests.rank_rounds import CPU, Job, short_blocks, some, start_of, t
 Z = 0.8
 """The noise multiplier."""
 CLIP = 0.05
-SIZES = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1)
+SIZES = (1, 3, 1, 2, 1, 4)
 """Windows of each unit."""
 
 
@@ -41,7 +41,6 @@ def private(kind: str, *overrides: str) -> Plan:
         "aggregation.secure=false",
         "aggregation.weighting=uniform",
         "server.evaluation=none",
-        "local.steps=2",
     ]
     return tiny(kind, *plain, *settings, *overrides)
 

@@ -113,7 +113,7 @@ def easier(z: float, rate: float, steps: int) -> list[Event]:
     ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.floats(1, 20), st.floats(1e-4, 0.05), st.integers(1, 1_000))
 def test_more_noise_costs_less_and_more_steps_cost_more(z: float, rate: float, steps: int) -> None:
     """Where all orders converge: at large rates `dp_accounting` leaves out the smallest ones, which costs a little."""
@@ -268,11 +268,11 @@ Branches = list[tuple[float, Parts, Parts]]
 
 def composed_epsilon(branches: Branches, z: float, steps: int, delta: float) -> float:
     """Epsilon of `steps` steps at `delta`, from mixtures of N(mean, z^2) on a fine grid and one FFT."""
-    width, size = 2e-4, 2**20
+    width, size = 2e-4, 2**18
     one = np.zeros(size)
     for probability, upper, lower in branches:
         means = [mean for _, mean in upper + lower]
-        x = np.linspace(min(means) - 9 * z, max(means) + 9 * z, 100_001)
+        x = np.linspace(min(means) - 9 * z, max(means) + 9 * z, 50_001)
         above, below = (
             logsumexp([math.log(weight) + norm.logpdf(x, mean, z) for weight, mean in parts], axis=0)
             for parts in (upper, lower)
@@ -373,9 +373,9 @@ def test_a_group_of_units_in_sums_over_all_sites_has_so_many_times_the_sensitivi
 
 
 def test_the_renyi_bound_of_a_group_is_one_too() -> None:
-    step = [SampledGaussian(2.0, 0.2, 50)]
+    step = [SampledGaussian(8.0, 0.2, 50)]
     assert spent(step, 1e-5, group=2).epsilon < spent(step, 1e-5, "rdp", group=2).epsilon
-    assert spent(step, 1e-5, "rdp", group=2) == spent([Gaussian(1.0, 50)], 1e-5, "rdp")
+    assert spent(step, 1e-5, "rdp", group=2) == spent([Gaussian(4.0, 50)], 1e-5, "rdp")
 
 
 @pytest.mark.parametrize("group", [0, -1, True])
@@ -469,7 +469,7 @@ def test_an_unknown_accountant_is_refused() -> None:
 @pytest.mark.parametrize(
     ("target", "accountant", "build"),
     [
-        (1.68, "pld", lambda z: [SampledGaussian(z, 0.0029, 60)]),
+        (1.0, "pld", lambda z: [SampledGaussian(z, 0.05, 30)]),
         (8.0, "rdp", lambda z: [SampledGaussian(z, 0.01, 5_000)]),
         (0.3, "pld", lambda z: [Gaussian(z, 100)]),
         (30.0, "pld", lambda z: [Gaussian(z, 2)]),

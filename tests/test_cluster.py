@@ -37,7 +37,7 @@ from cloister.tests.cluster_sites import (
     make_nothing,
     raw,
 )
-from cloister.tests.command import found, lone_refusal, ran, refusal
+from cloister.tests.command import lone_refusal, ran, refusal
 from cloister.tests.kills import ended
 from cloister.tests.test_flower_engine import needs_ray, ray_leaves
 
@@ -97,7 +97,7 @@ def flower(two: TwoNodes) -> Iterator[list[str]]:
     gc.collect()  # what Ray leaves, inside the test that ignores its warnings
 
 
-def test_two_nodes_give_the_weights_of_one_process_and_stay(
+def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and_stay(
     whole: dict[str, Any],
     small_plan: Path,
     two: TwoNodes,
@@ -106,47 +106,23 @@ def test_two_nodes_give_the_weights_of_one_process_and_stay(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    at_work: set[str] = set()
-    ask = GridChannel.ask
-
-    def watched(self: GridChannel, *arguments: Any, **options: Any) -> Any:
-        await_(lambda: all(map(two.workers, two.raylets)))
-        at_work.update(node for node in two.raylets if two.workers(node))
-        return ask(self, *arguments, **options)
-
-    monkeypatch.setattr(GridChannel, "ask", watched)
-    monkeypatch.chdir(tmp_path)  # the nodes have another working directory
-    outcome = found(capsys, "simulate", str(small_plan), "--out", "run", *flower)
-    assert outcome["params_sha256"] == whole["params_sha256"]
-    assert at_work == {"one", "two"}
-    assert not list(Path("run").glob(".nodes-*"))
-    await_(
-        lambda: not any(two.workers(node) for node in two.raylets)
-    )  # the cluster is left, the workers are not
-    assert all(title(raylet) for raylet in two.raylets.values())
-
-
-def test_a_worker_that_is_killed_on_one_node_is_a_dropout(
-    small_plan: Path,
-    two: TwoNodes,
-    flower: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The worker is stopped before a round, so that it keeps the message that it gets, and killed in it."""
+    """The worker is stopped before a round, so that it keeps the message that it gets, and killed in it. Its site is a
+    dropout of the attempt, and takes part in the next one."""
     from cloister.simulations.ray_workers import RayWorkers
 
+    at_work: set[str] = set()
     stopped: list[int] = []
     killed: list[int] = []
     ask, process = GridChannel.ask, RayWorkers.process_message
 
-    def stop_one(self: GridChannel, requests: Mapping[int, Request], *rest: Any, **options: Any) -> Any:
+    def watched(self: GridChannel, requests: Mapping[int, Request], *arguments: Any, **options: Any) -> Any:
+        await_(lambda: all(map(two.workers, two.raylets)))
+        at_work.update(node for node in two.raylets if two.workers(node))
         training = any(isinstance(r, Contribute) and r.sum.purpose == TRAIN for r in requests.values())
         if training and not stopped:
             stopped.extend(await_(lambda: two.workers("two", IDLE)))
             os.kill(stopped[0], signal.SIGSTOP)
-        return ask(self, requests, *rest, **options)
+        return ask(self, requests, *arguments, **options)
 
     def kill_it(self: RayWorkers, message: Message, context: Context) -> Any:
         reply = process(self, message, context)
@@ -155,16 +131,25 @@ def test_a_worker_that_is_killed_on_one_node_is_a_dropout(
             os.kill(killed[0], signal.SIGKILL)
         return reply
 
-    monkeypatch.setattr(GridChannel, "ask", stop_one)
+    monkeypatch.setattr(GridChannel, "ask", watched)
     monkeypatch.setattr(RayWorkers, "process_message", kill_it)
-    out = tmp_path / "run"
-    quorum = ["--set", "cohort.quorum=0.5", "--rounds", "2"]
-    code, printed, err = ran(capsys, "simulate", str(small_plan), "--out", str(out), *quorum, *flower)
+    monkeypatch.chdir(tmp_path)  # the nodes have another working directory
+    all_sites = ["--set", "cohort.quorum=1.0"]
+    code, printed, err = ran(
+        capsys, "simulate", str(small_plan), "--out", "run", *all_sites, *flower, "--json"
+    )
     assert code == 0, err
     assert killed
-    assert "the site's worker process ended" in printed + err
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["attempts"], row["sites"], row["dropouts"]) for row in rows[1:]] == [(1, 3, 1), (1, 4, 0)]
+    assert "the site's worker process ended" in err
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["attempts"], row["sites"]) for row in rows[1:]] == [(2, 4), (1, 4), (1, 4)]
+    assert json.loads(printed.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
+    assert at_work == {"one", "two"}
+    assert not list(Path("run").glob(".nodes-*"))
+    await_(
+        lambda: not any(two.workers(node) for node in two.raylets)
+    )  # the cluster is left, the workers are not
+    assert all(title(raylet) for raylet in two.raylets.values())
 
 
 def asking(grid: Grid, timeout_s: float, content: RecordDict | None = None) -> list[Message]:

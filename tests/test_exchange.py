@@ -261,6 +261,26 @@ def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> N
             opens.join()
 
 
+def test_the_deadline_begins_when_the_site_has_the_model(tmp_path: Path) -> None:
+    site, trained = Answering(), threading.Event()
+
+    def train(_request: Any) -> None:
+        trained.wait(WAIT_S)
+
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["down"] = 4 * CHUNK
+        with connected(channel, site, tmp_path, through=relay):
+            site.during = train
+            timers = [threading.Timer(1.0, relay.passing.set), threading.Timer(2.0, trained.set)]
+            for timer in timers:
+                timer.start()
+            assert (
+                ask(channel, contribute(np.arange(128 * CHUNK // 4, dtype=np.float32)), 1.5) == site.vector
+            ).all()
+            for timer in timers:
+                timer.join()
+
+
 def test_an_upload_that_stops_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)
     site = Answering(vector=random_vector(32))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -391,6 +392,34 @@ def test_an_upload_for_an_earlier_request_leaves_that_of_the_next(tmp_path: Path
             assert Held.FromString(next(new)).whole
             raw.say(reply=Letter(id=letter.id, frame=b"no message"))
         late.put(None)
+
+
+def test_a_site_that_replies_when_it_is_late_has_one_answer(tmp_path: Path) -> None:
+    """Its reply arrives while another late site is told of, and a third one's upload is still waited for."""
+    parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with open_channel(tmp_path) as channel, Raw(channel) as one, Raw(channel) as two, Raw(channel) as three:
+        opened = [raw.open(f"site-{number}") for number, raw in enumerate((one, two, three), 1)]
+        asking = channel.ask(dict.fromkeys((1, 2, 3), join_request()), 1.0, group="1")
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(next, asking)
+            _, second, third = [said(call).request for call, _ in opened]
+            vector = Vector(hash=bytes(32), size=2 * CHUNK)
+            parts.put(Part(vector=vector, request=third.id).SerializeToString())
+            parts.put(part_of(memoryview(bytes(CHUNK))))
+            upload = three.call("Upload", iter(parts.get, None), opened[2][1])
+            assert not Held.FromString(next(upload)).whole
+            assert first.result(WAIT_S) == (1, Failure("node 1", "timeout: no answer within 1 s"))
+        for raw, letter, (call, _) in ((two, second, opened[1]), (three, third, opened[2])):
+            name = "site-2" if raw is two else "site-3"
+            raw.say(reply=Letter(id=letter.id, frame=to_bytes(Joined(name))))
+            raw.say(alive=Alive())
+            while said(call).WhichOneof("said") != "alive":  # the coordinator has the reply before
+                pass
+        assert list(asking) == [
+            (2, Failure("node 2", "timeout: no answer within 1 s")),
+            (3, Joined("site-3")),
+        ]
+        parts.put(None)
 
 
 def test_what_a_site_may_download_is_what_it_is_asked_about(tmp_path: Path) -> None:

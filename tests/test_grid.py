@@ -56,6 +56,34 @@ def test_sites_stay_with_their_worker(open_grid: Open, events: Events, tmp_path:
         assert {said(reply)["node"]: said(reply)["device"] for reply in ask(grid, "who")} == homes
 
 
+def test_sites_that_are_asked_again_and_again_keep_no_other_waiting(open_grid: Open) -> None:
+    grid = open_grid(4, workers=1)
+    coming = [[query(node) for node in range(1, 5)]]
+    answered = []
+    for reply in grid.stream(lambda: coming.pop() if coming else []):
+        answered.append(reply.metadata.src_node_id)
+        if len(answered) <= 4:
+            coming.append([query(reply.metadata.src_node_id)])
+    assert answered == [1, 2, 3, 4, 1, 2, 3, 4]
+
+
+def test_a_site_that_needs_both_workers_has_its_turn_among_others_that_are_asked_again(
+    open_grid: Open,
+) -> None:
+    grid = open_grid(3, workers=2, slots=[1, 1, 2])
+    coming = [[query(node) for node in (1, 2, 3)]]
+    answered: list[int] = []
+    for reply in grid.stream(lambda: coming.pop() if coming else []):
+        answered.append(reply.metadata.src_node_id)
+        if len(answered) < 12 and answered[-1] != 3:
+            coming.append([query(answered[-1])])
+    assert 3 in answered[:5]
+
+
+def query(node: int) -> Message:
+    return Message(RecordDict(), node, "query.who")
+
+
 def test_push_and_pull(open_grid: Open) -> None:
     grid = open_grid(3)
     ids = grid.push_messages([Message(RecordDict(), node, "query.who") for node in (1, 2, 3)])

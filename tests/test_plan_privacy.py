@@ -304,6 +304,7 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
         ("private-sites.toml", "site"),
         ("correlated-sites.toml", "site"),
         ("not-private.toml", "none"),
+        *((f"flowertune-{task}.toml", "none") for task in ("general", "finance", "medical", "code")),
     ],
 )
 def test_shipped_plans_protect_what_their_names_say(name: str, unit: str) -> None:

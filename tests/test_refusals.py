@@ -25,11 +25,13 @@ from cloister.cli.main import VERBS, command_parser, main
 from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
 from cloister.protocol.soundness import parse
+from cloister.server.deployment import Deployment
 from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import CREATED, DONE, Journal
 from cloister.server.progress import SiteFailed
 from cloister.simulations import federation
 from cloister.tests.command import lone_refusal, ran
+from cloister.tests.federation import CENTRAL, TINY, write_records
 
 LONG = "x" * 300
 """A name that no file system takes."""
@@ -42,6 +44,65 @@ def field_of(*overrides: str) -> str:
 
 
 # run folders
+
+
+def test_a_deployed_run_is_not_continued_as_a_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder.create(tmp_path / "run", parse("")) as folder:
+        Deployment(1, "exchange", 0.0).write(folder)
+    before = sorted(path.name for path in folder.path.iterdir())
+    line = lone_refusal(capsys, "resume", str(folder.path))
+    assert line.endswith(f"continue it with: cloister submit --to FEDERATION --again {folder.path}")
+    (folder.path / "federation").mkdir()
+    line = lone_refusal(capsys, "resume", str(folder.path))
+    assert line.endswith(f"continue it with: cloister up --again {folder.path}")
+    assert sorted(path.name for path in folder.path.iterdir()) == sorted([*before, "federation"])
+
+
+@pytest.mark.parametrize("field", ["public.source", "server.evaluation"])
+def test_records_of_sites_are_not_public_under_a_unit(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one path is relative and the other is not."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(TINY)
+    records = write_records(tmp_path / "records.jsonl")
+    monkeypatch.chdir(tmp_path)
+    fields = [*CENTRAL, f"simulation.source={records}", f"{field}=records.jsonl"]
+    options = [part for each in fields for part in ("--set", each)]
+    code, _, err = ran(capsys, "simulate", str(plan), *options, "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert (
+        f"{field} is 'records.jsonl': expected public records, and these are the records of the sites" in err
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_simulation_is_not_continued_as_a_rehearsal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunFolder.create(tmp_path / "run", parse("")).close()
+    line = lone_refusal(capsys, "up", "--again", str(tmp_path / "run"))
+    assert line.endswith(f"continue it with: cloister resume {tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["not-private"], "PLAN"),
+        (["--sites", "3"], "--sites"),
+        (["--set", "run.rounds=2"], "--set"),
+        (["--rounds", "2", "--out", "x"], "--rounds, --out"),
+        (["--transport", "exchange"], "--transport"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["up"], ["submit", "--to", "none"]])
+def test_a_run_is_continued_as_it_began(
+    verb: list[str], given: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = lone_refusal(capsys, *verb, *given, "--again", "runs/mine")
+    assert f"--again is 'runs/mine': expected it without {named}: " in line
 
 
 def test_folders_that_the_system_refuses_are_one_line(
@@ -309,13 +370,17 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "coordinator": ["show", "x"],
         "roster": ["show", "x"],
         "ledger": ["show", "x"],
+        "tokenizer": ["show", "x", "x"],
     }
     required = {
         "generate": ["x", "--prompt", "x"],
+        "export": ["x", "x"],
+        "compress": ["x", "--int8"],
         "budget": ["--unit", "site"],
         "provision": ["x", "--out", "x"],
         "simulate": [],
         "submit": ["x", "--to", "x"],
+        "track": ["x", "--to", "mlflow"],
     }
     given = action.get(verb, required.get(verb, ["x"]))
     for wrong, part in (

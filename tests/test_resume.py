@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from cloister.server.journal import DONE, FINISHED, UNMASKING, Journal
 from cloister.server.progress import Evaluated, Event, Finished, RoundDone, RoundStarted, SiteAnswered
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found, lone_refusal, ran, refusal
-from cloister.tests.kills import Moment, die, ended, family, kill_while, killed_run
+from cloister.tests.kills import Moment, die, die_at, ended, family, kill_while, killed_run
 
 
 def at(kind: type, number: int, event: Event) -> bool:
@@ -31,15 +33,28 @@ def at(kind: type, number: int, event: Event) -> bool:
     return isinstance(event, kind) and getattr(event, "round", number) == number
 
 
-MOMENTS: dict[str, Moment] = {
+@dataclass(frozen=True)
+class Entry:
+    """The moment just before, or just after, a journal entry of round 2."""
+
+    step: str
+    before: bool = False
+
+
+ONE_SITE_ANSWERED: Moment = partial(at, SiteAnswered, 2)
+KILLS: dict[str, Moment | Entry] = {
     "before anything": partial(at, object, 0),
     "initial model evaluated": partial(at, Evaluated, 0),
     "first round begun": partial(at, RoundStarted, 1),
-    "one site answered": partial(at, SiteAnswered, 2),
-    "round done, not reported": partial(at, RoundDone, 2),
-    "round evaluated, not reported": partial(at, Evaluated, 2),
+    "round done, not reported": partial(at, RoundDone, 1),
+    "round evaluated, not reported": partial(at, Evaluated, 1),
+    "one site answered": ONE_SITE_ANSWERED,
+    "shares are about to be revealed": Entry(f"train {UNMASKING}"),
+    "checkpoint written, journal not": Entry(DONE, before=True),
+    "shares of an evaluation are about to be revealed": Entry(f"evaluate {UNMASKING}"),
     "finished": partial(at, Finished, 3),
 }
+"""In the order in which a run comes to them."""
 
 
 def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(
@@ -93,35 +108,61 @@ def test_ctrl_c_does_not_wait_for_what_is_imported(small_plan: Path, tmp_path: P
         try:
             _, errors = process.communicate(timeout=60)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert errors == "cloister: interrupted\n"
     assert all(map(ended, ends))
 
 
-def killed_at_entry(plan: Path, out: Path, entry: str, before: bool) -> None:
+def killed(plan: Path, out: Path, kill: Moment | Entry) -> None:
+    """Begin a run, or go on with it, and die at a moment of it."""
     record = Journal.record
 
     def record_and_die(journal: Journal, number: int, attempt: int, step: str, *rest: Any) -> None:
-        if before and (number, step) == (2, entry):
+        if number == 2 and kill == Entry(step, before=True):
             die()
         record(journal, number, attempt, step, *rest)
-        if (number, step) == (2, entry):
+        if number == 2 and kill == Entry(step):
             die()
 
-    with mock.patch.object(Journal, "record", record_and_die):
-        simulate(RunFolder.create(out, load(plan)), lambda _: None, workers=2)
+    observe = (lambda _event: None) if isinstance(kill, Entry) else die_at(kill)
+    with (
+        RunFolder.reopen(out) if out.exists() else RunFolder.create(out, load(plan)) as folder,
+        mock.patch.object(Journal, "record", record_and_die),
+    ):
+        simulate(folder, observe, workers=1)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_goes_on_to_the_same_weights(
-    moment: str, whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(
+    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With optimizer state that sites keep from round to round."""
+    plan, out = tmp_path / "keep.toml", tmp_path / "killed"
+    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
+    undisturbed = found(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"), "--workers", "1")
+    assert undisturbed["params_sha256"] != whole["params_sha256"]
+    for kill in KILLS.values():
+        kill_while(killed, plan, out, kill)
+    assert_as_if_undisturbed(out, found(capsys, "resume", str(out), "--workers", "1"), undisturbed)
+
+
+@pytest.fixture(scope="module")
+def interrupted(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed when one site had answered in round 2; do not change its folder."""
+    out = tmp_path_factory.mktemp("interrupted") / "run"
+    kill_while(killed_run, small_plan, out, ONE_SITE_ANSWERED)
+    return out
+
+
+def test_what_a_killed_process_has_spent_is_counted_too(
+    whole: dict[str, Any], interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On rounds that it finished."""
     out = tmp_path / "killed"
-    kill_while(killed_run, small_plan, out, MOMENTS[moment])
+    shutil.copytree(interrupted, out)
     resumed = found(capsys, "resume", str(out), "--workers", "1")
     assert_as_if_undisturbed(out, resumed, whole)
-    # What the killed process had spent on rounds that it finished is counted too.
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     with Journal(out / "journal.sqlite") as journal:
         end = journal.newest(FINISHED)
@@ -130,24 +171,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert all({"train", "sum", "evaluate"} <= set(row["phase_seconds"]) for row in rows[1:])
     assert resumed["phase_seconds"]["train"] == pytest.approx(sum(lap.get("train", 0.0) for lap in laps))
     assert resumed["round_seconds"] == pytest.approx(sum(row["seconds"] for row in rows[1:]))
-    processes = 1 if moment in ("before anything", "initial model evaluated", "finished") else 2
-    assert sum("join" in lap for lap in laps) == processes
-
-
-@pytest.mark.parametrize(
-    ("entry", "before"), [(DONE, True), (f"train {UNMASKING}", False), (f"evaluate {UNMASKING}", False)]
-)
-def test_a_run_killed_around_a_journal_entry_goes_on_to_the_same_weights(
-    entry: str,
-    before: bool,
-    whole: dict[str, Any],
-    small_plan: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "killed"
-    kill_while(killed_at_entry, small_plan, out, entry, before)
-    assert_as_if_undisturbed(out, found(capsys, "resume", str(out)), whole)
+    assert sum("join" in lap for lap in laps) == 2, "of both processes"
 
 
 def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -157,18 +181,6 @@ def assert_as_if_undisturbed(out: Path, resumed: dict[str, Any], whole: dict[str
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert [row["attempts"] for row in rows[1:]] == [1, 1, 1], "an attempt that was under way did not go on"
     assert not (out / "attempt").exists()
-
-
-def test_kept_optimizer_state_survives_a_kill(
-    whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = tmp_path / "keep.toml"
-    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
-    kept = found(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"))
-    kill_while(killed_run, plan, tmp_path / "killed", MOMENTS["one site answered"])
-    resumed = found(capsys, "resume", str(tmp_path / "killed"))
-    assert resumed["params_sha256"] == kept["params_sha256"]
-    assert kept["params_sha256"] != whole["params_sha256"]
 
 
 def test_a_finished_run_is_not_run_again(
@@ -270,10 +282,10 @@ def test_a_final_model_from_before_there_were_records_goes_on_to_work(
 
 
 def test_a_damaged_checkpoint_is_named(
-    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "killed"
-    kill_while(killed_run, small_plan, out, MOMENTS["round done, not reported"])
+    shutil.copytree(interrupted, out)
     newest = max((out / "checkpoints").iterdir())
     newest.write_bytes(newest.read_bytes()[:1000])
     line = refusal(capsys, "resume", str(out))
@@ -296,7 +308,9 @@ def test_a_full_disk_while_checkpointing_loses_nothing(
     try:
         with (
             RunFolder.create(out, load(small_plan)) as folder,
-            pytest.raises(StorageError, match=r"round-00002.*expected a disk that accepts the write.*resume"),
+            pytest.raises(
+                StorageError, match=r"round-00002.*expected a disk that accepts the write.*continue the run"
+            ),
         ):
             simulate(folder, fill_disk, workers=2)
     finally:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from cloister.aggregation import masks
 from cloister.aggregation.secure_sum import traffic
 from cloister.clients.exchange import MOST_BYTES
-from cloister.protocol.errors import MaskError, TransferError
+from cloister.protocol.errors import MaskError, PlanError, TransferError
 from cloister.protocol.messages import MOST_SPANS, Advertise, Peers
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
@@ -54,13 +54,13 @@ SITE_LINE, LINE = 100e6 / 8, 10e9 / 8
 HOUR = 3600
 
 
-def plan_of(sites: int, bits: int = 32) -> Plan:
-    return parse(f"[cohort]\nsites = {sites}\n[aggregation]\nring_bits = {bits}\n")
+def plan_of(sites: int, bits: int = 32, secure: str = "true") -> Plan:
+    return parse(f"[cohort]\nsites = {sites}\n[aggregation]\nring_bits = {bits}\nsecure = {secure}\n")
 
 
 def sizes(sites: int, trained: int, bits: int = 32) -> tuple[int, int]:
-    """Bytes down and up of one site in a round."""
-    found = cost(plan_of(sites, bits), trained, trained)
+    """Bytes down and up of one site in a round; the same in clear, where no length is refused."""
+    found = cost(plan_of(sites, bits, "false"), trained, trained)
     return found.bytes_down, found.bytes_up
 
 
@@ -202,7 +202,12 @@ def test_the_refused_size_is_refused_and_the_others_pass() -> None:
         masks.check(one, TRAINED["70 B"] - 1)
     assert (MOST_BYTES, CHUNK, SMALL, LONGEST, SLOWEST) == (2**40, 2**18, 2**18, 2**22, 2**16)
     check_vectors([(bytes(32), down)], MOST_BYTES)
-    assert most_bytes_of(plan_of(1000), TRAINED["70 B"]) == up
+    with pytest.raises(
+        PlanError, match="trained parameters is 70000000000: expected a sum of at most 68719476736"
+    ):
+        most_bytes_of(plan_of(1000), TRAINED["70 B"])
+    assert most_bytes_of(plan_of(1000), masks.LONGEST - 100) < up
+    assert most_bytes_of(plan_of(1000, secure="false"), TRAINED["70 B"]) == up
     check_vectors([(bytes(32), up // 1000)] * MOST_SPANS, up)
     with pytest.raises(TransferError):
         check_vectors([(bytes(32), 2**40 + 1)], MOST_BYTES)

@@ -301,6 +301,10 @@ def test_costs_are_counted() -> None:
     assert found.cohort == 5
     assert found.bytes_down == 400
     assert 400 < found.bytes_up < 400 + 200
+    assert found.coordinator_bytes == 4 * 1000 + found.bytes_up  # as tests/test_memory.py measures it
+    adam = ["cohort.sites=10", "server.optimizer=adam", "aggregation.ring_bits=16"]
+    moments = cost(parse("", adam), parameters=1000, trained=100)
+    assert moments.coordinator_bytes == 4 * (1000 + 2 * 100 + 100) + moments.bytes_up
     # The coordinator's memory does not grow with the sites.
     many = cost(parse("", ["cohort.sites=5000", "cohort.fraction=1"]), parameters=1000, trained=100)
     assert many.coordinator_bytes < found.coordinator_bytes * 1.1

@@ -34,7 +34,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No space left on device") as caught:
         write_file(path, full_disk)
     assert str(path) in str(caught.value)
-    assert "resume" in str(caught.value)
+    assert "continue the run" in str(caught.value)
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["file"]
 

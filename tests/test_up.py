@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import datetime
 import hashlib
 import io
 import json
@@ -12,6 +13,8 @@ import queue
 import re
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -34,13 +37,18 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from cloister.cli.main import main
+from cloister.clients.alive import alive_path
+from cloister.clients.config import read_config
+from cloister.clients.superlink import refuses_clock
+from cloister.protocol.address import free_port
 from cloister.protocol.child import Child
 from cloister.protocol.errors import EngineError
 from cloister.protocol.flower import QUIET, Tasks
 from cloister.protocol.soundness import load
 from cloister.protocol.supernode import make_supernode_key
 from cloister.server.folder import RunFiles, RunFolder, read_plan
-from cloister.simulations.rehearsal import federation_of, prepare, running
+from cloister.server.registry import Registry
+from cloister.simulations.rehearsal import prepare, running
 
 # Flower 1.39 calls pathspec by a name that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
@@ -59,7 +67,7 @@ class Rehearsed:
 
     @property
     def federation(self) -> Path:
-        return federation_of(self.files)
+        return self.files.federation
 
     def sites(self) -> list[Path]:
         return [self.files.sites.config(name) for name in self.files.sites.names()]
@@ -75,22 +83,34 @@ def told(*command: str) -> dict[str, Any]:
     return found
 
 
+FEWER = ("cohort.sites=3", "run.rounds=2")
+"""Each site is two processes more, which import torch and Flower for themselves."""
+
+
+@pytest.fixture(scope="module")
+def simulated(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a simulation of the same plan prints."""
+    out = tmp_path_factory.mktemp("simulated") / "run"
+    options = [part for field in FEWER for part in ("--set", field)]
+    return told("simulate", str(small_plan), *options, "--out", str(out), "--workers", "1")
+
+
 @pytest.fixture(scope="module")
 def rehearsed(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsed]:
-    files, plan = RunFiles(tmp_path_factory.mktemp("up") / "run"), load(small_plan)
+    files, plan = RunFiles(tmp_path_factory.mktemp("up") / "run"), load(small_plan, FEWER)
     with RunFolder.create(files.path, plan) as folder:
         prepare(folder, lambda _event: None, "exchange")
     ended: list[str] = []
     with running(files, plan, ended.append, log_format="json", metrics=("--metrics", "127.0.0.1:0")):
-        outcome = told("status", str(federation_of(files)), "--follow")
+        outcome = told("status", str(files.federation), "--follow")
         yield Rehearsed(files, outcome, ended)
 
 
 def test_a_deployment_ends_with_the_weights_of_a_simulation(
-    rehearsed: Rehearsed, whole: dict[str, Any]
+    rehearsed: Rehearsed, simulated: dict[str, Any]
 ) -> None:
     for figure in ("params_sha256", "initial_loss", "final_loss", "rounds"):
-        assert rehearsed.outcome[figure] == whole[figure]
+        assert rehearsed.outcome[figure] == simulated[figure]
     assert not rehearsed.ended
     assert not rehearsed.files.spool.exists(), "the uploads are removed"
     for site in rehearsed.sites():
@@ -110,7 +130,7 @@ def test_status_tells_of_the_coordinator_and_its_sites(
         assert told("status", str(site))["well"]
         assert main(["status", "--probe", str(site)]) == 0
     assert main(["logs", str(rehearsed.files.path)]) == 0
-    assert "finished 3 rounds" in capsys.readouterr().out
+    assert "finished 2 rounds" in capsys.readouterr().out
 
 
 def messages(path: Path) -> list[dict[str, Any]]:
@@ -168,7 +188,7 @@ def test_audit_logs_have_the_run(rehearsed: Rehearsed, capsys: pytest.CaptureFix
     names = {site.parent.name for site in rehearsed.sites()}
     rounds = [
         (what, number)
-        for number in (0, 1, 2, 3)
+        for number in (0, 1, 2)
         for what in ("evaluate", "train")
         if number or what == "evaluate"
     ]
@@ -198,7 +218,7 @@ def test_metrics_are_those_of_the_run(rehearsed: Rehearsed) -> None:
     with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
         text = answer.read().decode()
     assert "cloister_running 0.0\n" in text
-    assert 'cloister_rounds_done_total{run="run"} 3.0\n' in text
+    assert 'cloister_rounds_done_total{run="run"} 2.0\n' in text
     assert 'cloister_attempts_failed_total{run="run"} 0.0\n' in text
     sent = re.findall(
         r'^cloister_received_bytes_total\{run="run",site="([^"]+)"\} (\S+)$', text, re.MULTILINE
@@ -351,16 +371,29 @@ def test_a_supernode_that_is_not_in_the_federation_does_not_connect(
     assert len(nodes) == len(rehearsed.sites())
 
 
-def test_flowers_own_messages_can_carry_a_run(rehearsed: Rehearsed, small_plan: Path, tmp_path: Path) -> None:
-    fields = ["run.rounds=1", "server.evaluation=none", "cohort.deadline_s=120"]
-    options = [part for field in fields for part in ("--set", field)]
-    plan = load(small_plan, fields)
-    for site in rehearsed.sites():  # their operators accept this plan too
-        site.write_text(re.sub('plan = "[0-9a-f]*"', f'plan = "{plan.digest()}"', site.read_text()))
-    simulated = told("simulate", str(small_plan), *options, "--out", str(tmp_path / "simulated"))
-    to = ["--to", str(rehearsed.federation), "--out", str(tmp_path / "deployed")]
-    deployed = told("submit", str(small_plan), *options, *to, "--transport", "flower", "--follow")
-    assert deployed["params_sha256"] == simulated["params_sha256"]
+def test_the_superlink_tells_a_site_that_its_clock_is_wrong(rehearsed: Rehearsed) -> None:
+    federation = Registry.open(rehearsed.federation)
+    root, now = federation.certificate_bytes("authority"), datetime.datetime.now(datetime.UTC)
+    hour = datetime.timedelta(hours=1)
+    found = [refuses_clock(federation.federation.superlink, root, now + by) for by in (hour, 0 * hour, -hour)]
+    assert found == [True, False, True]
+    assert not refuses_clock(f"127.0.0.1:{free_port()}", root, now + hour), "it does not answer"
+
+
+def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) -> None:
+    """As on a full disk. It would be away for the length of a deadline, where others wait for what it could refuse."""
+    site, look = rehearsed.sites()[0], threading.Event()
+    shown, log = alive_path(read_config(site)), site.parent / "site.log"
+    while not shown.is_dir():
+        shown.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):  # it was shown between
+            shown.mkdir()
+    until = time.monotonic() + WAIT_S
+    while not re.search("WARNING.*alive.json: expected a disk that accepts the write", log.read_text()):
+        assert time.monotonic() < until
+        look.wait(0.05)
+    shown.rmdir()
+    assert not rehearsed.ended
 
 
 def test_a_child_that_ends_is_started_again(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""`cloister track`: what a tracker gets of a run is read back from the tracker's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.server.folder import RunFiles, RunFolder
+from cloister.server.journal import FINISHED, Journal
+from cloister.server.run import run
+from cloister.tests.command import done, found, lone_refusal
+from cloister.tests.federation import CENTRAL, Federation, tiny
+
+Curves = dict[str, dict[int, float]]
+"""By figure, the value of each round."""
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with a privacy unit."""
+    folder = tmp_path_factory.mktemp("tracking")
+    federation = Federation(folder, tiny(*CENTRAL))
+    with RunFolder.create(folder / "run", federation.plan) as made:
+        run(made, federation.channel, lambda _event: None)
+    return folder / "run"
+
+
+def records(file: bytes) -> Iterator[bytes]:
+    """The records of a file in the log format of LevelDB (its doc/log_format.md), after a header of 7 bytes."""
+    at, whole = 7, b""
+    while at + 7 < len(file):
+        left = 2**15 - at % 2**15
+        if left < 7:  # no header fits: the rest of the block is empty
+            at += left
+            continue
+        length, kind = int.from_bytes(file[at + 4 : at + 6], "little"), file[at + 6]
+        at += 7
+        whole += file[at : at + length]
+        at += length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield whole
+            whole = b""
+
+
+def in_wandb(run: Path) -> tuple[Curves, dict[str, Any]]:
+    """What the files of offline runs hold: curves and parameters."""
+    from wandb.proto import wandb_internal_pb2
+
+    recorded: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]  # its generated module has no types
+    curves: Curves = {}
+    config: dict[str, Any] = {}
+    for path in run.glob("wandb/offline-run-*/*.wandb"):
+        for data in records(path.read_bytes()):
+            record = recorded.FromString(data)
+            for item in record.run.config.update:
+                config[item.key] = json.loads(item.value_json)
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            for name, value in row.items():
+                if not name.startswith("_"):
+                    curves.setdefault(name, {})[row["_step"]] = value
+    return curves, config
+
+
+def in_mlflow(folder: Path) -> tuple[Curves, dict[str, Any]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=folder.as_uri())
+    experiment = client.get_experiment_by_name("trials")
+    assert experiment is not None
+    (there,) = client.search_runs([experiment.experiment_id])
+    assert there.info.status == "FINISHED"
+    histories = {name: client.get_metric_history(there.info.run_id, name) for name in there.data.metrics}
+    curves = {name: {each.step: each.value for each in history} for name, history in histories.items()}
+    return curves, dict(there.data.params)
+
+
+def to_tracker(private: Path, tracker: str, store: Path) -> list[str]:
+    there = ["--offline"] if tracker == "wandb" else ["--uri", store.as_uri(), "--project", "trials"]
+    return ["track", str(private), "--to", tracker, *there]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_a_tracker_has_the_figures_of_each_round_once(
+    tracker: str,
+    private: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    command = to_tracker(private, tracker, tmp_path)
+    assert found(capsys, *command)["sent"] == [0, 1, 2, 3]
+    assert found(capsys, *command)["sent"] == []
+    curves, config = in_wandb(private) if tracker == "wandb" else in_mlflow(tmp_path)
+    rows = {row["round"]: row for row in RunFiles(private).metrics()}
+    assert curves["epsilon"] == {number: rows[number]["epsilon"] for number in (1, 2, 3)}
+    assert len(set(curves["epsilon"].values())) == 3
+    assert curves["update_norm"] == {number: rows[number]["update_norm"] for number in (1, 2, 3)}
+    assert not {"train_loss", "tokens", "clipped"} & set(curves), "what the unit keeps at the sites"
+    assert config["privacy.unit"] == '"site"'
+    assert not any(name.startswith("simulation") for name in config)
+    everything = json.dumps([curves, config])
+    assert "site-00" not in everything
+    assert str(private.parent) not in everything
+    if tracker == "wandb":
+        files = [path.read_bytes() for path in private.glob("wandb/offline-run-*/*.wandb")]
+        assert not any(socket.gethostname().encode() in file for file in files)
+    else:
+        assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+        assert found(capsys, *command[:-1], "elsewhere")["sent"] == [0, 1, 2, 3], (
+            "another project has none yet"
+        )
+
+
+def test_a_run_that_goes_on_is_sent_to_its_newest_round_but_one(
+    private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its newest may get an evaluation yet; the rest follows when it is finished."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    files = RunFiles(tmp_path / "run")
+    files.path.mkdir()
+    files.plan_file.write_bytes((private / "plan.json").read_bytes())
+    lines = (private / "metrics.jsonl").read_text().splitlines(keepends=True)
+    files.metrics_file.write_text("".join(lines[:3]))
+    command = to_tracker(files.path, "mlflow", tmp_path / "store")
+    assert found(capsys, *command)["sent"] == [0, 1]
+    with Journal(files.journal) as journal:
+        files.metrics_file.write_text("".join(lines))
+        assert found(capsys, *command)["sent"] == [2]
+        journal.record(3, 1, FINISHED, {})
+    assert done(capsys, *command) == "sent the round 3\n"
+    curves, _ = in_mlflow(tmp_path / "store")
+    assert set(curves["epsilon"]) == {1, 2, 3}
+
+
+def test_a_password_in_the_address_is_not_shown(
+    private: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    address = "http://user:s3cret@127.0.0.1:9"
+    line = lone_refusal(capsys, "track", str(private), "--to", "mlflow", "--uri", address)
+    assert "127.0.0.1" in line
+    assert "s3cret" not in line + (private / "tracking.json").read_text()
+
+
+def test_a_tracker_that_is_not_there_is_one_line(
+    private: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for given, field in (
+        (["--to", "mlflow"], "--uri: expected the address of an MLflow server"),
+        (["--to", "mlflow", "--offline"], "--offline: expected only with --to wandb"),
+        (["--to", "wandb", "--uri", "x"], "--uri is 'x': expected only with --to mlflow"),
+        (
+            ["--to", "mlflow", "--uri", "http://127.0.0.1:9"],
+            "--to is 'mlflow': expected a tracker that accepts the run",
+        ),
+    ):
+        assert field in lone_refusal(capsys, "track", str(private), *given)
