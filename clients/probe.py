@@ -145,7 +145,10 @@ def echo(
                             fix=_fix_between(address),
                         )
                     progress.moved(down=len(data))
-                return Echo(about, ahead, round_trip, half - started, time.monotonic() - half)
+                down = time.monotonic() - half
+                unsent.put(None)
+                answers.end()  # gRPC's server keeps some bytes of each call that is cancelled
+                return Echo(about, ahead, round_trip, half - started, down)
         except grpc.RpcError as error:
             return _judged(error, address, progress, limit_s)
         finally:
@@ -179,6 +182,21 @@ class _Answers:
             )
         self._progress.moved()
         return message
+
+    def end(self) -> None:
+        """Read the end of the call.
+
+        Raises:
+            ConnectionFailedError: there is another message.
+            grpc.RpcError: the call failed.
+        """
+        for data in self._call:
+            raise ConnectionFailedError(
+                "answer",
+                f"{len(data)} bytes after the echo",
+                expected="the end of the echo",
+                fix="install the same release of cloister at the coordinator and at the sites",
+            )
 
 
 def _judged(error: grpc.RpcError, address: str, progress: _Progress, limit_s: float) -> Skipped:

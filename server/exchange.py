@@ -32,10 +32,9 @@ import math
 import os
 import queue
 import shutil
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +98,7 @@ from cloister.protocol.transfer import (
 from cloister.protocol.wire import Buffer
 from cloister.server.certificate import Certificate
 from cloister.server.channel import Failure, reply_in
+from cloister.server.event_loop import EventLoop
 from cloister.server.rate import Rate
 
 _log = logging.getLogger(__name__)
@@ -138,8 +138,6 @@ _WRITERS = 4
 """Threads that write to disk."""
 _CLOSE_S = 2.0
 """Seconds for which the last messages may still be sent at the end."""
-_CALL_S = 60.0
-"""Seconds after which the event loop, which never blocks, is taken for dead."""
 _SERVICE = "cloister.Exchange"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
@@ -303,11 +301,9 @@ class ExchangeChannel:
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
         self._more = asyncio.Condition()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="exchange", daemon=True)
-        self._thread.start()
+        self._loop = EventLoop("exchange")
         try:
-            self._server, port = self._call(self._start(bind))
+            self._server, port = self._loop.run(self._start(bind))
         except BaseException as error:
             self._end()
             if isinstance(error, RuntimeError):  # gRPC's, for a port that is taken
@@ -330,10 +326,10 @@ class ExchangeChannel:
         Args:
             over: Tell the sites that the run is over, so that they do not connect again. Their uploads are removed.
         """
-        if self._loop.is_closed():
+        if self._loop.over:
             return
-        self._now(partial(self._dismiss, over))
-        self._call(self._server.stop(_CLOSE_S if over else 0))
+        self._loop.call(partial(self._dismiss, over))
+        self._loop.run(self._server.stop(_CLOSE_S if over else 0))
         self._end()
         if over:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -342,7 +338,7 @@ class ExchangeChannel:
 
     def invite(self, lifetime_s: float = INVITATION_S) -> Invitation:
         """A new invitation, for one session of one site; it is a secret between the two."""
-        token = self._now(lambda: self._tokens.issue(lifetime_s))
+        token = self._loop.call(lambda: self._tokens.issue(lifetime_s))
         return Invitation(self._run, self.address, self._server_name, self._certificate.pem, token)
 
     def wait_for(self, sites: int, timeout_s: float) -> int:
@@ -354,11 +350,11 @@ class ExchangeChannel:
                     await self._more.wait_for(lambda: self._online() >= sites)
             return self._online()
 
-        return self._call(wait(), timeout_s)
+        return self._loop.run(wait(), timeout_s)
 
     def connected(self) -> list[Connected]:
         """All sites that have been connected, by node; none after `close`."""
-        if self._loop.is_closed():
+        if self._loop.over:
             return []
 
         def read() -> list[Connected]:
@@ -367,7 +363,7 @@ class ExchangeChannel:
                 for site in self._sites.values()
             ]
 
-        return sorted(self._now(read), key=lambda site: site.node)
+        return sorted(self._loop.call(read), key=lambda site: site.node)
 
     def nodes(self) -> Sequence[int]:
         """The nodes of all sites that have been connected: also of those that are to connect again."""
@@ -407,7 +403,7 @@ class ExchangeChannel:
                     waiting |= asked
                     timeout = None
                     _log.info("%s: %d sites are asked", group, len(asked))
-                    self._now(partial(self._ask, asked))
+                    self._loop.call(partial(self._ask, asked))
                 if not waiting:
                     return
                 if timeout is None:
@@ -415,7 +411,7 @@ class ExchangeChannel:
                 try:
                     node, answer = answers.get(timeout=max(0.0, timeout))
                 except queue.Empty:
-                    overdue, timeout = self._now(partial(self._overdue, waiting, deadline_s))
+                    overdue, timeout = self._loop.call(partial(self._overdue, waiting, deadline_s))
                     for late in overdue:
                         del waiting[late]
                         yield late, Failure(f"node {late}", f"timeout: no answer within {deadline_s:g} s")
@@ -425,11 +421,11 @@ class ExchangeChannel:
                 del answer
                 yield node, reply
                 del reply  # its vectors are mapped
-                self._now(partial(self._taken, pending))
+                self._loop.call(partial(self._taken, pending))
                 timeout = None
         finally:
-            if not self._loop.is_closed():
-                self._now(partial(self._withdraw, waiting))
+            if not self._loop.over:
+                self._loop.call(partial(self._withdraw, waiting))
 
     def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:
         """As `reply_in`; a reply under another name than the site has proved is a failure too."""
@@ -438,34 +434,8 @@ class ExchangeChannel:
             return reply
         return Failure(name, f"it answered under the name {reply.site!r}")
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
-        """Run a coroutine in the event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s + _CALL_S)
-
-    def _now(self, work: Callable[[], T]) -> T:
-        """Run a function in the thread of the event loop."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._loop.call_soon_threadsafe(run)
-        return done.result(_CALL_S)
-
     def _end(self) -> None:
-        async def cancel() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self._call(cancel())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CALL_S)
-        self._loop.close()
+        self._loop.end()
         self._writers.shutdown()
 
     # In the thread of the event loop: the coordinator's side.
@@ -839,7 +809,7 @@ class ExchangeChannel:
                 site.fetched += data.nbytes
 
     def _disk(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        done = self._loop.run_in_executor(self._writers, work)
+        done = self._loop.loop.run_in_executor(self._writers, work)
         done.add_done_callback(_retrieve)
         return done
 

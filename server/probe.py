@@ -45,6 +45,7 @@ from cloister.protocol.machine import releases
 from cloister.protocol.probe import ECHO, VERSION, verify_proof
 from cloister.protocol.refusal import printable
 from cloister.protocol.transfer import CHUNK, HANDSHAKE_S, MESSAGE, SLOWEST, STALL_S
+from cloister.server.event_loop import EventLoop
 from cloister.server.rate import Rate
 from cloister.server.registry import Registry
 
@@ -55,8 +56,6 @@ _TOLD = 4 * CHUNK
 """Bytes after which the site is told how many have arrived."""
 _BURST, _RATE = 20, 0.2
 """Uses of a site that may come at once, and a second after that; the same for the refusals that are reported."""
-_CALL_S = 30.0
-"""Seconds after which the event loop, which never blocks, is taken for dead."""
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
     (EncodingError, grpc.StatusCode.INVALID_ARGUMENT),
     (MemberError, grpc.StatusCode.PERMISSION_DENIED),
@@ -113,8 +112,6 @@ class Probe:
         self._used: set[str] = set()
         """Sites that use it now."""
         self._refusals = Rate(_BURST, _RATE)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="probe", daemon=True)
         self.address = bind
         """HOST:PORT on which it listens."""
 
@@ -124,11 +121,11 @@ class Probe:
         Raises:
             EngineError: it cannot listen there.
         """
-        self._thread.start()
+        self._loop = EventLoop("probe")
         try:
-            self._server, port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(_CALL_S)
+            self._server, port = self._loop.run(self._start())
         except BaseException as error:
-            self._end()
+            self._loop.end()
             if isinstance(error, RuntimeError):  # gRPC's, for a port that is taken
                 raise EngineError(
                     "exchange",
@@ -141,17 +138,12 @@ class Probe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(_CALL_S)
-        self._end()
+        self._loop.run(self._server.stop(0))
+        self._loop.end()
 
     def wait(self) -> None:
         """Wait until the process is interrupted."""
         threading.Event().wait()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CALL_S)
-        self._loop.close()
 
     # In the thread of the event loop.
 
