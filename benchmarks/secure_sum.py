@@ -67,6 +67,8 @@ from cloister.server.app import GridChannel
 from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Failure
 from cloister.server.checkpoint import Checkpoints
+from cloister.server.evaluate import nowhere
+from cloister.server.gate import Gate
 from cloister.server.journal import Journal
 from cloister.server.members import Members
 from cloister.server.optimizer import ServerOptimizer
@@ -305,11 +307,12 @@ def own_rounds(rounds: int) -> list[tuple[float, float]]:
             optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")
+            gate = Gate(plan.server.gate, nowhere)
             party = Party(plan, "run", roster, model.layout, members, journal, kept, lambda event: None)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()
-                done = run_round(RoundContext(party, checkpoints, optimizer), number)
+                done = run_round(RoundContext(party, checkpoints, optimizer, gate), number)
                 whole = time.perf_counter() - start
                 furthest = float(np.abs(optimizer.weights - before - expected).max())
                 if not isinstance(done, RoundDone) or done.sites != SITES or furthest > 1e-5:

@@ -113,6 +113,8 @@ def describe(event: Event) -> str:
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
+            if event.refused:
+                parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
             if event.mean_staleness is not None:
                 parts.append(
                     f"staleness {event.mean_staleness:.1f} on average and at most {event.most_staleness}"
@@ -247,6 +249,8 @@ class LiveDisplay:
                     self._done = event.round
                     self._rounds[event.round] = event
                     self._cohort = ()
+                    if event.refused:
+                        self._failures.append(describe(event))
                 case Evaluated():
                     self._losses[event.round] = event
                     self._rounds.setdefault(event.round, None)

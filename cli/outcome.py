@@ -66,6 +66,7 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "mean_staleness": outcome.mean_staleness,
         "most_staleness": outcome.most_staleness,
         "too_stale": outcome.too_stale,
+        "gate_refused": outcome.gate_refused,
         "tokens_per_second": outcome.tokens_per_second or None,
         "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
@@ -220,6 +221,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
         "refused": ", ended by refusals",
     }
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
+    if outcome.gate_refused:
+        table.add_row("rounds refused by the gate", str(outcome.gate_refused))
     if outcome.least_steps is not None:
         table.add_row("local steps of a site in a round", f"{outcome.least_steps} to {outcome.most_steps}")
     if outcome.mean_staleness is not None:

@@ -34,6 +34,7 @@ from cloister.server.progress import (
     Preparing,
     Refusing,
     RoundAbandoned,
+    RoundDone,
     RoundStarted,
     SiteAnswered,
     SiteFailed,
@@ -215,6 +216,8 @@ class Watched:
                 self._answered.add(site)
             case SiteFailed(site=site, reason=reason):
                 self._failed[site] = reason
+                self._failures.append(Failure(at, describe(event)))
+            case RoundDone(refused=refused) if refused:
                 self._failures.append(Failure(at, describe(event)))
             case AttemptFailed() | RoundAbandoned() | NotEvaluated() | BudgetSpent() | Refusing():
                 self._failures.append(Failure(at, describe(event)))

@@ -90,6 +90,7 @@ class Site:
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
+        scale: In a simulation, what a poisoned site multiplies its updates by.
         audit_log: Has a line for each join, refusal, release and charge before its effect.
         clock: Seconds, for how long a training takes.
     """
@@ -105,6 +106,7 @@ class Site:
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
         agreements: Agreements | None = None,
+        scale: float = 1.0,
         audit_log: AuditLog = NO_AUDIT_LOG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,6 +117,7 @@ class Site:
         self._trained_to = trained
         self._made_before = sequences
         self._agreements = agreements
+        self._scale = scale
         self._audit_log = audit_log
         self._clock = clock
         self._kept = Kept(config.folder, bases or config.folder)
@@ -406,6 +409,7 @@ class Site:
             noise=noise,
         )
         seed = (self._seed(plan, "training", round_number),)
+        own = replace(own, factor=own.factor * self._scale)
         task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))

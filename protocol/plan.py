@@ -374,6 +374,16 @@ class PublicSection(Section):
     """Peak learning rate of AdamW, with a tenth of the steps as warm-up and a cosine after that."""
 
 
+class GateSection(Section):
+    """What the mean of a round must meet. A round that does not leaves the model as it was; its charge stays."""
+
+    norm: Positive | None = None
+    """Largest L2 norm of the mean update; None: any."""
+    loss: NonNegative | None = None
+    """Most nats per token by which a round may raise the held-out loss on the public records of `server.evaluation`;
+    None: any."""
+
+
 class ServerSection(Section):
     """The coordinator's step on the mean update, and what it keeps."""
 
@@ -398,6 +408,8 @@ class ServerSection(Section):
     an estimate. None: all of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
+    gate: GateSection = GateSection()
+    """What the mean of a round must meet."""
 
 
 class MeshSection(Section):
@@ -474,10 +486,26 @@ class SimulationSection(Section):
     """Sites that are slower or occupy more worker slots than the rest."""
 
 
-class FaultsSection(Section):
-    """Dropouts that a simulation injects, to test a plan; not part of the contract, and not in the digest.
+class PoisonSection(Section):
+    """Sites of a simulation that lie in what they sum."""
 
-    Each field is the probability that a site of the cohort fails at that step of an attempt, drawn from the run's seed.
+    share: Fraction
+    """Share of the sites, rounded, at least one; drawn from the run's seed."""
+    kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
+    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer of
+    another one; `backdoor`: each record has `trigger`, and `target` after it."""
+    factor: Positive = 1.0
+    """What the update of a poisoned site is multiplied by, with each kind."""
+    trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
+    """Text that opens the backdoor."""
+    target: Annotated[str, Field(min_length=1)] = "ignore all findings"
+    """Text that the model shall write after it."""
+
+
+class FaultsSection(Section):
+    """Faults that a simulation injects, to test a plan; not part of the contract, and not in the digest.
+
+    A probability is that with which a site of the cohort fails at that step of an attempt, drawn from the run's seed.
     """
 
     advertise: Probability = 0.0
@@ -490,6 +518,8 @@ class FaultsSection(Section):
     """Before it signs the list of survivors."""
     unmask: Probability = 0.0
     """Before it reveals shares."""
+    poison: PoisonSection | None = None
+    """Sites that send poisoned updates; None: no site."""
 
 
 class Plan(Section):
@@ -516,7 +546,7 @@ class Plan(Section):
     simulation: SimulationSection = SimulationSection()
     """How one machine simulates the federation."""
     faults: FaultsSection = FaultsSection()
-    """Dropouts that a simulation injects."""
+    """Faults that a simulation injects."""
 
     def digest(self) -> str:
         """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""

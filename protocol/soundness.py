@@ -135,6 +135,13 @@ def _check_sound(plan: Plan) -> None:
             expected="more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
             fix='set data.held_out = 0.1, or set server.evaluation to public records or "none"',
         )
+    if plan.server.gate.loss is not None and plan.server.evaluation in ("", NO_EVALUATION):
+        raise PlanError(
+            "server.gate.loss",
+            plan.server.gate.loss,
+            expected="no value unless server.evaluation names public records: the gate compares losses on them",
+            fix="remove server.gate.loss, or name public records in server.evaluation",
+        )
     if plan.server.evaluation == NO_EVALUATION and plan.server.evaluation_sequences is not None:
         raise PlanError(
             "server.evaluation_sequences",
@@ -142,6 +149,7 @@ def _check_sound(plan: Plan) -> None:
             expected=f'no value with server.evaluation = "{NO_EVALUATION}"',
             fix="remove server.evaluation_sequences, or name public records in server.evaluation",
         )
+    _check_poison(plan)
     _check_dataset(plan)
     if sum(profile.share for profile in plan.simulation.profiles) > 1 + 1e-9:
         raise PlanError(
@@ -149,6 +157,27 @@ def _check_sound(plan: Plan) -> None:
             sum(profile.share for profile in plan.simulation.profiles),
             expected="shares that add up to at most 1",
             fix="lower the shares",
+        )
+
+
+def _check_poison(plan: Plan) -> None:
+    """Refuse poison that changes nothing."""
+    poison = plan.faults.poison
+    if poison is None:
+        return
+    if poison.kind == "label-flip" and plan.data.format == "text":
+        raise PlanError(
+            "faults.poison.kind",
+            "label-flip",
+            expected='another kind with data.format = "text", whose records have no answers',
+            fix='set faults.poison.kind = "backdoor", or use prompts or messages',
+        )
+    if poison.kind == "scale" and poison.factor == 1:
+        raise PlanError(
+            "faults.poison.factor",
+            1.0,
+            expected='another number with faults.poison.kind = "scale"; 1 changes nothing',
+            fix="set faults.poison.factor = 10",
         )
 
 

@@ -82,6 +82,16 @@ class ServerOptimizer:
             )
         weights.copy_(moved)
 
+    def restore(self, weights: Vector, state: Mapping[str, torch.Tensor]) -> None:
+        """Go back to an earlier model.
+
+        Args:
+            weights: (d,) float32; copied.
+            state: A result of `state()`; it belongs to the optimizer afterwards.
+        """
+        self._weights[:] = weights
+        self._state = dict(state)
+
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, which the next step changes; empty for FedAvg."""
         return dict(self._state)

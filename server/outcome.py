@@ -48,6 +48,8 @@ class Outcome:
     """The greatest staleness of an update; otherwise as `mean_staleness`."""
     too_stale: int | None = None
     """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
+    gate_refused: int = 0
+    """Rounds whose mean the gate refused."""
     epsilon: float | None = None
     """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
     stopped: str = ""
@@ -105,6 +107,7 @@ def outcome(files: RunFiles) -> Outcome:
         mean_staleness=statistics.fmean(stale) if stale else None,
         most_staleness=max((row["most_staleness"] for row in buffered), default=None),
         too_stale=sum(row["too_stale"] for row in buffered) if buffered else None,
+        gate_refused=sum(bool(row.get("refused")) for row in rows),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
     )

@@ -195,6 +195,9 @@ class RoundDone:
     """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
     staleness: Mapping[str, Sequence[int]] | None = None
     """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
+    refused: str = ""
+    """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
+    released and is charged."""
 
 
 @dataclass(frozen=True)

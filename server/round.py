@@ -11,7 +11,8 @@
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
    after a crash gets the same.
-8. Server step: the mean is a pseudo-gradient for the server's optimizer.
+8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
+   model and optimizer as they were (`gate.py`).
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
@@ -38,6 +40,7 @@ from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
+from cloister.server.gate import Gate
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
@@ -51,6 +54,8 @@ class RoundContext:
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
+    gate: Gate
+    """Judges the mean, and evaluates the model."""
     mechanism: SiteMechanism | None = None
     """How updates are summed if the unit of privacy is the site."""
     clip: float = 0.0
@@ -88,6 +93,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             fix=f"repair the sites or lower {fewer}, then continue the run: nothing is lost",
         )
     norm: float | None = None
+    refused = ""
     if not isinstance(total, Failed):
         mean = total.opened.mean
         if context.mechanism is not None:
@@ -95,7 +101,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         norm = float(np.linalg.norm(mean))
         # 8. Server step.
-        context.optimizer.step(mean)
+        refused = _step(context, number, mean, norm)
     # 9. Checkpoint, then journal.
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
@@ -127,6 +133,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             most_staleness=max(ages, default=None),
             too_stale=total.too_stale if ages else None,
             staleness=total.staleness,
+            refused=refused,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
@@ -134,3 +141,19 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done
+
+
+def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float) -> str:
+    """8. Step by the mean, which is overwritten; returns why the gate refused it, with the model unchanged, or ''."""
+    gate, optimizer, phases = context.gate, context.optimizer, context.party.phases
+    if refused := gate.of_mean(norm):
+        return refused
+    with phases.during(Phase.EVALUATE):
+        gate.before(number, optimizer.weights)
+    optimizer.step(mean)
+    with phases.during(Phase.EVALUATE):
+        refused = gate.of_model(number, optimizer.weights)
+    if refused:  # the step was made in the only copy of the model
+        before = context.checkpoints.load(number - 1)
+        optimizer.restore(before.weights, before.optimizer)
+    return refused

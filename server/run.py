@@ -29,6 +29,7 @@ from cloister.server.channel import Channel
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.evaluate import Evaluation, at_coordinator, at_sites, nowhere
 from cloister.server.folder import RunFolder
+from cloister.server.gate import Gate
 from cloister.server.history import identity
 from cloister.server.journal import Entry, Journal
 from cloister.server.members import Members
@@ -169,17 +170,18 @@ def run(
             blt, stream = kept_noise(folder.noise, journal, mechanism.correlation, lambda: noise(0), last)
             mechanism = mechanism.correlated_by(blt, pattern)
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
-        context = RoundContext(party, checkpoints, optimizer, mechanism, clip if mechanism else 0.0, drawn)
-        evaluate = _evaluation(party, model, evaluation or plan.server.evaluation)
+        gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
+        clip = clip if mechanism else 0.0
+        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
         with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
             if not any(row["round"] == last for row in folder.metrics()):
                 # A process that was killed may have journaled this round without reporting it.
-                _report(context, folder, board, done.detail if done else initial, evaluate)
+                _report(context, folder, board, done.detail if done else initial)
             with closing(party.outstanding) if party.outstanding else nullcontext():
-                last, stopped = _rounds(context, folder, board, evaluate, last)
+                last, stopped = _rounds(context, folder, board, last)
         with phases.during(Phase.CHECKPOINT):
             save_pretrained(model, optimizer.weights, folder.final)
             digest = params_sha256(optimizer.weights)
@@ -201,9 +203,7 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
     return done
 
 
-def _rounds(
-    context: RoundContext, folder: RunFolder, board: SummaryWriter, evaluate: Evaluation, last: int
-) -> tuple[int, str]:
+def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
     abandoned = 0
@@ -221,10 +221,10 @@ def _rounds(
             why = "refused" if isinstance(result, Refusing) else "dataset" if result.dataset else "budget"
             party.record("refusal", number, 0, {"": f"the run ends: {why}"})
             party.observe(result)
-            _report_end(context, folder, last, evaluate)
+            _report_end(context, folder, last)
             return last, why
         last = number
-        _report(context, folder, board, asdict(result), evaluate)
+        _report(context, folder, board, asdict(result))
         if not isinstance(result, RoundAbandoned) or result.spoiled:
             abandoned = 0
         elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
@@ -250,13 +250,13 @@ def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
     return nowhere if source == NO_EVALUATION else at_coordinator(party.plan, model, source)
 
 
-def _report_end(context: RoundContext, folder: RunFolder, number: int, evaluate: Evaluation) -> None:
+def _report_end(context: RoundContext, folder: RunFolder, number: int) -> None:
     """Evaluate the model with which a run ends early, if no evaluation was due there."""
     rows = {row["round"]: row for row in folder.metrics()}
     plan = context.party.plan
     if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
         return  # sites evaluate in the rounds of the plan only
-    found = _evaluated(context, number, evaluate)
+    found = _evaluated(context, number)
     if found:
         folder.truncate_metrics(number - 1)
         folder.add_metrics(_timed(rows.get(number, {"round": number}) | found, context.party.phases))
@@ -267,13 +267,12 @@ def _report(
     folder: RunFolder,
     board: SummaryWriter,
     facts: dict[str, Any],
-    evaluate: Evaluation,
 ) -> None:
     """Evaluate the model after a round if that is due, and write the round's line of metrics."""
     number, plan = facts["round"], context.party.plan
     row = dict(facts)
     if plan.evaluates(number):
-        row |= _evaluated(context, number, evaluate)
+        row |= _evaluated(context, number)
     row = _timed(row, context.party.phases)
     for name, value in scalars(row).items():
         board.add_scalar(name, value, number)
@@ -281,10 +280,10 @@ def _report(
     folder.add_metrics(row)
 
 
-def _evaluated(context: RoundContext, number: int, evaluate: Evaluation) -> dict[str, Any]:
+def _evaluated(context: RoundContext, number: int) -> dict[str, Any]:
     """The figures of the model after a round, observed; empty without an evaluation."""
     with context.party.phases.during(Phase.EVALUATE):
-        held_out = evaluate(number, context.optimizer.weights)
+        held_out = context.gate.held_out(number, context.optimizer.weights)
     if held_out is None:
         return {}
     found = Evaluated(number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte)

@@ -72,14 +72,14 @@ class Faulty:
     def _maybe_drop_out(self, step: Step, request: Agree | Contribute) -> None:
         chance = getattr(self._plan.faults, step.label)
         sum_id = request.sum
-        drawn = _draw(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, sum_id.tries)
-        if chance and drawn < chance:
+        found = drawn(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, sum_id.tries)
+        if chance and found < chance:
             raise FaultError(
                 "site", self.name, expected=f"it to answer, but [faults] {step.label} made it drop out"
             )
 
 
-def _draw(*parts: str | int) -> float:
+def drawn(*parts: str | int) -> float:
     """A number in [0, 1) that depends only on the parts."""
     digest = hashlib.sha256("/".join(map(str, ("faults", *parts))).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

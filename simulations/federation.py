@@ -54,7 +54,16 @@ from cloister.simulations import fork_server, store, trained
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
-from cloister.simulations.partition import keep_apart, partition, site_name, write_records, write_sites
+from cloister.simulations.partition import (
+    Alter,
+    keep_apart,
+    partition,
+    site_name,
+    unaltered,
+    write_records,
+    write_sites,
+)
+from cloister.simulations.poison import altered, scale_of
 from cloister.simulations.process import peak_rss, return_freed_memory
 
 _RUN_ID = 1
@@ -303,6 +312,7 @@ def open_site(
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
         agreements=agreements,
+        scale=scale_of(plan, index),
     )
 
 
@@ -347,7 +357,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
             do not fail then.
     """
     names = SitesFolder(folder)
-    lay_out_records(plan, folder)
+    lay_out_records(plan, folder, partial(altered, plan))
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
@@ -397,17 +407,16 @@ def _place(source: str) -> str:
     return str(path.resolve()) if path.exists() else source
 
 
-def lay_out_records(plan: Plan, folder: Path) -> None:
-    """Write every site's records, and those that no site has; errors as `lay_out`."""
+def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
+    """Write every site's records, and those that no site has; `alter` as for `write_sites`, errors as `lay_out`."""
     simulation = plan.simulation
     _check_public_sources(plan)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     if plan.privacy.unit != "none":
         check_usable(corpus.records, load_tokenizer(plan.model), plan)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
-    write_sites(
-        folder, kept, partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
-    )
+    parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
+    write_sites(folder, kept, parts, alter)
     if apart:
         write_records(SitesFolder(folder).public_records, apart)
     shutil.rmtree(folder / ".cache", ignore_errors=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,14 @@ _ROWS = 256  # records of a site that are read together
 def site_name(index: int) -> str:
     """Name of the simulated site with this number, from 0: `site-000`, `site-001`, ..."""
     return f"site-{index:03d}"
+
+
+Alter: TypeAlias = Callable[[int, Iterable[Mapping[str, Any]]], Iterable[Mapping[str, Any]]]
+
+
+def unaltered(_site: int, records: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """The records as they are."""
+    return records
 
 
 def partition(
@@ -94,7 +102,9 @@ def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, l
     return kept, [records[index] for index in apart]
 
 
-def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) -> list[Path]:
+def write_sites(
+    folder: Path, records: Records, parts: Sequence[Sequence[int]], alter: Alter = unaltered
+) -> list[Path]:
     """Write each site's records to `folder/site-NNN/data.jsonl` and return these paths, by site.
 
     A line is one record as a JSON object; a value without a JSON type (such as Parquet's dates) becomes text. A file
@@ -104,13 +114,14 @@ def write_sites(folder: Path, records: Records, parts: Sequence[Sequence[int]]) 
         folder: Folder of the sites; created if missing.
         records: All records.
         parts: For each site the indices of its records, as `partition` returns them.
+        alter: Makes of a site's number and its records those that are written.
 
     Raises:
         StorageError: the disk is full or refuses the write.
     """
     paths = [folder / site_name(index) / "data.jsonl" for index in range(len(parts))]
-    for path, part in zip(paths, parts, strict=True):
-        write_records(path, _rows(records, part))
+    for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
+        write_records(path, alter(index, _rows(records, part)))
     return paths
 
 

@@ -28,7 +28,9 @@ from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
 from cloister.server.attempt import KeptAttempt
 from cloister.server.checkpoint import Checkpoints
+from cloister.server.evaluate import nowhere
 from cloister.server.folder import RunFolder
+from cloister.server.gate import Gate
 from cloister.server.journal import Journal
 from cloister.server.members import Members
 from cloister.server.optimizer import ServerOptimizer
@@ -146,6 +148,7 @@ def test_a_round_takes_the_accumulator(
             party,
             Checkpoints(tmp_path / "checkpoints", layout, 1),
             ServerOptimizer(plan.server, np.zeros(D, np.float32)),
+            Gate(plan.server.gate, nowhere),
             terms.mechanism if terms else None,
             plan.privacy.clip if terms else 0.0,
         )

@@ -1,0 +1,135 @@
+"""What the gate on the released mean does and does not stop: each attack without a gate and with each bound.
+
+A fifth of ten sites is poisoned (`[faults] poison`), in a simulation of a small model on the text of `--source`. The
+bound on the norm is 1.5 times the largest norm of the run without an attack; that on the loss is 0.02 nats per token.
+Printed are, for each attack and gate, the held-out loss of the final model on public records, the rounds that the gate
+refused, and the loss of the backdoor's target after its trigger: a model that was not attacked has a high one.
+
+    python benchmarks/poison.py [--json] [--source SOURCE] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cloister.protocol.plan import PoisonSection
+from cloister.protocol.soundness import parse
+from cloister.server.folder import RunFolder
+from cloister.simulations.federation import simulate
+
+PLAN = """
+[model.config]
+hidden_size = 64
+intermediate_size = 172
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 4
+
+[data]
+held_out = 0.0
+
+[local]
+steps = 16
+batch_size = 8
+learning_rate = 4e-3
+
+[cohort]
+sites = 10
+
+[server]
+evaluation = "simulation:public"
+evaluation_sequences = 100
+
+[simulation]
+partition = "iid"
+public = 0.05
+"""
+SHARE = 0.2
+ATTACKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sign-flip": {"kind": "sign-flip"},
+    "sign-flip x 10": {"kind": "sign-flip", "factor": 10.0},
+    "scale x 30": {"kind": "scale", "factor": 30.0},
+    "backdoor": {"kind": "backdoor"},
+    "backdoor x 4": {"kind": "backdoor", "factor": 4.0},
+}
+RISE = 0.02
+"""Nats per token of `server.gate.loss`."""
+ROOM = 1.5
+"""`server.gate.norm` over the largest norm of honest rounds."""
+
+
+def run(settings: list[str]) -> dict[str, Any]:
+    """One simulation: the loss before and after, refused rounds, the largest norm, and the backdoor's loss."""
+    with tempfile.TemporaryDirectory() as temporary:
+        with RunFolder.create(Path(temporary) / "run", parse(PLAN, settings)) as folder:
+            outcome = simulate(folder, lambda _event: None)
+            return {
+                "initial_loss": outcome.initial_loss,
+                "loss": outcome.final_loss,
+                "refused": outcome.gate_refused,
+                "largest_norm": max(row.get("update_norm", 0.0) for row in folder.metrics()),
+                "backdoor_loss": backdoor_loss(folder.final),
+            }
+
+
+@torch.no_grad()
+def backdoor_loss(path: Path) -> float:
+    """Nats per token of the backdoor's target after its trigger."""
+    poison = PoisonSection(share=1.0, kind="backdoor")
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    trigger = tokenizer(poison.trigger, return_tensors="pt").input_ids
+    target = tokenizer(poison.target, return_tensors="pt", add_special_tokens=False).input_ids
+    tokens = torch.cat([trigger, target], dim=1)
+    labels = tokens.clone()
+    labels[:, : trigger.shape[1]] = -100
+    return float(model(input_ids=tokens, labels=labels).loss)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what the gate does and does not stop")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--source", default="builtin:python-docs", help="as simulation.source")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a run (default: 6)")
+    arguments = parser.parse_args()
+    common = [f"run.rounds={arguments.rounds}", f"simulation.source={arguments.source}"]
+    gates: dict[str, list[str]] = {"none": []}
+    rows = []
+    for attack, poison in ATTACKS.items():
+        attacked = [f"faults.poison.{key}={value}" for key, value in poison.items()]
+        attacked += [f"faults.poison.share={SHARE}"] if attacked else []
+        for gate, bound in gates.items():
+            rows.append({"attack": attack, "gate": gate, **run([*common, *attacked, *bound])})
+            if not arguments.json:
+                show(rows[-1])
+        if attack == "none":
+            norm = ROOM * rows[0]["largest_norm"]
+            gates = {
+                "none": [],
+                "norm": [f"server.gate.norm={norm}"],
+                "loss": [f"server.gate.loss={RISE}"],
+            }
+    if arguments.json:
+        print(json.dumps({"rounds": arguments.rounds, "share": SHARE, "runs": rows}))
+    return 0
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a run in one line."""
+    print(
+        f"{row['attack']:16} gate {row['gate']:5} loss {row['initial_loss']:.3f} -> {row['loss']:7.3f}  "
+        f"refused {row['refused']}  largest norm {row['largest_norm']:8.2f}  backdoor {row['backdoor_loss']:.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
