@@ -69,16 +69,19 @@ ROOM = 1.5
 
 def run(settings: list[str]) -> dict[str, Any]:
     """One simulation: the loss before and after, refused rounds, the largest norm, and the backdoor's loss."""
-    with tempfile.TemporaryDirectory() as temporary:
-        with RunFolder.create(Path(temporary) / "run", parse(PLAN, settings)) as folder:
-            outcome = simulate(folder, lambda _event: None)
-            return {
-                "initial_loss": outcome.initial_loss,
-                "loss": outcome.final_loss,
-                "refused": outcome.gate_refused,
-                "largest_norm": max(row.get("update_norm", 0.0) for row in folder.metrics()),
-                "backdoor_loss": backdoor_loss(folder.final),
-            }
+    plan = parse(PLAN, settings)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        RunFolder.create(Path(temporary) / "run", plan) as folder,
+    ):
+        outcome = simulate(folder, lambda _event: None)
+        return {
+            "initial_loss": outcome.initial_loss,
+            "loss": outcome.final_loss,
+            "refused": outcome.gate_refused,
+            "largest_norm": max(row.get("update_norm", 0.0) for row in folder.metrics()),
+            "backdoor_loss": backdoor_loss(folder.final),
+        }
 
 
 @torch.no_grad()
