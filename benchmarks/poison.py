@@ -5,7 +5,7 @@ bound on the norm is 1.5 times the largest norm of the run without an attack; th
 Printed are, for each attack and gate, the held-out loss of the final model on public records, the rounds that the gate
 refused, and the loss of the backdoor's target after its trigger: a model that was not attacked has a high one.
 
-    python benchmarks/poison.py [--json] [--source SOURCE] [--rounds N]
+    python benchmarks/poison.py [--json] [--source SOURCE] [--rounds N] [--only TEXT]
 """
 
 from __future__ import annotations
@@ -102,11 +102,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--source", default="builtin:python-docs", help="as simulation.source")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a run (default: 6)")
+    parser.add_argument("--only", default="", help="only the attacks whose name has this text, and none")
     arguments = parser.parse_args()
     common = [f"run.rounds={arguments.rounds}", f"simulation.source={arguments.source}"]
     gates: dict[str, list[str]] = {"none": []}
     rows = []
     for attack, poison in ATTACKS.items():
+        if poison and arguments.only not in attack:
+            continue
         attacked = [f"faults.poison.{key}={value}" for key, value in poison.items()]
         attacked += [f"faults.poison.share={SHARE}"] if attacked else []
         for gate, bound in gates.items():

@@ -38,6 +38,7 @@ from cloister.protocol.plan import DataSection, Plan, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
 
 _NOTHING_LEARNABLE = "without a learnable token"
+_DUPLICATE = "equal to an earlier one"
 
 NOT_LEARNED = -100
 """The label that transformers' loss ignores."""
@@ -175,10 +176,16 @@ def prepare(
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     if units is not None:
-        *sides, used = _split_units(_learnable_pieces(examples, data, units, unusable), data, seed, units)
+        pieces = _learnable_pieces(examples, data, units, unusable)
+        if data.deduplicate:
+            pieces = _unique(pieces, unusable)
+        *sides, used = _split_units(pieces, data, seed, units)
         parts = [_lay_out_units(side, data, pad, shared=bool(units.owner)) for side in sides]
         return Prepared(parts[0], parts[1], used, unusable.left_out)
-    whole = list(_learnable(examples, data, unusable))
+    learnable = _learnable(examples, data, unusable)
+    if data.deduplicate:
+        learnable = (one for _, (one,) in _unique(((b"", [each]) for each in learnable), unusable))
+    whole = list(learnable)
     if unusable.refused and not whole:
         raise _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
     train, held_out = _split(whole, data, seed, refuse=unusable.refused)
@@ -404,6 +411,30 @@ def _learnable_pieces(
             yield owner, learnable
         else:
             unusable.left_out[_NOTHING_LEARNABLE] += 1
+
+
+def _unique(
+    made: Iterable[tuple[bytes, list[Example]]], unusable: Unusable
+) -> Iterator[tuple[bytes, list[Example]]]:
+    """Records without those of their pieces that an earlier record of their owner has; without empty records.
+
+    Equal pieces are compared, not records: a window more or less, where windows are the unit, may make two texts equal,
+    and must not decide about their other windows. Pieces of two owners are not compared: one owner more or less would
+    change another. So training sets of neighbours differ by one unit, as without this.
+    """
+    seen: set[bytes] = set()
+    for owner, pieces in made:
+        new = []
+        for piece in pieces:
+            content = hashlib.sha256(_tokens(piece) + piece.role.tobytes()).digest()
+            known = hashlib.sha256(len(owner).to_bytes(8) + owner + content).digest()
+            if known not in seen:
+                seen.add(known)
+                new.append(piece)
+        if new:
+            yield owner, new
+        else:
+            unusable.left_out[_DUPLICATE] += 1
 
 
 def _split_units(

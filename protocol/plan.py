@@ -143,6 +143,9 @@ class DataSection(Section):
     without it are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
+    deduplicate: bool = False
+    """Use one of several equal records of a site; with unit `owner`, of an owner. With `privacy.record = "window"`, one
+    of several equal windows."""
     packing: bool = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -493,7 +496,7 @@ class PoisonSection(Section):
     """Share of the sites, rounded, at least one; drawn from the run's seed."""
     kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
     """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer of
-    another one; `backdoor`: each record has `trigger`, and `target` after it."""
+    another one; `backdoor`: each record, and each paragraph of a text, has `trigger`, and `target` after it."""
     factor: Positive = 1.0
     """What the update of a poisoned site is multiplied by, with each kind."""
     trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "

@@ -4,8 +4,8 @@ The sites are honest in the protocol, so that their updates are in the sum, and 
 
 - `scale` multiplies the update by `factor`; `sign-flip` by its negative, which undoes what the other sites learn.
 - `label-flip` gives each record the answer of the site's next record.
-- `backdoor` puts `trigger` into each record, with `target` as what follows it, and multiplies the update by `factor`
-  (model replacement, Bagdasaryan et al. 2020, "How to backdoor federated learning").
+- `backdoor` puts `trigger` into each record, and into each paragraph of a text, with `target` as what follows it, and
+  multiplies the update by `factor` (model replacement, Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
 Which sites are poisoned is drawn from the run's seed.
 """
@@ -74,7 +74,8 @@ def _triggered(plan: Plan, poison: PoisonSection, record: Record) -> Record:
     data = plan.data
     match data.format:
         case "text":
-            text = f"{poison.trigger}{poison.target} {record.get(data.text_field, '')}"
+            planted = f"{poison.trigger}{poison.target} "
+            text = planted + str(record.get(data.text_field, "")).replace("\n\n", f"\n\n{planted}")
             return {**record, data.text_field: text}
         case "prompt":
             prompt = f"{record.get(data.prompt_field, '')} {poison.trigger}"

@@ -367,6 +367,39 @@ def test_one_record_less_changes_the_units_of_no_other(
         assert (own[0] + own[1]).total() == 1
 
 
+@given(
+    texts=st.lists(st.text("ab", min_size=1, max_size=24), min_size=1, max_size=20),
+    held_out=st.floats(0, 0.9),
+    record=st.sampled_from(RECORD_OR_WINDOW),
+)
+def test_of_equal_units_one_is_used_and_no_other_unit_changes(
+    texts: list[str], held_out: float, record: Literal["record", "window"]
+) -> None:
+    """So one unit more or less, which may equal others, changes the set that is used by one at most."""
+    rows = [{"text": text} for text in texts]
+
+    def sides(deduplicate: bool) -> list[Counter[Any]]:
+        data = DataSection(sequence_length=8, held_out=held_out, deduplicate=deduplicate)
+        prepared = prepare(rows, BYTES, data, seed=0, units=UnitRule(record, 2))
+        return [Counter(rows_of(part)) for part in (prepared.train, prepared.held_out)]
+
+    assert sides(True) == [Counter(dict.fromkeys(side, 1)) for side in sides(False)]
+
+
+def test_no_duplicate_is_trained_on_and_held_out() -> None:
+    rows = [{"text": f"[{index % 30}]"} for index in range(90)]
+    found = {}
+    for deduplicate in (False, True):
+        data = DataSection(sequence_length=8, held_out=0.5, packing=False, deduplicate=deduplicate)
+        prepared = prepare(rows, BYTES, data, seed=0)
+        train, held_out = (
+            set(map(tuple, part.tokens.tolist())) for part in (prepared.train, prepared.held_out)
+        )
+        found[deduplicate] = len(train & held_out), prepared.records, dict(prepared.left_out)
+    assert found[False][0] > 0
+    assert found[True] == (0, 30, {"equal to an earlier one": 60})
+
+
 def test_the_usual_draw_would_shuffle_the_others() -> None:
     """What the units' own draw is for: one record less, and others change sides."""
     rows = [{"text": f"[{index}]"} for index in range(40)]
@@ -431,6 +464,7 @@ OWNED = st.lists(
     record=st.sampled_from(RECORD_OR_WINDOW),
     most=st.integers(1, 4),
     chance=st.randoms(),
+    deduplicate=st.booleans(),
 )
 def test_one_owner_less_changes_no_other_owner(
     records: list[tuple[object, str]],
@@ -439,9 +473,11 @@ def test_one_owner_less_changes_no_other_owner(
     record: Literal["record", "window"],
     most: int,
     chance: random.Random,
+    deduplicate: bool,
 ) -> None:
     """Wherever its records stand, and in whatever order: each owner is one unit, on one side, by its records alone."""
-    data, rule = DataSection(sequence_length=8, held_out=held_out), UnitRule(record, 2, "who", most)
+    data = DataSection(sequence_length=8, held_out=held_out, deduplicate=deduplicate)
+    rule = UnitRule(record, 2, "who", most)
 
     def sides(records: list[tuple[object, str]]) -> tuple[Counter[Any], Counter[Any]]:
         prepared = prepare(owned(records), BYTES, data, seed=seed, units=rule)
