@@ -27,6 +27,10 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0
 """The first and the longest wait before a child that has ended is started again."""
 _STEADY_S = 60.0
 """A child that has run so long begins with the first wait again."""
+NO_THREAD_FAILS = {"flower-supernode"}
+"""Scripts that end when one of their threads fails. In Flower's SuperNode the thread that sends heartbeats ends at any
+error but a lost connection, such as that of a SuperLink whose disk is full. The SuperNode goes on without it, and
+SuperLink takes it for offline from then on."""
 END_S = 10
 """Seconds for which a child may end by itself after SIGTERM, and its interpreter shut down at the end."""
 
@@ -189,6 +193,13 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _end_by(failed: threading.ExceptHookArgs) -> None:
+    """Tell the error of a thread, and end the process."""
+    threading.__excepthook__(failed)
+    signal.alarm(END_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     """Run the console script that the first argument names, with the others."""
     # When an interpreter shuts down, its daemon threads have stopped, and gRPC may wait for a lock that one of them
@@ -196,6 +207,8 @@ def main() -> None:
     atexit.register(lambda: signal.alarm(END_S))
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     sys.argv = sys.argv[1:]
+    if sys.argv[0] in NO_THREAD_FAILS:
+        threading.excepthook = _end_by
     (load,) = _scripts(sys.argv[0])
     script = load()
     assert callable(script), "a console script is a function"
