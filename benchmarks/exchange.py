@@ -54,7 +54,7 @@ from cloister.protocol.transfer import CHUNK, MESSAGE
 from cloister.server.app import GridChannel, SuperLink
 from cloister.server.certificate import new_certificate
 from cloister.server.channel import Channel
-from cloister.server.exchange import ExchangeChannel
+from cloister.server.exchange import ENVIRONMENT, ExchangeChannel
 from cloister.server.registry import Registry
 from cloister.simulations.provision import Provision, SiteSection, provision
 
@@ -423,6 +423,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--no-flower", action="store_true", help="without Flower's own messages")
     options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)  # of all processes, as `cloister coordinator start` starts that of a run
     multiprocessing.get_context("forkserver").set_forkserver_preload(["cloister.benchmarks.exchange"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = options.mb * 10**6 // 4 * 4
