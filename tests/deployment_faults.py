@@ -4,8 +4,8 @@ It takes minutes, and the disks need root, so it is no part of the suite; `make 
 are those of `cloister up`: a coordinator, Flower's SuperLink, sites and SuperNodes, on one machine.
 
 A full disk is a small file system (tmpfs) that is filled. A wrong clock is what Python tells a process: a
-`sitecustomize` module, which Python imports first, shifts `time.time` and `datetime.now` in the processes whose command
-line names the party. Code in C, such as the checks of certificates in TLS, sees the machine's clock.
+`sitecustomize` module, which Python imports first, shifts `datetime.now` in the processes whose command line names the
+party. Code in C, such as the checks of certificates in TLS, sees the machine's clock.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if {whose!r}.encode() in pathlib.Path("/proc/self/cmdline").read_bytes():
             return super().utcnow() + datetime.timedelta(seconds={by_s})
     datetime.datetime = datetime_
 """
-"""What SuperNode signs, and what a site shows of its clock. Not `time.time`: from it gRPC for Python makes deadlines that
-its core compares with the machine's own clock."""
+"""What SuperNode signs, and what a site shows of its clock. Not `time.time`, from which gRPC for Python makes deadlines
+that its core compares with the machine's own clock."""
 
 
 class Disk:
