@@ -41,6 +41,9 @@ SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
+MOST_CLASSES = 256
+"""Most classes of a classifier: a confusion matrix has the square of it, in each site's totals."""
+
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
@@ -127,6 +130,16 @@ class ModelSection(Section):
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
 
+    task: Literal["generate", "classify"] = "generate"
+    """`generate`: the model learns each token from those before it; `classify`: it learns which of `classes` a text
+    belongs to (sequence classification), by a head that is trained with it; needs `format = "text"`. Texts are cut to
+    `sequence_length` tokens and never packed."""
+    label_field: Annotated[str, Field(min_length=1)] = "label"
+    """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
+    digits."""
+    classes: tuple[str, ...] = ()
+    """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
+    another label cannot be used."""
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
@@ -147,6 +160,11 @@ class DataSection(Section):
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
+
+    @property
+    def label(self) -> str:
+        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        return "text" if self.task == "classify" else "token"
 
 
 class LocalSection(Section):
@@ -273,7 +291,7 @@ class AggregationSection(Section):
     cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
-    """Weight of a site in the mean: the tokens it learned from in the round, or 1."""
+    """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
     ring_bits: Literal[16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits."""
     bound: Positive = 1.0
@@ -543,9 +561,17 @@ class Plan(Section):
         return _canonical(self.model_dump(mode="json")).decode()
 
     def most_tokens(self) -> int:
-        """Largest number of tokens that one site can learn from in one round: the largest weight."""
+        """Largest number of tokens on which one site can train in one round."""
+        return self._most_sequences() * self.data.sequence_length
+
+    def most_labels(self) -> int:
+        """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
+        or of a classifier for each text."""
+        return self._most_sequences() if self.data.task == "classify" else self.most_tokens()
+
+    def _most_sequences(self) -> int:
         local = self.local
-        return local.step_limits()[1] * local.batch_size * local.accumulation * self.data.sequence_length
+        return local.step_limits()[1] * local.batch_size * local.accumulation
 
     def threshold(self) -> Parameters:
         """k and t of the secure sum over a cohort, and how many of its sites may drop out and collude.

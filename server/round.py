@@ -127,6 +127,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             most_staleness=max(ages, default=None),
             too_stale=total.too_stale if ages else None,
             staleness=total.staleness,
+            label=plan.data.label,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
