@@ -7,7 +7,7 @@ says what is not shown: the run is finished all the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_si
 T = TypeVar("T")
 
 _SHOWN_CLASSES = 6
-"""Most classes whose confusion matrix fits beside their figures on a terminal; the JSON has it for any number."""
+"""Most classes whose confusion matrix fits on a terminal; the JSON has it for any number."""
 
 
 def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str, object]:
@@ -158,7 +158,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         )
     console.print(_summary(folder, outcome))
     if outcome.confusion is not None:
-        console.print(_classes(outcome.confusion, plan.data.classes))
+        console.print(*_classes(outcome.confusion, plan.data.classes))
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"
@@ -273,19 +273,26 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     return table
 
 
-def _classes(confusion: Confusion, classes: Sequence[str]) -> Table:
-    """The held-out texts of each class: its figures, and where there are few classes what they were taken for."""
+def _classes(confusion: Confusion, classes: Sequence[str]) -> Iterator[Table]:
+    """The held-out texts by class: the figures of each, and where there are few classes what they were taken for."""
     table = Table(title="Held-out texts by class", title_justify="left")
     table.add_column("class")
     for heading in ("precision", "recall", "F1", "texts"):
         table.add_column(heading, justify="right")
-    cells = len(classes) <= _SHOWN_CLASSES
-    for name in classes if cells else ():
-        table.add_column(Text(f"as {name}"), justify="right")
-    for name, each, row in zip(classes, confusion.by_class(), confusion.counts, strict=True):
-        figures = (f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}")
-        table.add_row(Text(name), *figures, *(f"{count:,}" for count in row if cells))
-    return table
+    for name, each in zip(classes, confusion.by_class(), strict=True):
+        table.add_row(
+            Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
+        )
+    yield table
+    if len(classes) > _SHOWN_CLASSES:
+        return
+    matrix = Table(title="What they were taken for", title_justify="left")
+    matrix.add_column("class")
+    for name in classes:
+        matrix.add_column(Text(name), justify="right")
+    for name, row in zip(classes, confusion.counts, strict=True):
+        matrix.add_row(Text(name), *(f"{count:,}" for count in row))
+    yield matrix
 
 
 def _add_costs(table: Table, outcome: Outcome, label: str) -> None:

@@ -456,16 +456,17 @@ class SimulationSection(Section):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
     source: str = "builtin:python-docs"
-    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, a .txt/.jsonl/.json/.parquet file, a
-    folder of such files, or a hub name. A single .txt file is split at blank lines into paragraphs (without blank
-    lines: into lines); in a folder each .txt file is one record."""
+    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
+    label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
+    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["natural", "iid", "dirichlet", "size"] = "natural"
     """`natural`: each group of `field` goes whole to one site; `iid`: at random; `dirichlet`: label proportions per
     site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ..."""
     field: str = ""
-    """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`)."""
+    """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
+    `label`)."""
     alpha: Positive = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0

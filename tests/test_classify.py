@@ -81,7 +81,7 @@ held_out = 0.2
 [local]
 steps = 6
 batch_size = 8
-learning_rate = 1e-2
+learning_rate = 4e-3
 
 [cohort]
 sites = 3
@@ -113,7 +113,7 @@ def notes(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     made = []
     for number in range(count):
-        label = draw.choice(CLASSES)
+        (label,) = draw.choices(CLASSES, (3, 2, 1))
         text = " ".join(draw.choices(WORDS[label].split(), k=draw.randint(1, 4)))
         made.append({"text": text, "label": label, "patient": number % 9})
     return made
@@ -193,10 +193,10 @@ def examples_of(*records: dict[str, Any], settings: tuple[str, ...] = (), refuse
 
 def test_a_label_is_the_place_of_its_name_in_the_plan() -> None:
     *made, _ = examples_of(
-        *({"note": "a", "kind": kind} for kind in (7, "no", "7")),
-        settings=('data.classes=["no", "7"]', "data.text_field=note", "data.label_field=kind"),
+        *({"note": "a", "kind": kind} for kind in (7, "no", "7", "yes")),
+        settings=('data.classes=["no", "yes", "7"]', "data.text_field=note", "data.label_field=kind"),
     )
-    assert [example.label for example in made] == [1, 0, 1]
+    assert [example.label for example in made] == [2, 0, 2, 1]
 
 
 @pytest.mark.parametrize("label", ["scald", None, True, 1.0, ["cold"], ""])
@@ -514,15 +514,18 @@ def test_the_matrix_is_the_exact_sum_over_the_sites_of_what_the_saved_model_says
     expected: npt.NDArray[np.int64] = np.zeros((3, 3), np.int64)
     for site in ("site-000", "site-001", "site-002"):
         part = held_out(full, site).held_out
-        for tokens, (label,) in zip(part.tokens, part.labels, strict=True):
+        for tokens in part.tokens:
             text = bytes(token for token in tokens if token < 256).decode()
-            expected[label, taken_for(module, tokenizer, text)] += 1
+            label = next(kind for kind in CLASSES if text.split()[0] in WORDS[kind])
+            expected[CLASSES.index(label), taken_for(module, tokenizer, text)] += 1
+    assert expected.tolist() != expected[::-1, ::-1].tolist(), (
+        "the test would not see another order of the classes"
+    )
     answer = full.answer
     figures = answer["classification"]
     assert figures["confusion"] == expected.tolist()
     assert figures["records"] == 18
     assert figures["accuracy"] == answer["accuracy"] == pytest.approx(np.trace(expected) / 18)
-    assert answer["accuracy"] > 0.5, "it learned nothing"
     assert answer["final_loss"] < answer["initial_loss"]
     confusion = Confusion(tuple(map(tuple, expected.tolist())))
     assert figures["macro"]["f1"] == confusion.macro().f1
@@ -543,7 +546,7 @@ def test_the_figures_are_shown_where_the_loss_is(full: Made, capsys: pytest.Capt
     for words in (
         "nats per text",
         "Held-out texts by class",
-        "as skin",
+        "taken for",
         "texts/s in rounds",
         "cloister export",
     ):
@@ -640,3 +643,28 @@ def test_a_private_adapter_and_its_head_load_with_peft_and_merged_without_it(
         "AutoModelForSequenceCl",
     ):
         assert words in card
+
+
+def test_the_shipped_plan_learns_from_real_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A smaller model and fewer steps of it, on passages of the Python manual and the standard library."""
+    settings = (
+        "model.config.hidden_size=16",
+        "model.config.intermediate_size=32",
+        "model.config.num_hidden_layers=1",
+        "data.sequence_length=48",
+        "run.rounds=1",
+        "local.steps=16",
+        "local.learning_rate=5e-3",
+        "simulation.partition=iid",
+        "local.warmup_steps=0",
+        "server.evaluation_sequences=20",
+    )
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    answer = found(
+        capsys, "simulate", "classify", *arguments, "--out", str(tmp_path / "run"), "--workers", "1"
+    )
+    assert answer["final_loss"] < answer["initial_loss"]
+    figures = answer["classification"]
+    assert figures["classes"] == ["manual", "docstring", "code"]
+    assert figures["records"] == 6 * 20
+    assert min(each["support"] for each in figures["by_class"]) > 0
