@@ -49,7 +49,7 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
         extra = terms.mechanism.size - parameters
         layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
     else:
-        heaviest = plan.most_tokens() if plan.aggregation.weighting == "tokens" else 1
+        heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
         counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
         ring = Ring(bits, plan.aggregation.bound, cohort)
         layout = SumLayout(ring, parameters, counters, heaviest)
@@ -64,9 +64,16 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
 
 
 def evaluation_layout(plan: Plan) -> SumLayout:
-    """The layout of an evaluation's sum: totals over the held-out records of a cohort."""
+    """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes the confusion
+    matrix."""
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-    return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES))
+    return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES, *confusion_counters(plan)))
+
+
+def confusion_counters(plan: Plan) -> tuple[str, ...]:
+    """The counters of a plan's confusion matrix, its rows one after the other; none without classes."""
+    classes = range(len(plan.data.classes))
+    return tuple(f"class {true} taken for {given}" for true in classes for given in classes)
 
 
 def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:

@@ -49,8 +49,7 @@ from cloister.clients.places import mesh_for
 from cloister.clients.rank import Place
 from cloister.clients.ranks import Ranks
 from cloister.lm.corpus import corpus_records
-from cloister.lm.data import NOT_LEARNED, Sequences, prepare, unit_rule
-from cloister.lm.evaluate import next_tokens
+from cloister.lm.data import NOT_LEARNED, Sequences, next_tokens, prepare, unit_rule
 from cloister.lm.frozen import is_lowered
 from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import LanguageModel, device_for, load_model, outline

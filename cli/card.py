@@ -63,7 +63,7 @@ def to_card(
         "## Evaluation",
         *_evaluation(plan, outcome),
         "## Use",
-        _use(form, own_base=own_base),
+        _use(form, own_base=own_base, task=plan.data.task),
         "## Provenance",
         _table(_provenance(report, plan, outcome, licence)),
     ]
@@ -77,7 +77,7 @@ def _front(report: RunReport, plan: Plan, form: Form) -> str:
         tags.append("differential-privacy")
     card = ModelCardData(
         library_name="peft" if form == "adapter" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if plan.data.task == "classify" else "text-generation",
         tags=tags,
     )
     if base_name(plan.model):
@@ -87,10 +87,11 @@ def _front(report: RunReport, plan: Plan, form: Form) -> str:
 
 
 def _what(plan: Plan, form: Form, *, simulated: bool) -> str:
+    kind = "text classifier" if plan.data.task == "classify" else "language model"
     what = {
-        "full": "A language model, all of whose parameters were trained",
-        "adapter": "A LoRA adapter of a language model, trained",
-        "merged": "A language model with a trained LoRA adapter merged into its weights, trained",
+        "full": f"A {kind}, all of whose parameters were trained",
+        "adapter": f"A LoRA adapter of a {kind}, trained",
+        "merged": f"A {kind} with a trained LoRA adapter merged into its weights, trained",
     }[form]
     how = "in a simulation of a federation on one machine" if simulated else "by a federation of sites"
     return f"{what} {how} with Cloister."
@@ -149,6 +150,8 @@ def _data(plan: Plan, *, simulated: bool) -> Iterable[tuple[str, str]]:
         data.format
     ]
     yield "format", f"{data.format}; learned from the field {_code(field)}"
+    if data.task == "classify":
+        yield "classes", f"{', '.join(map(_code, data.classes))}; by the field {_code(data.label_field)}"
     yield "tokens in a sequence", f"{data.sequence_length:,}"
 
 
@@ -198,27 +201,50 @@ def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:
         SIMULATED_PUBLIC: "records that the simulation gave to no site",
         NO_EVALUATION: "",
     }.get(source, _code(source))
+    first, last = ("evaluated on", where), ("loss before the first round", _figure(outcome.initial_loss))
+    loss = (f"loss, nats per {plan.data.label}", f"{outcome.final_loss:.4f}")
+    if outcome.confusion is None:
+        yield _table(
+            [
+                first,
+                loss,
+                ("bits per byte", _figure(outcome.bits_per_byte)),
+                ("perplexity", _figure(outcome.perplexity)),
+                ("accuracy of the next token", _figure(outcome.accuracy)),
+                last,
+            ]
+        )
+        return
+    macro = outcome.confusion.macro()
     yield _table(
         [
-            ("evaluated on", where),
-            ("loss, nats per token", f"{outcome.final_loss:.4f}"),
-            ("bits per byte", _figure(outcome.bits_per_byte)),
-            ("perplexity", _figure(outcome.perplexity)),
-            ("accuracy of the next token", _figure(outcome.accuracy)),
-            ("loss before the first round", _figure(outcome.initial_loss)),
+            first,
+            ("texts", f"{macro.support:,}"),
+            loss,
+            ("accuracy", _figure(outcome.accuracy)),
+            ("precision, mean over the classes", _figure(macro.precision)),
+            ("recall, mean over the classes", _figure(macro.recall)),
+            ("F1, mean over the classes", _figure(macro.f1)),
+            last,
         ]
+    )
+    yield "| class | precision | recall | F1 | texts |\n|---|---|---|---|---|\n" + "\n".join(
+        f"| {_code(name)} | {_figure(each.precision)} | {_figure(each.recall)} | {_figure(each.f1)} "
+        f"| {each.support:,} |"
+        for name, each in zip(plan.data.classes, outcome.confusion.by_class(), strict=True)
     )
 
 
-def _use(form: Form, *, own_base: bool) -> str:
-    load = "AutoModelForCausalLM.from_pretrained(folder)"
-    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+def _use(form: Form, *, own_base: bool, task: str) -> str:
+    kind = "SequenceClassification" if task == "classify" else "CausalLM"
+    load = f"AutoModelFor{kind}.from_pretrained(folder)"
+    imports = f"from transformers import AutoModelFor{kind}, AutoTokenizer"
     if form == "adapter" and own_base:
         imports = f"from peft import PeftModel\n{imports}"
-        load = 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), folder)'
+        load = f'PeftModel.from_pretrained(AutoModelFor{kind}.from_pretrained(f"{{folder}}/base"), folder)'
     elif form == "adapter":
-        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        load = "AutoPeftModelForCausalLM.from_pretrained(folder)"
+        imports = f"from peft import AutoPeftModelFor{kind}\nfrom transformers import AutoTokenizer"
+        load = f"AutoPeftModelFor{kind}.from_pretrained(folder)"
     return (
         f'```python\n{imports}\n\nfolder = "."  # the path of this folder\nmodel = {load}\n'
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```"

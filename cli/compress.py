@@ -69,6 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     plan, files = read_plan(source, recorded), RunFiles(source)
     target = files.compressed if arguments.out is None else Path(arguments.out)
     check_new(target, "--out")
+    if plan.data.task == "classify":
+        raise CloisterError(
+            "data.task",
+            "classify",
+            expected='"generate": the model of this run is a classifier, and only a causal LM can be compressed',
+            fix="export the model (cloister export)",
+        )
     if arguments.text is not None:
         check_public(Path(arguments.text), "--text")
         check_other(plan, files, arguments.text)

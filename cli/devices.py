@@ -126,7 +126,7 @@ class Devices:
             "absent": self.absent,
             "ran": bool(measured),
             "seconds_per_step": seconds,
-            "tokens_per_second": measured[0].tokens / seconds if seconds else None,
+            f"{self.plan.data.label}s_per_second": measured[0].tokens / seconds if seconds else None,
             "ranks": listed,
         }
 
@@ -148,7 +148,8 @@ class Devices:
     def show_run(self, console: Console, measured: Sequence[Measured]) -> None:
         """Print what was measured."""
         seconds = max(each.seconds for each in measured)
-        console.print(f"one step takes {seconds:.3g} s: {measured[0].tokens / seconds:,.0f} tokens/s")
+        rate = f"{measured[0].tokens / seconds:,.0f} {self.plan.data.label}s/s"
+        console.print(f"one step takes {seconds:.3g} s: {rate}")
         peaks: dict[str, list[int]] = {}
         for rank, each in enumerate(measured):
             peaks.setdefault(_size(each.peak), []).append(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -127,20 +128,28 @@ def describe(event: Event) -> str:
             if event.train_loss is not None:
                 parts.append(f"training loss {event.train_loss:.3f}")
             if event.tokens is not None:
-                parts.append(f"{_rate(event):,.0f} tokens/s")
+                parts.append(f"{_rate(event):,.0f} {event.label}s/s")
             if event.epsilon is not None:
                 parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
             return ", ".join(parts) + _clipped(event)
         case Evaluated():
-            return (
-                f"round {event.round}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:.2f}, "
-                f"accuracy {event.accuracy:.1%}, {event.bits_per_byte:.3f} bits/byte"
-            )
+            return ", ".join(_evaluated(event))
         case Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
             return f"{done} of {of} {what}"
         case Finished(rounds):
             return f"finished {rounds} rounds"
     return ""
+
+
+def _evaluated(event: Evaluated) -> Iterator[str]:
+    yield f"round {event.round}: held-out loss {event.loss:.3f}"
+    if event.perplexity is not None:
+        yield f"perplexity {event.perplexity:.2f}"
+    yield f"accuracy {event.accuracy:.1%}"
+    if event.bits_per_byte is not None:
+        yield f"{event.bits_per_byte:.3f} bits/byte"
+    if event.macro_f1 is not None:
+        yield f"macro precision {event.macro_precision:.3f}, recall {event.macro_recall:.3f}, F1 {event.macro_f1:.3f}"
 
 
 def answers(count: int, cohort: tuple[str, ...], updates: int | None) -> str:
@@ -300,8 +309,12 @@ class LiveDisplay:
     def _table(self, shown: list[int]) -> Table:
         """The rounds, in as many columns as fit the width of the terminal without being cut."""
         private = self._plan.privacy.unit != "none"
-        headings = ["round", "loss", "epsilon" if private else "tokens/s", "sites", "perplexity"]
-        headings += ["bits/byte"] if private else ["train loss", "bits/byte"]
+        rate = f"{self._plan.data.label}s/s"
+        first, second = "perplexity", "bits/byte"
+        if self._plan.data.task == "classify":
+            first, second = "accuracy", "macro F1"
+        headings = ["round", "loss", "epsilon" if private else rate, "sites", first]
+        headings += [second] if private else ["train loss", second]
         headings += ["staleness"] if self._plan.cohort.mode == "async" else []
         headings += ["steps"] if self._plan.local.balance != "fixed" else []
         width = self._console.width
@@ -313,10 +326,14 @@ class LiveDisplay:
             done, loss = self._rounds[number], self._losses.get(number)
             cells = {"round": str(number)}
             if loss:
+                cells |= {"loss": f"{loss.loss:.3f}", "accuracy": f"{loss.accuracy:.1%}"}
+                figures = {
+                    "perplexity": (loss.perplexity, ".2f"),
+                    "bits/byte": (loss.bits_per_byte, ".3f"),
+                    "macro F1": (loss.macro_f1, ".3f"),
+                }
                 cells |= {
-                    "loss": f"{loss.loss:.3f}",
-                    "perplexity": f"{loss.perplexity:.2f}",
-                    "bits/byte": f"{loss.bits_per_byte:.3f}",
+                    name: format(value, form) for name, (value, form) in figures.items() if value is not None
                 }
             if done:
                 cells["sites"] = str(done.sites)
@@ -324,7 +341,7 @@ class LiveDisplay:
                 if done.mean_staleness is not None:
                     cells["staleness"] = f"{done.mean_staleness:.1f}"
                 if done.train_loss is not None:
-                    cells |= {"train loss": f"{done.train_loss:.3f}", "tokens/s": f"{_rate(done):,.0f}"}
+                    cells |= {"train loss": f"{done.train_loss:.3f}", rate: f"{_rate(done):,.0f}"}
                 if done.epsilon is not None:
                     cells["epsilon"] = at_most(done.epsilon)
             table.add_row(*(cells.get(heading, "") for heading in headings))

@@ -83,6 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
             "delta": report.delta if found.holds else None,
             "final_loss": figures.final_loss,
             "bits_per_byte": figures.bits_per_byte,
+            "accuracy": figures.accuracy,
+            "classification": None
+            if figures.confusion is None
+            else figures.confusion.to_json(plan.data.classes),
             "params_sha256": figures.params_sha256,
         }
         print(json.dumps(facts))

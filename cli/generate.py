@@ -44,7 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.folder import RunFiles, read_plan
 
     folder = Path(arguments.run)
-    read_plan(folder)  # refuses a folder that holds no run
+    plan = read_plan(folder)  # refuses a folder that holds no run
+    if plan.data.task == "classify":
+        raise CloisterError(
+            "data.task",
+            "classify",
+            expected='"generate": the model of this run is a classifier, which writes no text',
+            fix="load it with AutoModelForSequenceClassification (docs/use-the-model.md)",
+        )
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():
         raise RunFolderError(

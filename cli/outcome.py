@@ -7,7 +7,7 @@ says what is not shown: the run is finished all the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.cli.display import Display
+from cloister.lm.confusion import Confusion
 from cloister.lm.generate import generate
 from cloister.privacy.claims import unit_in_words
 from cloister.privacy.dataset import DatasetLedger
@@ -31,6 +32,9 @@ from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_si
 
 T = TypeVar("T")
 
+_SHOWN_CLASSES = 6
+"""Most classes whose confusion matrix fits on a terminal; the JSON has it for any number."""
+
 
 def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str, object]:
     """The outcome for a program.
@@ -42,17 +46,24 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
 
     Returns:
         Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
-        that worked on the run (`server/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`;
-        `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command. None where there is no figure.
+        that worked on the run (`server/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`, or of a
+        classifier `texts` and `texts_per_second`; `classification`, the held-out texts by class and what they were
+        taken for (`lm/confusion.py`); `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
+        None where there is no figure.
     """
     epsilon = None if _noise_declared(folder.plan) else outcome.epsilon
     over = None if epsilon is None else _over_runs(folder, epsilon)
+    label = folder.plan.data.label
     return {
         "run": str(folder.path),
         "rounds": outcome.rounds,
         "initial_loss": outcome.initial_loss,
         "final_loss": outcome.final_loss,
         "perplexity": outcome.perplexity,
+        "accuracy": outcome.accuracy,
+        "classification": None
+        if outcome.confusion is None
+        else outcome.confusion.to_json(folder.plan.data.classes),
         "epsilon": epsilon,
         "delta": None if epsilon is None else folder.plan.privacy.delta,
         "dataset": None if over is None else asdict(over),
@@ -60,14 +71,16 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "command_seconds": seconds,
         "phase_seconds": dict(outcome.phase_seconds),
         "round_seconds": outcome.round_seconds,
-        "tokens": outcome.tokens or None,
+        "tokens": outcome.tokens or None if label == "token" else None,
+        "texts": outcome.tokens or None if label == "text" else None,
         "least_steps": outcome.least_steps,
         "most_steps": outcome.most_steps,
         "mean_staleness": outcome.mean_staleness,
         "most_staleness": outcome.most_staleness,
         "too_stale": outcome.too_stale,
         "gate_refused": outcome.gate_refused,
-        "tokens_per_second": outcome.tokens_per_second or None,
+        "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
+        "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
         "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
     }
@@ -145,6 +158,8 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
             f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
         )
     console.print(_summary(folder, outcome))
+    if outcome.confusion is not None:
+        console.print(*_classes(outcome.confusion, plan.data.classes))
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"
@@ -152,20 +167,24 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         reason = "the noise came from the declared seed simulation.noise_seed"
     if reason:
         console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
-    text = _tried(
-        console,
-        "not shown: a sample of the final model",
-        lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
-    )
-    if text is not None:
-        sample = Text(" ".join(text.split()), style="italic")
-        console.print(Text("the final model writes: ", style="bold") + sample)
+    writes = plan.data.task == "generate"
+    if writes:
+        text = _tried(
+            console,
+            "not shown: a sample of the final model",
+            lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
+        )
+        if text is not None:
+            sample = Text(" ".join(text.split()), style="italic")
+            console.print(Text("the final model writes: ", style="bold") + sample)
     run = shlex.quote(str(folder.path))
     for line in (
         f"weights {outcome.params_sha256}",
         f"run     {folder.path}",
         f"report  cloister report {run}",
-        f"try     cloister generate {run} --prompt 'The '",
+        f"try     cloister generate {run} --prompt 'The '"
+        if writes
+        else f"export  cloister export {run} DIR",
     ):
         console.print(Text(line), soft_wrap=True)
 
@@ -207,14 +226,21 @@ def _noise_declared(plan: Plan) -> bool:
 
 
 def _summary(folder: RunFolder, outcome: Outcome) -> Table:
+    label = folder.plan.data.label
     table = Table(title="Outcome", title_justify="left", show_header=False)
     table.add_column(style="cyan")
     table.add_column(justify="right")
     if outcome.initial_loss is not None and outcome.final_loss is not None:
-        loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per token"
+        loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
         table.add_row("held-out loss", loss)
-        table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
-        table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
+        if outcome.confusion is not None:
+            macro = outcome.confusion.macro()
+            table.add_row("accuracy", f"{outcome.accuracy:.1%}")
+            figures = f"{macro.precision:.3f}, {macro.recall:.3f}, {macro.f1:.3f}"
+            table.add_row("macro precision, recall, F1", figures)
+        else:
+            table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
+            table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
     ends = {
         "budget": ", ended by the budget",
         "dataset": ", ended by the limit over all runs",
@@ -246,11 +272,33 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
                 figure = f"{at_most(over.epsilon)}{limit}"
             table.add_row(Text(which), Text(figure))
         table.add_row("delta", f"{privacy.delta:g}")
-    _add_costs(table, outcome)
+    _add_costs(table, outcome, label)
     return table
 
 
-def _add_costs(table: Table, outcome: Outcome) -> None:
+def _classes(confusion: Confusion, classes: Sequence[str]) -> Iterator[Table]:
+    """The held-out texts by class: the figures of each, and where there are few classes what they were taken for."""
+    table = Table(title="Held-out texts by class", title_justify="left")
+    table.add_column("class")
+    for heading in ("precision", "recall", "F1", "texts"):
+        table.add_column(heading, justify="right")
+    for name, each in zip(classes, confusion.by_class(), strict=True):
+        table.add_row(
+            Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
+        )
+    yield table
+    if len(classes) > _SHOWN_CLASSES:
+        return
+    matrix = Table(title="What they were taken for", title_justify="left")
+    matrix.add_column("class")
+    for name in classes:
+        matrix.add_column(Text(name), justify="right")
+    for name, row in zip(classes, confusion.counts, strict=True):
+        matrix.add_row(Text(name), *(f"{count:,}" for count in row))
+    yield matrix
+
+
+def _add_costs(table: Table, outcome: Outcome, label: str) -> None:
     """Time and memory; the phases two to a row, so that a narrow terminal holds the table."""
     table.add_section()
     names = [phase.value for phase in Phase]
@@ -258,7 +306,7 @@ def _add_costs(table: Table, outcome: Outcome) -> None:
         figures = (f"{outcome.phase_seconds.get(name, 0.0):,.1f} s" for name in pair)
         table.add_row(", ".join(pair), ", ".join(figures))
     if outcome.tokens_per_second:
-        table.add_row("tokens/s in rounds", f"{outcome.tokens_per_second:,.0f}")
+        table.add_row(f"{label}s/s in rounds", f"{outcome.tokens_per_second:,.0f}")
     for whose, peak in (("coordinator", outcome.coordinator_rss), ("largest worker", outcome.worker_rss)):
         if peak is not None:
             table.add_row(f"peak RSS, {whose}", f"{peak / 1e9:.2f} GB")

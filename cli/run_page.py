@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from cloister.cli.plan import size
 from cloister.cli.view import View
+from cloister.lm.confusion import Confusion
 from cloister.privacy.claims import charged_unit
 from cloister.privacy.figures import at_most, rounded, scientific
 from cloister.privacy.page import Tick, plot, template
@@ -25,6 +26,8 @@ _SITES = 100
 """Rows of the table of sites."""
 _ROUNDS = 10
 """Rows of the table of rounds."""
+_CLASSES = 12
+"""Most classes whose confusion matrix is shown."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,13 @@ def content(view: View) -> Content:
         plots=[
             each
             for each in (
-                plot("Held-out loss", "nats per token", _series(view, "loss"), write=_loss, from_zero=False),
+                plot(
+                    "Held-out loss",
+                    f"nats per {view.plan.data.label}",
+                    _series(view, "loss"),
+                    write=_loss,
+                    from_zero=False,
+                ),
                 plot(
                     "Epsilon",
                     "epsilon, the largest of the sites",
@@ -62,8 +71,9 @@ def content(view: View) -> Content:
             )
             if each
         ],
-        headings=_headings(private=private),
-        rounds=[(row["round"], _cells(row, private=private)) for row in reversed(view.rows[-_ROUNDS:])],
+        headings=_headings(view.plan),
+        rounds=[(row["round"], _cells(row, view.plan)) for row in reversed(view.rows[-_ROUNDS:])],
+        classes=_classes(view),
         most_sites=_SITES,
     )
     name, of = view.plan.run.name, view.plan.run.rounds
@@ -129,7 +139,13 @@ def _figures(view: View) -> list[tuple[str, str, str]]:
     seconds = [float(row["seconds"]) for row in view.rows if row.get("seconds")]
     if seconds:
         rate = last["tokens"] / last["seconds"] if last.get("tokens") and last.get("seconds") else None
-        found.append(("last round took", f"{seconds[-1]:.1f} s", f"{rate:,.0f} tokens/s" if rate else ""))
+        found.append(
+            (
+                "last round took",
+                f"{seconds[-1]:.1f} s",
+                f"{rate:,.0f} {view.plan.data.label}s/s" if rate else "",
+            )
+        )
     if view.sites:
         connected = sum(not site.state.startswith("not connected") for site in view.sites)
         if view.state == "running":
@@ -155,18 +171,30 @@ def _budget(plan: Plan) -> Tick | None:
     return None if limit is None else Tick(limit, f"budget {limit:g}")
 
 
-def _headings(*, private: bool) -> list[str]:
-    return [
-        "sites",
-        "held-out loss",
-        "perplexity",
-        "bits/byte",
-        "epsilon" if private else "training loss",
-        "seconds",
-    ]
+def _headings(plan: Plan) -> list[str]:
+    last = "training loss" if plan.privacy.unit == "none" else "epsilon"
+    figures = ("accuracy", "macro F1") if plan.data.task == "classify" else ("perplexity", "bits/byte")
+    return ["sites", "held-out loss", *figures, last, "seconds"]
 
 
-def _cells(row: Mapping[str, Any], *, private: bool) -> list[str]:
+def _classes(view: View) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
+    """The held-out texts of the last evaluation by class: headings, and for each class its name and cells."""
+    row = next((row for row in reversed(view.rows) if row.get("confusion")), None)
+    if row is None:
+        return None
+    classes, confusion = view.plan.data.classes, Confusion(tuple(map(tuple, row["confusion"])))
+    cells = len(classes) <= _CLASSES
+    headings = ["precision", "recall", "F1", "texts", *(f"as {name}" for name in classes if cells)]
+    lines = []
+    for name, each, counts in zip(classes, confusion.by_class(), confusion.counts, strict=True):
+        figures = [f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"]
+        lines.append((name, figures + [f"{count:,}" for count in counts if cells]))
+    return headings, lines
+
+
+def _cells(row: Mapping[str, Any], plan: Plan) -> list[str]:
+    private = plan.privacy.unit != "none"
+
     def shown(field: str, form: str) -> str:
         value = row.get(field)
         return "" if value is None else format(value, form)
@@ -174,8 +202,10 @@ def _cells(row: Mapping[str, Any], *, private: bool) -> list[str]:
     spent = row.get("epsilon")
     last = ("" if spent is None else at_most(spent)) if private else shown("train_loss", ".3f")
     sites = shown("sites", ",") if row["round"] == 0 or "sites" in row else "given up"
-    held_out = (shown("loss", ".3f"), shown("perplexity", ".2f"), shown("bits_per_byte", ".3f"))
-    return [sites, *held_out, last, shown("seconds", ".1f")]
+    figures = (shown("perplexity", ".2f"), shown("bits_per_byte", ".3f"))
+    if plan.data.task == "classify":
+        figures = (shown("accuracy", ".1%"), shown("macro_f1", ".3f"))
+    return [sites, shown("loss", ".3f"), *figures, last, shown("seconds", ".1f")]
 
 
 def _loss(value: float) -> str:

@@ -68,7 +68,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="PLAN",
         help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites, "
-        "chinese, flowertune-general, -finance, -medical, -code (default: default)",
+        "classify, chinese, flowertune-general, -finance, -medical, -code (default: default)",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(

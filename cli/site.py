@@ -161,9 +161,9 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
     """Prepare the site's data; refuse data of which nothing is trained on."""
     from cloister.clients.site import preparation_of
     from cloister.lm.data import cached
-    from cloister.lm.tokenizer import load_tokenizer
+    from cloister.lm.tokenizer import tokenizer_of
 
-    preparation = preparation_of(config, plan, load_tokenizer(plan.model))
+    preparation = preparation_of(config, plan, tokenizer_of(plan))
     made = cached(preparation.folder, preparation.key(), preparation.make)
     if not len(made.train):
         raise DataError(

@@ -63,7 +63,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import next_tokens, to_device
+from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer
@@ -155,7 +155,7 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
         if layer not in (nn.Linear, nn.Embedding) and not layer.__name__.endswith("RMSNorm"):
             return f"{name} belongs to a layer of type {layer.__name__}"
     privacy, most = plan.privacy, plan.local.batch_size
-    windows = 1 if privacy.record == "window" else privacy.windows
+    windows = 1 if privacy.record == "window" or plan.data.task == "classify" else privacy.windows
     windows *= privacy.records if privacy.unit == "owner" else 1
     if windows > most:
         return f"the {windows} windows of one {privacy.unit} do not fit into local.batch_size = {most}"
@@ -573,10 +573,10 @@ class _Gradients:
             The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
             losses.
         """
-        tokens, targets = sequences.tokens[rows], next_tokens(sequences.labels[rows])
+        tokens, targets = sequences.tokens[rows], sequences.targets(rows)
         if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
             length = sequences.tokens.shape[1]
-            tokens, targets = np.zeros((1, length), np.int32), np.full((1, length), NOT_LEARNED)
+            tokens, targets = np.zeros((1, length), np.int32), np.full((1, targets.shape[1]), NOT_LEARNED)
             windows = np.ones(1, np.int64)
         learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
         shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]

@@ -61,6 +61,14 @@ def mesh_for(
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
         )
+    for name in ("tensor", "pipeline"):
+        if plan.data.task == "classify" and getattr(mesh, name) > 1:
+            raise ModelError(
+                f"mesh.{name}",
+                getattr(mesh, name),
+                expected="1 with data.task = 'classify': the head of a classifier is not divided",
+                fix="set mesh.shard or mesh.replicate instead",
+            )
     if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
         raise ModelError(
             "mesh",

@@ -26,6 +26,7 @@ from cloister.aggregation.sums import (
     CORRECT,
     LOSS,
     TOKENS,
+    confusion_counters,
     contract_for,
     count_of_loss,
     evaluation_layout,
@@ -350,6 +351,8 @@ class Site:
             TOKENS: found.tokens,
             BYTES: found.bytes,
         }
+        cells = [count for row in found.confusion for count in row]
+        counters |= zip(confusion_counters(loaded.plan), cells, strict=True)
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.counters])
 

@@ -50,7 +50,7 @@ class Measured:
     seconds: float
     """Of an optimizer step."""
     tokens: float
-    """Tokens that all ranks together learned from in a step."""
+    """Tokens that all ranks together learned from in a step, or the number of texts that are classified."""
     peak: int
     """Largest memory in bytes: on a GPU what torch has allocated, else what the process had in memory, with its program
     and the global model, of which all ranks share one copy."""
@@ -177,22 +177,25 @@ def some_sequences(plan: Plan, vocabulary: int) -> Prepared:
         plan.local.batch_size * plan.local.accumulation,
         plan.privacy,
     )
-    starts = None
+    starts, classify = None, plan.data.task == "classify"
     if privacy.dpsgd:
         assert privacy.sampling_rate is not None, "a sound plan has a rate"
-        each = (1 if privacy.record == "window" else privacy.windows) * (
+        each = (1 if privacy.record == "window" or classify else privacy.windows) * (
             privacy.records if privacy.unit == "owner" else 1
         )
         units = min(round(rows / privacy.sampling_rate), privacy.most_units or 2**63)
         rows, starts = units * each, np.arange(units + 1) * each
     token = np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
     label, place = token.copy(), np.arange(length, dtype=np.int32)
-    label[0] = NOT_LEARNED
+    if classify:
+        label = label[:1] % len(plan.data.classes)
+    else:
+        label[0] = NOT_LEARNED
     packed = plan.data.packing and plan.data.format != "text" and starts is None
     if packed:  # two records in each sequence
         place %= -(-length // 2)
         label[place == 0] = NOT_LEARNED
-    tokens, labels, places = (np.broadcast_to(one, (rows, length)) for one in (token, label, place))
+    tokens, labels, places = (np.broadcast_to(one, (rows, len(one))) for one in (token, label, place))
     train = Sequences(tokens, labels, places if packed else None, 0, starts)
     return Prepared(train, Sequences(tokens[:0], labels[:0], None, 0), rows, {})
 

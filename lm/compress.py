@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.utils import prune as pruning
 
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import evaluate, next_tokens, subset, to_device
+from cloister.lm.evaluate import evaluate, subset, to_device
 from cloister.lm.model import (
     device_for,
     first_line,
@@ -175,7 +175,7 @@ def distil(
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup))
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
-    targets = next_tokens(sequences.labels)
+    targets = sequences.targets()
     order = torch.Generator().manual_seed(seed)
     rows = torch.empty(0, dtype=torch.int64)
     for step in range(steps):

@@ -1,17 +1,19 @@
 """Records by name: an embedded corpus or a user's source, for simulated sites and public training.
 
-The two embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as
-sites do: the language reference by topic, the standard library's source by package. Any other source is read as a site
-reads its own data.
+The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
+do: the language reference by topic, the standard library's source by package, and passages of both, for a classifier,
+by what they are. Any other source is read as a site reads its own data.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import re
 import sysconfig
 import tokenize
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,11 @@ _NOT_SOURCE = {
     "__pycache__",
 }  # fmt: skip
 
+_EVERY = 4
+"""Of so many files of the library one gives passages: parsing all takes seconds."""
+_SHORTEST = 80
+"""Characters of the shortest passage."""
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -38,7 +45,8 @@ class Corpus:
 
 
 def corpus_records(source: str, split: str = "train", cache: Path | None = None) -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, or any source that `read_records` reads.
+    """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
+    reads.
 
     A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
     end at blank lines, or its lines if it is one paragraph.
@@ -50,7 +58,11 @@ def corpus_records(source: str, split: str = "train", cache: Path | None = None)
         records = read_records(source, split=split, cache=cache)
         one_text = Path(source).suffix == ".txt" and Path(source).expanduser().is_file()
         return Corpus(_paragraphs(records[0]["text"]) if one_text else records)
-    builtin = {"builtin:python-docs": _python_docs, "builtin:python-stdlib": _python_stdlib}
+    builtin = {
+        "builtin:python-docs": _python_docs,
+        "builtin:python-stdlib": _python_stdlib,
+        "builtin:python-passages": _python_passages,
+    }
     if source not in builtin:
         nearest = difflib.get_close_matches(source, builtin, n=1, cutoff=0)
         raise DataError(
@@ -75,18 +87,48 @@ def _python_docs() -> Corpus:
     return Corpus([{"text": text, "topic": topic} for topic, text in sorted(topics.items())], "topic")
 
 
-def _python_stdlib() -> Corpus:
-    """The standard library's source without its tests: about 700 files, 11 MB, 200 packages and modules."""
+def _python_stdlib(every: int = 1) -> Corpus:
+    """The standard library's source without its tests: about 700 files, 11 MB, 200 packages and modules; or one of
+    `every` so many files."""
     root = Path(sysconfig.get_path("stdlib"))
     records = []
-    for file in sorted(root.rglob("*.py")):
-        path = file.relative_to(root)
-        if _NOT_SOURCE & set(path.parts):
-            continue
-        with tokenize.open(file) as source:  # reads the encoding that the file declares
+    paths = [file.relative_to(root) for file in sorted(root.rglob("*.py"))]
+    for path in [each for each in paths if not _NOT_SOURCE & set(each.parts)][::every]:
+        with tokenize.open(root / path) as source:  # reads the encoding that the file declares
             text = source.read()
         if text:
             records.append({"text": text, "path": path.as_posix(), "package": path.with_suffix("").parts[0]})
     if not records:
         raise DataError("simulation.source", "builtin:python-stdlib", expected=f"Python source in {root}")
     return Corpus(records, "package")
+
+
+def _python_passages() -> Corpus:
+    """Passages with their kind as `label`, as many of each: a paragraph of the `manual`, the `docstring` of a function
+    of the standard library, or the `code` of a function that has none; each of at least 80 characters."""
+    texts = [str(record["text"]) for record in _python_docs().records]
+    manual = [part["text"] for text in texts for part in _paragraphs(text)]
+    docstrings, code = [], []
+    for record in _python_stdlib(_EVERY).records:
+        lines = record["text"].splitlines()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the library's own strings
+            module = ast.parse(record["text"])
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef):
+                docstring = ast.get_docstring(node)
+                if docstring is None:
+                    code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                else:
+                    docstrings.append(docstring)
+    kinds = {
+        name: [text for text in texts if len(text) >= _SHORTEST]
+        for name, texts in (("manual", manual), ("docstring", docstrings), ("code", code))
+    }
+    each = min(map(len, kinds.values()))
+    records = [
+        {"text": text, "label": name}
+        for name, texts in kinds.items()
+        for text in (texts[index * len(texts) // each] for index in range(each))
+    ]
+    return Corpus(records, "label")

@@ -46,7 +46,7 @@ NOT_LEARNED = -100
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token sequences of one length, ready for a causal language model that shifts labels itself.
+    """Token sequences of one length, with the labels that are learned: of tokens, or of a classifier's whole sequences.
 
     With `positions`, several examples share a sequence and must not attend to each other. Transformers separates them
     when it is given the positions, no attention mask and `use_cache=False`.
@@ -55,7 +55,8 @@ class Sequences:
     tokens: NDArray[np.int32]
     """(N, L): token ids; padding comes last."""
     labels: NDArray[np.int32]
-    """(N, L): the token at the same position where it is learned from the tokens before it, else -100."""
+    """(N, L): the token at the same position where it is learned from the tokens before it, else -100. (N, 1): the
+    class of each sequence."""
     positions: NDArray[np.int32] | None
     """(N, L): position of the token in its example; None where it is 0..L-1 in every sequence."""
     n_bytes: int
@@ -74,6 +75,30 @@ class Sequences:
         """Number of labels that are learned."""
         return int(np.count_nonzero(self.labels != NOT_LEARNED))
 
+    @property
+    def classified(self) -> bool:
+        """Whether a sequence has one label, its class."""
+        return bool(self.labels.shape[1] == 1)
+
+    def targets(self, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+        """What the model's outputs are compared with, -100 where nothing is learned.
+
+        Args:
+            rows: R rows of the sequences.
+
+        Returns:
+            (R, L): for each position the token that follows it; of sequences with one label (R, 1): their classes.
+        """
+        labels = self.labels[rows]
+        return labels.astype(np.int64) if self.classified else next_tokens(labels)
+
+
+def next_tokens(labels: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The target of each position: `labels` (N, L) shifted one to the left, -100 at the end; (N, L) int64."""
+    targets = np.full(labels.shape, NOT_LEARNED, dtype=np.int64)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -86,8 +111,9 @@ class Prepared:
     records: int
     """Number of records that are used."""
     left_out: Mapping[str, int]
-    """Number of the other records, by the reason: not readable, without the plan's fields, refused by template or
-    tokenizer, without an owner, or without a learnable token (empty, or the whole answer is past the sequence length).
+    """Number of the other records, by the reason: not readable, without the plan's fields or a label that is a class,
+    refused by template or tokenizer, without an owner, or without a learnable token (empty, or the whole answer is past
+    the sequence length).
     No reason quotes a record."""
 
     def summary(self) -> str:
@@ -145,13 +171,15 @@ def prepare(
 ) -> Prepared:
     """Tokenise records, split off the held-out ones, lay out both parts in sequences of the plan's length.
 
-    A text that is longer than a sequence continues in the next one; a prompt or chat is truncated.
+    A text that is longer than a sequence continues in the next one; a prompt, a chat, or a text that is classified is
+    truncated.
 
     Which records are held out depends only on `seed` and the records: if `data.held_out` is not 0, at least one of two
     or more records is held out, and of a single text the last tokens are. The first token of a sequence, and of each
     example in a packed one, has no token before it to be learned from, so its label is -100.
 
-    With `units`, `data.packing` is ignored, prompts and chats continue in further sequences as texts do, and a hash of
+    With `units`, `data.packing` is ignored, prompts and chats continue in further sequences as texts do, but texts that
+    are classified do not, and a hash of
     `seed` and the unit's own tokens, or its owner, decides whether the unit is held out. A draw over all records, as
     without `units`, would be wrong: one more record would reshuffle all the others between training and evaluation, and
     training sets that differ everywhere are not neighbours. The cost is that the number held out is only close to
@@ -267,7 +295,7 @@ def check_usable(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, 
         )
         if any(True for _ in found):
             return
-    longest = data.sequence_length * (1 if rule is None else rule.windows)
+    longest = data.sequence_length * (1 if rule is None or data.task == "classify" else rule.windows)
     raise _nothing_learnable(data, longest, unusable.left_out.total())
 
 
@@ -386,10 +414,16 @@ def _learnable(
     longest = None if data.format == "text" else data.sequence_length
     for _, example in examples:
         cut = example.piece(0, longest)
-        if cut.role[1:].any():
+        if cut.role[_first(cut) :].any():
             yield cut
         else:
             unusable.left_out[_NOTHING_LEARNABLE] += 1
+
+
+def _first(example: Example) -> int:
+    """The first token of an example that can be learned from: of a text that is classified every one, otherwise the
+    second, because a token is learned from those before it."""
+    return 1 if example.label is None else 0
 
 
 def _learnable_pieces(
@@ -426,7 +460,9 @@ def _unique(
     for owner, pieces in made:
         new = []
         for piece in pieces:
-            content = hashlib.sha256(_tokens(piece) + piece.role.tobytes()).digest()
+            content = hashlib.sha256(
+                _tokens(piece) + piece.role.tobytes() + str(piece.label).encode()
+            ).digest()
             known = hashlib.sha256(len(owner).to_bytes(8) + owner + content).digest()
             if known not in seen:
                 seen.add(known)
@@ -501,7 +537,7 @@ def _learnable_rows(example: Example, length: int) -> NDArray[np.bool_]:
     """For each sequence of an example that starts a new sequence: whether a token of it is learned."""
     role = np.zeros(-(-len(example) // length) * length, np.uint8)
     role[: len(example)] = example.role
-    return np.asarray(role.reshape(-1, length)[:, 1:].any(axis=1), np.bool_)
+    return np.asarray(role.reshape(-1, length)[:, _first(example) :].any(axis=1), np.bool_)
 
 
 def _chosen(identity: bytes, kind: str, share: float, seed: int) -> bool:
@@ -537,7 +573,7 @@ def _split(
             list(itertools.compress(examples, is_held_out)),
         )
     only = examples[0]
-    if data.format != "text" or len(only) < 4:
+    if data.format != "text" or data.task == "classify" or len(only) < 4:
         if not refuse:
             return examples, []
         raise DataError(
@@ -553,6 +589,8 @@ def _lay_out(examples: Sequence[Example], data: DataSection, pad: int) -> Sequen
     """Place examples in sequences of L tokens; drop sequences without a learned token."""
     length = data.sequence_length
     apart = data.packing and data.format != "text"
+    if data.task == "classify":
+        return _lay_out_classes(examples, length, pad)
     if not examples:
         nothing = np.empty((0, length), np.int32)
         return Sequences(nothing, nothing, nothing if apart else None, 0)
@@ -576,6 +614,15 @@ def _lay_out(examples: Sequence[Example], data: DataSection, pad: int) -> Sequen
         tokens, labels = tokens[kept], labels[kept]
         positions = None if positions is None else positions[kept]
     return Sequences(tokens, labels, positions, n_bytes)
+
+
+def _lay_out_classes(examples: Sequence[Example], length: int, pad: int) -> Sequences:
+    """Place texts that are classified in sequences of their own, each with its class as its label."""
+    tokens = np.full((len(examples), length), pad, np.int32)
+    for row, example in zip(tokens, examples, strict=True):
+        row[: len(example)] = example.tokens
+    labels = np.array([example.label for example in examples], np.int32).reshape(-1, 1)
+    return Sequences(tokens, labels, None, 0)
 
 
 def _placed(

@@ -1,10 +1,11 @@
-"""Held-out evaluation: sums over sequences, which give loss, perplexity, accuracy and bits per byte.
+"""Held-out evaluation: sums over sequences, which give loss, perplexity, accuracy and bits per byte, and for classes a
+confusion matrix.
 
 Sums add up over batches, over sites, and under a secure sum, and they avoid averaging averages.
 
 A label is scored if it is not -100 and a token precedes it in its sequence; the first token of a sequence cannot be
 predicted, and `lm/data.py` never labels it. `tokens` counts exactly the scored labels, and `bytes` the bytes of the
-text that they stand for.
+text that they stand for. A text that is classified has one label, its class.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from cloister.lm.confusion import Confusion, Counts
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.passes import Forward, Precision, summed_loss
 from cloister.lm.weights import Weights
@@ -37,6 +39,8 @@ class HeldOut:
     """Labels scored."""
     bytes: int = 0
     """UTF-8 bytes of the learned text."""
+    confusion: Counts = ()
+    """Of texts that are classified, the confusion matrix; otherwise empty."""
 
     def __add__(self, other: HeldOut) -> HeldOut:
         return HeldOut(
@@ -44,11 +48,12 @@ class HeldOut:
             self.correct + other.correct,
             self.tokens + other.tokens,
             self.bytes + other.bytes,
+            _added(self.confusion, other.confusion),
         )
 
     @property
     def loss(self) -> float:
-        """Nats per token; NaN where nothing was scored."""
+        """Nats per label; NaN where nothing was scored."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -78,7 +83,7 @@ def evaluate(
     """Score every sequence once, in order, without gradients; restore the module's training mode afterwards.
 
     Args:
-        module: A causal language model, already on `device`.
+        module: A causal language model or a classifier, already on `device`.
         sequences: N sequences of L tokens; without sequences every sum is zero.
         batch_size: Sequences per forward pass.
         device: The device of the module.
@@ -91,9 +96,12 @@ def evaluate(
     """
     if batch_size < 1:
         raise DataError("batch_size", batch_size, expected="at least 1 sequence")
-    targets = next_tokens(sequences.labels)
+    targets = sequences.targets()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
+    config: Any = module.config
+    classes = int(config.num_labels) if sequences.classified else 0
+    confusion = torch.zeros(classes * classes, dtype=torch.int64, device=device)
     forward = Forward(module, device, precision)
     logits_of = forward if weights is None else weights.passes(forward, batch_size).logits
     part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
@@ -113,12 +121,29 @@ def evaluate(
                 logits = logits_of(to_device(sequences.tokens[rows], device), positions)  # (B, L, V)
                 if logits is not None:
                     loss += summed_loss(logits, wanted)
-                    correct += (logits.argmax(-1) == wanted).sum()
+                    given = logits.argmax(-1)
+                    correct += (given == wanted).sum()
+                    if classes:
+                        cells = (wanted * classes + given)[wanted != NOT_LEARNED]
+                        confusion += torch.bincount(cells, minlength=len(confusion))
     finally:
         module.train(training)
     if weights is not None:
         loss, correct = weights.sum(loss), weights.sum(correct)
-    return HeldOut(loss.item(), int(correct.item()), int((targets != NOT_LEARNED).sum()), sequences.n_bytes)
+        confusion = weights.sum(confusion)
+    return HeldOut(
+        loss.item(),
+        int(correct.item()),
+        int((targets != NOT_LEARNED).sum()),
+        sequences.n_bytes,
+        Confusion.of(confusion.tolist()).counts,
+    )
+
+
+def _added(one: Counts, other: Counts) -> Counts:
+    if not (one and other):
+        return one or other
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(one, other, strict=True))
 
 
 def subset(sequences: Sequences, most: int | None, seed: int) -> Sequences:
@@ -144,13 +169,6 @@ def subset(sequences: Sequences, most: int | None, seed: int) -> Sequences:
     chosen = Sequences(sequences.tokens[rows], sequences.labels[rows], positions, 0)
     part = chosen.n_tokens / sequences.n_tokens if sequences.n_tokens else 0.0
     return replace(chosen, n_bytes=round(sequences.n_bytes * part))
-
-
-def next_tokens(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """The target of each position: `labels` (N, L) shifted one to the left, -100 at the end; (N, L) int64."""
-    targets = np.full(labels.shape, NOT_LEARNED, dtype=np.int64)
-    targets[:, :-1] = labels[:, 1:]
-    return targets
 
 
 def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,13 +53,15 @@ class Example:
     """(n,): the role of each token: `CONTEXT`, `ANSWER` or `END`."""
     bytes_each: float
     """UTF-8 bytes of text that an `ANSWER` token stands for."""
+    label: int | None = None
+    """Of a classifier's text its class, an index of `data.classes`; its tokens are not learned, but all have a role."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def piece(self, start: int, stop: int | None) -> Example:
         """Tokens `start` to `stop`, without a copy."""
-        return Example(self.tokens[start:stop], self.role[start:stop], self.bytes_each)
+        return replace(self, tokens=self.tokens[start:stop], role=self.role[start:stop])
 
 
 def to_examples(
@@ -71,14 +73,15 @@ def to_examples(
     """Turn each record into one example of any length; an empty record gives an empty example.
 
     The learned tokens are every token of a text, the completion after a prompt, or the assistant's turns of a chat, and
-    in each case the end-of-text token that follows.
+    in each case the end-of-text token that follows. A text that is classified is cut to the sequence length and has the
+    special tokens that the tokenizer adds by itself, because users of the saved model call it on the same tokens.
 
     Args:
         records: The records.
         tokenizer: The tokenizer.
         data: What a record is.
-        unusable: What becomes of a record that lacks the plan's field, has another type in it, is a chat that the
-            template refuses, or cannot be tokenised; by default it is an error.
+        unusable: What becomes of a record that lacks the plan's field, has another type in it, has no label in
+            `data.classes`, is a chat that the template refuses, or cannot be tokenised; by default it is an error.
 
     Yields:
         A record, and its example; in the order of the records, without those that are left out.
@@ -88,10 +91,10 @@ def to_examples(
     """
     check_tokenizer(tokenizer, data)
     unusable = unusable or Unusable(refused=True)
-    # A chat template adds the begin and end tokens of a chat itself.
-    encode = _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
+    encode = _classified(tokenizer, data) if data.task == "classify" else _learned(tokenizer, data)
+    classes = {name: index for index, name in enumerate(data.classes)}
 
-    def rendered() -> Iterator[tuple[Record, _Text]]:
+    def rendered() -> Iterator[_Rendered]:
         for number, record in enumerate(records, start=1):
             fields = unusable.tried(
                 f"without the fields of data.format {data.format!r}", _fields, data, number, record
@@ -99,14 +102,73 @@ def to_examples(
             if fields is None:
                 continue
             text = unusable.tried("refused by the chat template", _render, tokenizer, number, fields)
-            if text is not None:
-                yield record, text
+            if text is None:
+                continue
+            label: int | None = None
+            if classes:
+                label = unusable.tried(
+                    "without a label in data.classes", _label, data, classes, number, record
+                )
+                if label is None:
+                    continue
+            yield record, text, label
 
     for batch in _by_size(rendered()):
-        examples = unusable.tried_together("refused by the tokenizer", encode, [text for _, text in batch])
-        for (record, _), example in zip(batch, examples, strict=True):
+        examples = unusable.tried_together("refused by the tokenizer", encode, [text for _, text, _ in batch])
+        for (record, _, label), example in zip(batch, examples, strict=True):
             if example is not None:
-                yield record, example
+                yield record, example if label is None else replace(example, label=label)
+
+
+def _learned(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection
+) -> Callable[[Sequence[_Text]], list[Example]]:
+    """Encodes texts of which tokens are learned."""
+    # A chat template adds the begin and end tokens of a chat itself.
+    return _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
+
+
+def _classified(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection
+) -> Callable[[Sequence[_Text]], list[Example]]:
+    """Encodes texts that are classified: between the special tokens of the tokenizer, in at most a sequence."""
+    encode = _Encoder(tokenizer, whole=True, close=False)
+    start, end = _special_tokens(tokenizer)
+    room = data.sequence_length - len(start) - len(end)
+    if room < 1:
+        raise DataError(
+            "data.sequence_length",
+            data.sequence_length,
+            expected=f"room for a token of the text beside the {len(start) + len(end)} special ones of the tokenizer",
+            fix="raise data.sequence_length",
+        )
+
+    def cut(batch: Sequence[_Text]) -> list[Example]:
+        examples = []
+        for example in encode(batch):
+            text = example.piece(0, room)
+            if len(text):
+                tokens = np.concatenate([np.array(start, np.int32), text.tokens, np.array(end, np.int32)])
+                text = replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
+            examples.append(text)
+        return examples
+
+    return cut
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before and after every text by itself."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for first in range(len(whole) - len(plain) + 1):
+        if whole[first : first + len(plain)] == plain:
+            return whole[:first], whole[first + len(plain) :]
+    raise DataError(
+        "data.task",
+        "classify",
+        expected="a tokenizer that adds its special tokens around a text and leaves the text's own",
+        fix="set model.tokenizer to another one",
+    )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
@@ -140,14 +202,18 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
+_Rendered = tuple[Record, _Text, int | None]
+"""A record, its text, and the class of the text if it is classified."""
+
+
 @lru_cache(maxsize=1)
 def _identity_of_bytes() -> str:
     return identity(byte_tokenizer())
 
 
-def _by_size(rendered: Iterable[tuple[Record, _Text]]) -> Iterator[list[tuple[Record, _Text]]]:
+def _by_size(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
     """Collect texts into batches of limited size: the intermediate results of a tokenizer call are large."""
-    batch: list[tuple[Record, _Text]] = []
+    batch: list[_Rendered] = []
     size = 0
     for item in rendered:
         batch.append(item)
@@ -256,6 +322,20 @@ def _field(record: Record, number: int, name: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"record {number}, field {name}", value, expected="text")
     return value
+
+
+def _label(data: DataSection, classes: Mapping[str, int], number: int, record: Record) -> int:
+    """The class of a record, as an index of `data.classes`."""
+    value = _value(record, number, data.label_field)
+    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not (isinstance(name, str) and name in classes):
+        raise DataError(
+            f"record {number}, field {data.label_field}",
+            value,
+            expected=f"one of data.classes: {', '.join(data.classes)}",
+            fix="add the class to data.classes, or correct the record",
+        )
+    return classes[name]
 
 
 def _value(record: Record, number: int, name: str) -> Any:

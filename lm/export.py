@@ -110,7 +110,11 @@ def _trained(final: Path, section: ModelSection) -> Vector:
         return Layout.of(module.named_parameters()).flatten(module)
     from peft import load_peft_weights
 
-    some = ".lora_B." if section.adapter.scheme == "ffa-lora" else ".lora_"
-    parts = {name: part for name, part in load_peft_weights(str(final), device="cpu").items() if some in name}
+    frozen = ".lora_A." if section.adapter.scheme == "ffa-lora" else None
+    parts = {
+        name: part
+        for name, part in load_peft_weights(str(final), device="cpu").items()
+        if frozen is None or frozen not in name
+    }
     flat: Vector = np.concatenate([parts[name].numpy().reshape(-1) for name in sorted(parts)])
     return flat

@@ -25,6 +25,9 @@ from torch import nn
 
 from cloister.protocol.errors import ModelError
 
+_TRAINED = (".lora_", ".modules_to_save.", ".original_module")
+"""In the names of what is trained beside a base: factors, and a classifier's head, whose first values PEFT keeps."""
+
 BasePrecision = Literal["float32", "bfloat16", "nf4"]
 
 
@@ -121,7 +124,9 @@ def _lowered(module: nn.Module, precision: BasePrecision) -> Iterator[tuple[str,
     causal: Any = module  # partly untyped
     head = causal.get_output_embeddings()
     for name, layer in module.named_modules():
-        if ".lora_" not in name and isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
+        if any(part in name for part in _TRAINED):
+            continue
+        if isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
             yield name, layer, precision == "nf4" and isinstance(layer, nn.Linear) and layer is not head
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cloister.lm.model import load_saved, seeded
+from cloister.lm.model import is_classifier, load_saved, seeded
 from cloister.protocol.errors import ModelError
 
 
@@ -47,6 +47,10 @@ def generate(
         )
     device = device or torch.device("cpu")
     module, tokenizer = load_saved(folder)
+    if is_classifier(module):
+        raise ModelError(
+            "model", str(folder), expected="a causal LM, but it is a classifier, which writes no text"
+        )
     module.to(device).eval()
     first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
     tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first

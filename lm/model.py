@@ -11,6 +11,10 @@ error, never silently initialised. The plan's adapter scheme selects what is tra
   of LLMs via alternating optimization of LoRA").
 - `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
 
+A classifier (`data.task`) is the same with a head in the place of the output layer. The head is new where the
+checkpoint has none for the plan's classes. It is trained with every scheme, as a whole and in every round, because no
+factor of low rank could stand for what begins at random; its mean is exact.
+
 Code that comes with a model repository is never run.
 """
 
@@ -20,8 +24,9 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +38,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm import frozen, saved
 from cloister.lm.layout import Layout, Vector
-from cloister.lm.tokenizer import load_tokenizer, looks_like_path, on_hub
+from cloister.lm.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import AdapterSection, ModelSection, Plan
 from cloister.protocol.storage import write_folder
@@ -42,11 +47,13 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BUILTIN = "builtin:"
+HEAD = ".modules_to_save."
+"""In the name of each parameter of a head that is trained beside an adapter."""
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model with its tokenizer and the layout of what is trained."""
+    """A causal language model, or a classifier, with its tokenizer and the layout of what is trained."""
 
     module: nn.Module
     """The transformers model, inside a PEFT model when the plan names an adapter; what is trained is float32, and a
@@ -71,8 +78,8 @@ class LanguageModel:
         half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
         names = [name for name in self.layout.names if name in parameters]
         for name in names:
-            parameters[name].requires_grad_(half in name)
-        return [(name, parameters[name]) for name in names if half in name]
+            parameters[name].requires_grad_(half in name or HEAD in name)
+        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
@@ -92,18 +99,24 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     precision = plan.model.adapter.base_precision
     frozen.check_machine(precision)
     config, place = _configure(plan)
-    tokenizer = load_tokenizer(plan.model)
+    tokenizer = tokenizer_of(plan)
     _check_fits(plan, config, tokenizer)
     own = plan.model.name.startswith(BUILTIN) or base is not None
     module: nn.Module
     if empty and plan.model.adapter.scheme == "full":
         with _without_memory():
-            module = _build(plan.model, config)
+            module = _build(plan, config)
         if place is None or not _stored_buffers(module):
             module, layout = _adapt(module, plan)
             return LanguageModel(module, tokenizer, layout, plan.model, own)
     with seeded("weights", plan.run.seed):
-        module = _build(plan.model, config) if place is None else from_pretrained(place, config)
+        if place is None:
+            module = _build(plan, config)
+        elif plan.data.task == "classify":
+            module, new_head = _classifier_from(place, config)
+            own = own or new_head
+        else:
+            module = from_pretrained(place, config)
     if place is None:
         _check_runs(plan.model, module)
     if base is not None:
@@ -131,10 +144,10 @@ def outline(plan: Plan) -> LanguageModel:
         ModelError: as `load_model`, for everything that can be checked without the weights.
     """
     config, _ = _configure(plan)
-    tokenizer = load_tokenizer(plan.model)
+    tokenizer = tokenizer_of(plan)
     _check_fits(plan, config, tokenizer)
     with torch.device("meta"):
-        module, layout = _adapt(_build(plan.model, config), plan)
+        module, layout = _adapt(_build(plan, config), plan)
     return LanguageModel(module, tokenizer, layout, plan.model)
 
 
@@ -165,9 +178,20 @@ def device_for(name: str) -> torch.device:
 
 def takes_positions(module: nn.Module) -> bool:
     """Whether the forward pass takes `position_ids`; without them packed records attend to each other."""
+    return "position_ids" in inspect.signature(_plain(module).forward).parameters
+
+
+def is_classifier(module: nn.Module) -> bool:
+    """Whether a model gives one row of logits for each sequence, and not for each token."""
+    # Sharding gives the class a new name, with the old one at its end.
+    return _has_head([type(_plain(module)).__name__])
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The model of transformers without its adapter."""
     get_base: Any = getattr(module, "get_base_model", None)
-    forward = (get_base() if get_base is not None else module).forward
-    return "position_ids" in inspect.signature(forward).parameters
+    plain: nn.Module = module if get_base is None else get_base()
+    return plain
 
 
 @contextmanager
@@ -214,22 +238,22 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     """The configuration of the plan's model and the place of its weights: None for a fresh model."""
     section = plan.model
     if section.name.startswith(BUILTIN):
-        return _builtin_config(section), None
+        return _builtin_config(plan), None
     place = locate(section.name, section.revision)
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+    known, what = _types(plan)
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
         raise ModelError(
-            "model.name", section.name, expected=f"a causal LM of transformers ({first_line(error)})"
+            "model.name", section.name, expected=f"a {what} of transformers ({first_line(error)})"
         ) from error
-    if config.model_type not in CAUSAL:
+    if config.model_type not in known:
         raise ModelError(
             "model.name",
             section.name,
-            expected=f"a causal LM of transformers, but its type is {config.model_type}",
+            expected=f"a {what} of transformers, but its type is {config.model_type}",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
@@ -237,26 +261,36 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
             section.name,
             expected="a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
         )
-    return _for_training(config), place
+    return _for_training(config, plan), place
 
 
-def _builtin_config(section: ModelSection) -> PreTrainedConfig:
+def _types(plan: Plan) -> tuple[Mapping[str, Any], str]:
+    """The model types of transformers that have the task of the plan, and what such a model is called."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if plan.data.task == "classify":
+        return auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "sequence classifier"
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal LM"
+
+
+def _builtin_config(plan: Plan) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+    section, (types, what) = plan.model, _types(plan)
     kind = section.name.removeprefix(BUILTIN)
-    if kind not in CAUSAL:
-        nearest = difflib.get_close_matches(kind, CAUSAL, n=3) or ["llama", "gpt2", "qwen3"]
+    if kind not in types:
+        nearest = difflib.get_close_matches(kind, types, n=3) or ["llama", "gpt2", "qwen3"]
         raise ModelError(
             "model.name",
             section.name,
-            expected="builtin: followed by a causal LM type of transformers",
+            expected=f"builtin: followed by a {what} type of transformers",
             fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
         )
     cls = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
     known |= {"rope_theta"} if "rope_parameters" in known else set()
     known -= {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "dtype"}
+    known -= {"num_labels", "id2label", "label2id", "problem_type"}
     for key, value in section.config.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -266,7 +300,7 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
                 expected=f"a field that a plan may set in the configuration of {kind}",
                 fix=f"did you mean {nearest[0]}?" if nearest else f"known fields: {', '.join(sorted(known))}",
             )
-    tokenizer = load_tokenizer(section)
+    tokenizer = tokenizer_of(plan)
     chosen: dict[str, Any] = {
         **section.config,
         "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8 keeps the matrix products on fast paths
@@ -278,11 +312,18 @@ def _builtin_config(section: ModelSection) -> PreTrainedConfig:
         config = AutoConfig.for_model(kind, **chosen)
     except Exception as error:  # each of transformers' 200 model types raises its own types
         raise _inconsistent(section, error) from error
-    return _for_training(config)
+    return _for_training(config, plan)
 
 
-def _for_training(config: PreTrainedConfig) -> PreTrainedConfig:
+def _for_training(config: PreTrainedConfig, plan: Plan) -> PreTrainedConfig:
     config.use_cache = False
+    if plan.data.task == "classify":
+        config.id2label = dict(enumerate(plan.data.classes))  # it sets num_labels
+        config.label2id = {name: index for index, name in enumerate(plan.data.classes)}
+        config.problem_type = "single_label_classification"
+        # By this token the model finds the end of a text.
+        config.get_text_config().pad_token_id = tokenizer_of(plan).pad_token_id
+        return config
     if getattr(config, "is_decoder", True) is False and not config.is_encoder_decoder:
         config.is_decoder = True  # BERT-like models attend to later tokens unless this is set
     return config
@@ -320,11 +361,11 @@ def locate(name: str, revision: str = "main") -> Place:
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
-def _build(section: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
+def _build(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        return from_config(config)
+        return from_config(config, classify=plan.data.task == "classify")
     except Exception as error:  # see `_builtin_config`
-        raise _inconsistent(section, error) from error
+        raise _inconsistent(plan.model, error) from error
 
 
 @contextmanager
@@ -350,33 +391,83 @@ def _stored_buffers(module: nn.Module) -> set[str]:
     return set(module.state_dict()) - parameters
 
 
-def from_config(config: PreTrainedConfig) -> PreTrainedModel:
-    """A causal LM with fresh weights in float32."""
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
-    return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))
+def from_config(config: PreTrainedConfig, *, classify: bool = False) -> PreTrainedModel:
+    """A causal LM, or a classifier, with fresh weights in float32."""
+    return cast("PreTrainedModel", _auto(classify).from_config(config, dtype=torch.float32))
 
 
-def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Load a complete checkpoint in float32.
+def _auto(classify: bool) -> Any:
+    """The automatic class of transformers, which leaves it untyped."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if classify else AutoModelForCausalLM
+
+
+def from_pretrained(
+    place: Place, config: PreTrainedConfig | None = None, *, classify: bool = False
+) -> PreTrainedModel:
+    """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
 
     Raises:
         ModelError: the weights cannot be read, or a parameter is missing or has another shape.
     """
-    from transformers import AutoModelForCausalLM
+    module, _ = _loaded(place, config, classify=classify, new_head=False)
+    return module
 
-    auto: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
+
+def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrainedModel, bool]:
+    """A classifier on a checkpoint, and whether it is another model than that checkpoint: a model without a head gets a
+    new one.
+
+    Raises:
+        ModelError: the checkpoint has a head for other classes, or as `from_pretrained`.
+    """
+    from transformers import AutoConfig
+
+    stored = AutoConfig.from_pretrained(place.name, **place.options())
+    if not _has_head(stored.architectures):
+        module, _ = _loaded(place, config, classify=True, new_head=True)
+        return module, True
+    names, classes = ([str(name) for name in (each.id2label or {}).values()] for each in (stored, config))
+    unnamed = names == [f"LABEL_{index}" for index in range(len(classes))]
+    if names != classes and not unnamed:
+        raise ModelError(
+            "data.classes",
+            classes,
+            expected=f"the classes for which {place.name} has a head, in their order: {', '.join(names)}",
+            fix="set data.classes to them, or model.name to a model without a head",
+        )
+    module, _ = _loaded(place, config, classify=True, new_head=False)
+    other = unnamed or stored.get_text_config().pad_token_id != config.get_text_config().pad_token_id
+    return module, other
+
+
+def _has_head(architectures: list[str] | None) -> bool:
+    """Whether a checkpoint whose configuration names these classes is a classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
+def _loaded(
+    place: Place, config: PreTrainedConfig | None, *, classify: bool, new_head: bool
+) -> tuple[PreTrainedModel, bool]:
+    """A checkpoint in float32, and whether it has no head, if it may lack it: then the head is as new."""
     try:
         with no_progress_bars():
-            module, info = auto.from_pretrained(
+            module, info = _auto(classify).from_pretrained(
                 place.name, config=config, dtype=torch.float32, output_loading_info=True, **place.options()
             )
     except Exception as error:  # see `_configure`
+        what = "sequence classifier" if classify else "causal LM"
         raise ModelError(
-            "model.name", place.name, expected=f"a complete checkpoint of a causal LM ({first_line(error)})"
+            "model.name", place.name, expected=f"a complete checkpoint of a {what} ({first_line(error)})"
         ) from error
-    absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    missing = set(info["missing_keys"])
+    head = {
+        name for name, _ in module.named_parameters() if not name.startswith(f"{module.base_model_prefix}.")
+    }
+    new = new_head and head <= missing
+    absent = sorted(missing - head if new else missing)
+    absent += sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent or info.get("error_msgs"):
         named = ", ".join(absent[:3]) or first_line(info["error_msgs"][0])
         raise ModelError(
@@ -384,7 +475,7 @@ def from_pretrained(place: Place, config: PreTrainedConfig | None = None) -> Pre
             place.name,
             expected=f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
         )
-    return cast("PreTrainedModel", module)
+    return cast("PreTrainedModel", module), new
 
 
 def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -436,11 +527,13 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
     targets = _targets(module, adapter)
     from peft import LoraConfig, get_peft_model
 
+    classify = plan.data.task == "classify"
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=cast(int, adapter.alpha),  # PEFT only divides it by the rank: a float works
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if classify else "CAUSAL_LM",
+        modules_to_save=heads_of(module) if classify else None,
         revision=None if plan.model.name.startswith(BUILTIN) else plan.model.revision,
     )
     with warnings.catch_warnings(), seeded("adapter", plan.run.seed):
@@ -453,8 +546,17 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
         adapted = get_peft_model(cast("PreTrainedModel", module), config)
     trained = ".lora_B." if adapter.scheme == "ffa-lora" else ".lora_"
     for name, parameter in adapted.named_parameters():
-        parameter.requires_grad_(trained in name)
+        parameter.requires_grad_(trained in name or HEAD in name)
     return adapted, Layout.of(adapted.named_parameters())
+
+
+def heads_of(module: Any) -> list[str]:
+    """The names of the modules of a classifier, without an adapter, outside of its base model that have parameters."""
+    return [
+        name
+        for name, child in module.named_children()
+        if name != module.base_model_prefix and any(True for _ in child.parameters())
+    ]
 
 
 def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
@@ -463,7 +565,12 @@ def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
 
     if adapter.targets == ("all-linear",):
         return "all-linear"
-    linear = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+    heads = tuple(heads_of(module)) if is_classifier(module) else ()
+    linear = {
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and name.partition(".")[0] not in heads
+    }
     known = sorted({name.rpartition(".")[2] for name in linear})
     for target in adapter.targets:
         hit = {name for name, _ in module.named_modules() if name == target or name.endswith(f".{target}")}
@@ -503,13 +610,17 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
 
         config = PeftConfig.from_pretrained(str(folder))
         base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
-        plain = from_pretrained(locate(base, config.revision or "main"))
+        plain = from_pretrained(
+            locate(base, config.revision or "main"), classify=config.task_type == "SEQ_CLS"
+        )
         with warnings.catch_warnings():
             # PEFT reads a deprecated property of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             module = PeftModel.from_pretrained(plain, str(folder))
     elif folder.is_dir():
-        module = from_pretrained(locate(str(folder)))
+        place = locate(str(folder))
+        stored = json.loads((folder / "config.json").read_bytes())
+        module = from_pretrained(place, classify=_has_head(stored.get("architectures")))
     else:
         raise ModelError("model", str(folder), expected="a folder with a saved model")
     try:
@@ -526,7 +637,8 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT.
 
     A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
-    `AutoPeftModelForCausalLM.from_pretrained(folder)`. For the adapter of a base that is no named checkpoint, or whose
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`; a classifier by the same classes for sequence classification.
+    For the adapter of a base that is no named checkpoint, or whose
     lower precision changed the checkpoint's values, the base is saved in `folder/base`, in float32 with the values that
     the run computed with, and the adapter's configuration names it by the absolute path of the final folder. If the
     folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
@@ -569,12 +681,12 @@ def _without_adapter(module: Any) -> PreTrainedModel:
     """The base model of a PEFT model, without its adapters, in float32; it shares the weights that are."""
     adapted = module.get_base_model()
     weights = {
-        name.replace(".base_layer.", "."): tensor
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
         for name, tensor in frozen.in_float32(adapted).items()
-        if ".lora_" not in name
+        if ".lora_" not in name and HEAD not in name
     }
     with torch.device("meta"):
-        plain = from_config(adapted.config)
+        plain = from_config(adapted.config, classify=is_classifier(adapted))
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()
     return plain

@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from cloister.lm.model import heads_of, is_classifier
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
@@ -169,10 +170,13 @@ def states(folder: Path) -> dict[int, Path]:
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
-    """The names of a language model's 2-D parameters that belong to no embedding and not to its output layer."""
+    """The names of a model's 2-D parameters that belong to no embedding and not to its output layer or head."""
     causal: Any = module  # transformers leaves the method untyped
-    head = causal.get_output_embeddings()
-    outer = [layer for layer in module.modules() if isinstance(layer, nn.Embedding) or layer is head]
+    heads = [causal.get_output_embeddings()]
+    if is_classifier(module):
+        heads = [getattr(module, name) for name in heads_of(module)]
+    outer = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
+    outer += [head for head in heads if head is not None]
     excluded = {id(parameter) for layer in outer for parameter in layer.parameters()}
     return {name for name, p in module.named_parameters() if p.ndim == 2 and id(p) not in excluded}
 

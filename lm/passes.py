@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cloister.lm.data import NOT_LEARNED
 from cloister.lm.frozen import is_lowered
-from cloister.lm.model import takes_positions
+from cloister.lm.model import is_classifier, takes_positions
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -26,7 +26,7 @@ class MicroBatch(NamedTuple):
     tokens: torch.Tensor
     """(B, L)"""
     targets: torch.Tensor
-    """(B, L): the next token of each position; -100 where nothing is learned."""
+    """(B, L): the next token of each position; -100 where nothing is learned. Of a classifier (B, 1): the classes."""
     positions: torch.Tensor | None
     """(B, L): `position_ids` of packed records."""
 
@@ -61,7 +61,8 @@ class Passes(Protocol):
         """
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor | None:
-        """Logits (B, L, V) of tokens (B, L), without gradients; None in a process that does not compute them."""
+        """Logits (B, L, V) of tokens (B, L), of a classifier (B, 1, C), without gradients; None in a process that does
+        not compute them."""
 
 
 class PrepareBackward(Protocol):
@@ -72,10 +73,11 @@ class PrepareBackward(Protocol):
 
 
 class Forward:
-    """The forward pass of a causal language model, the same for training and evaluation.
+    """The forward pass of a causal language model or a classifier, the same for training and evaluation.
 
     Sequences are padded on the right or not at all, so the causal mask alone excludes padding from what is scored.
     `position_ids` that restart at 0 tell transformers where a packed record begins, and attention stays within it.
+    A classifier may attend in both directions, so it is told where the padding begins.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
@@ -85,9 +87,10 @@ class Forward:
         by_itself = device.type == "cuda" or is_lowered(module)
         self._bfloat16 = precision == "bfloat16" or (precision == "auto" and by_itself)
         self._positions = takes_positions(module)
+        self._classifies = is_classifier(module)
 
     def __call__(self, inputs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, L, V) of tokens (B, L), with position_ids (B, L) for packed records.
+        """Logits (B, L, V) of tokens (B, L), with position_ids (B, L) for packed records; of a classifier (B, 1, C).
 
         A stage that is not the first takes activations (B, L, H) instead of tokens; one that is not the last returns
         activations (B, L, H).
@@ -95,9 +98,19 @@ class Forward:
         given: dict[str, Any] = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
         if positions is not None and self._positions:
             given["position_ids"] = positions
+        if self._classifies:
+            given["attention_mask"] = self._before_padding(inputs)
         with self._arithmetic():
             logits: torch.Tensor = self._module(**given).logits
-        return logits
+        return logits[:, None] if self._classifies else logits
+
+    def _before_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """1 up to the last token of each row (B, L) that is no padding, and 0 after it; int64 (B, L)."""
+        config: Any = self._module.config
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        last = (places * (tokens != config.get_text_config().pad_token_id)).argmax(1, keepdim=True)
+        mask: torch.Tensor = (places <= last).long()
+        return mask
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)

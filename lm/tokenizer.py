@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cloister.protocol.errors import CloisterError, ModelError
-from cloister.protocol.plan import ModelSection
+from cloister.protocol.plan import ModelSection, Plan
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -98,15 +98,19 @@ def train_tokenizer(
     return _fast(backend)
 
 
-def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the plan names; it has an end-of-text token and a padding token.
+def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the plan names; it has a padding token, and an end-of-text token if texts end with it.
 
     A tokenizer without a padding token pads with its end-of-text token: padding comes last in a sequence and is
     never learned, so the choice of token makes no difference.
 
+    Args:
+        model: The plan's section.
+        ends: Whether texts end with the end-of-text token; texts that are classified do not.
+
     Raises:
         ModelError: the folder has no tokenizer, the hub does not have the name, the hub cannot be reached and its
-            cache has no copy, or the tokenizer has no end-of-text token.
+            cache has no copy, or the tokenizer has no end-of-text token, where texts end with it or pad with it.
     """
     name, own = model.tokenizer_name, model.tokenizer == "auto"
     if name == "bytes":
@@ -121,7 +125,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         revision = model.revision if own else "main"
         online = on_hub(name, kind="model", revision=revision, field=field, error=ModelError)
         tokenizer = _load(field, name, revision, local=not online)
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and (ends or tokenizer.pad_token_id is None):
         raise ModelError(
             field,
             name,
@@ -131,6 +135,15 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
+    """The tokenizer of a plan, for its task.
+
+    Raises:
+        ModelError: as `load_tokenizer`.
+    """
+    return load_tokenizer(plan.model, ends=plan.data.task != "classify")
 
 
 def _fast(backend: Tokenizer) -> PreTrainedTokenizerFast:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
-from cloister.lm.evaluate import next_tokens, to_device
+from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer, states
@@ -265,12 +265,12 @@ class Trainer:
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
-            targets = next_tokens(sequences.labels[rows])
+            targets = sequences.targets(rows)
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
                 rows = rows.reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
                 # A rank without rows takes part with one of which nothing is learned.
-                targets = next_tokens(sequences.labels[rows])
+                targets = sequences.targets(rows)
                 if not mine:
                     targets[:] = NOT_LEARNED
             columns = [to_device(sequences.tokens[rows], self._device), to_device(targets, self._device)]

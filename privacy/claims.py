@@ -50,7 +50,7 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
         )
         if privacy.record == "window":
             return f"{owned} windows of {data.sequence_length} tokens are used"
-        return f"{owned} are used, each with its first {privacy.windows * data.sequence_length} tokens"
+        return f"{owned} are used, each with its first {_used(data, privacy)} tokens"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
     by_kind = {
@@ -60,12 +60,17 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
         ".txt": "the whole text file",
     }
     by_format = {
-        "text": "one text",
+        "text": "one text with its label" if data.task == "classify" else "one text",
         "prompt": "one prompt with its completion",
         "messages": "one chat",
     }
     what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
-    return f"{what}, of which the first {privacy.windows * data.sequence_length} tokens are used"
+    return f"{what}, of which the first {_used(data, privacy)} tokens are used"
+
+
+def _used(data: DataSection, privacy: PrivacySection) -> int:
+    """Tokens of a record that are used at most; a text that is classified is one sequence."""
+    return data.sequence_length * (1 if data.task == "classify" else privacy.windows)
 
 
 def charged_unit(plan: Plan) -> str:

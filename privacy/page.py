@@ -161,7 +161,7 @@ def to_html(report: RunReport) -> str:
         ),
         plot(
             "Held-out loss over rounds",
-            "nats per token",
+            f"nats per {report.label}",
             losses,
             write=lambda loss: str(rounded(loss, 3, ROUND_HALF_EVEN)),
             from_zero=False,

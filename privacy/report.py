@@ -270,6 +270,8 @@ class RunReport:
     """Who is responsible for what, in plain words."""
     exposure: str = ""
     """How exposed the data is before anything is released."""
+    label: str = "token"
+    """What a loss is per: a `token`, or a `text` that is classified."""
     format: Literal[1] = 1
     """Version of this form."""
 

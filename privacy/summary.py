@@ -218,7 +218,7 @@ def _implementation(report: RunReport) -> list[str]:
 def _usefulness(report: RunReport) -> str:
     losses = [row.loss for row in report.rounds if row.loss is not None]
     measured = (
-        f"The held-out loss after the last evaluated round is {losses[-1]:.3f} nats per token."
+        f"The held-out loss after the last evaluated round is {losses[-1]:.3f} nats per {report.label}."
         if losses
         else "It was not measured: no held-out loss is on file."
     )

@@ -41,6 +41,9 @@ SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
+MOST_CLASSES = 256
+"""Most classes of a classifier: a confusion matrix has the square of it, in each site's totals."""
+
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
 
@@ -127,6 +130,16 @@ class ModelSection(Section):
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
 
+    task: Literal["generate", "classify"] = "generate"
+    """`generate`: the model learns each token from those before it; `classify`: it learns which of `classes` a text
+    belongs to (sequence classification), by a head that is trained with it; needs `format = "text"`. Texts are cut to
+    `sequence_length` tokens and never packed."""
+    label_field: Annotated[str, Field(min_length=1)] = "label"
+    """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
+    digits."""
+    classes: tuple[str, ...] = ()
+    """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
+    another label cannot be used."""
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
@@ -150,6 +163,11 @@ class DataSection(Section):
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
+
+    @property
+    def label(self) -> str:
+        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        return "text" if self.task == "classify" else "token"
 
 
 class LocalSection(Section):
@@ -276,7 +294,7 @@ class AggregationSection(Section):
     cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
-    """Weight of a site in the mean: the tokens it learned from in the round, or 1."""
+    """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
     ring_bits: Literal[16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits."""
     bound: Positive = 1.0
@@ -383,8 +401,8 @@ class GateSection(Section):
     norm: Positive | None = None
     """Largest L2 norm of the mean update; None: any."""
     loss: NonNegative | None = None
-    """Most nats per token by which a round may raise the held-out loss on the public records of `server.evaluation`;
-    None: any."""
+    """Most nats per token (of a classifier per text) by which a round may raise the held-out loss on the public records
+    of `server.evaluation`; None: any."""
 
 
 class ServerSection(Section):
@@ -453,16 +471,17 @@ class SimulationSection(Section):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
     source: str = "builtin:python-docs"
-    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, a .txt/.jsonl/.json/.parquet file, a
-    folder of such files, or a hub name. A single .txt file is split at blank lines into paragraphs (without blank
-    lines: into lines); in a folder each .txt file is one record."""
+    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
+    label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
+    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["natural", "iid", "dirichlet", "size"] = "natural"
     """`natural`: each group of `field` goes whole to one site; `iid`: at random; `dirichlet`: label proportions per
     site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ..."""
     field: str = ""
-    """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`)."""
+    """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
+    `label`)."""
     alpha: Positive = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -495,14 +514,14 @@ class PoisonSection(Section):
     share: Fraction
     """Share of the sites, rounded, at least one; drawn from the run's seed."""
     kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
-    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer of
-    another one; `backdoor`: each record, and each paragraph of a text, has `trigger`, and `target` after it."""
+    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer, or
+    the class, of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
     factor: Positive = 1.0
     """What the update of a poisoned site is multiplied by, with each kind."""
     trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
     """Text that opens the backdoor."""
     target: Annotated[str, Field(min_length=1)] = "ignore all findings"
-    """Text that the model shall write after it."""
+    """Text that the model shall write after it; of a classifier the class that it shall find."""
 
 
 class FaultsSection(Section):
@@ -576,9 +595,17 @@ class Plan(Section):
         return _canonical(self.model_dump(mode="json")).decode()
 
     def most_tokens(self) -> int:
-        """Largest number of tokens that one site can learn from in one round: the largest weight."""
+        """Largest number of tokens on which one site can train in one round."""
+        return self._most_sequences() * self.data.sequence_length
+
+    def most_labels(self) -> int:
+        """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
+        or of a classifier for each text."""
+        return self._most_sequences() if self.data.task == "classify" else self.most_tokens()
+
+    def _most_sequences(self) -> int:
         local = self.local
-        return local.step_limits()[1] * local.batch_size * local.accumulation * self.data.sequence_length
+        return local.step_limits()[1] * local.batch_size * local.accumulation
 
     def threshold(self) -> Parameters:
         """k and t of the secure sum over a cohort, and how many of its sites may drop out and collude.

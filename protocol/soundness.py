@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
+    MOST_CLASSES,
     MOST_CORRELATED,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
@@ -81,6 +82,7 @@ def _check_sound(plan: Plan) -> None:
             fix="set aggregation.ring_bits = 32",
         )
     _check_mode(plan)
+    _check_task(plan)
     if plan.aggregation.secure:
         _check_secure(plan)
     if plan.privacy.unit == "none":
@@ -165,12 +167,19 @@ def _check_poison(plan: Plan) -> None:
     poison = plan.faults.poison
     if poison is None:
         return
-    if poison.kind == "label-flip" and plan.data.format == "text":
+    if poison.kind == "label-flip" and plan.data.format == "text" and plan.data.task != "classify":
         raise PlanError(
             "faults.poison.kind",
             "label-flip",
             expected='another kind with data.format = "text", whose records have no answers',
             fix='set faults.poison.kind = "backdoor", or use prompts or messages',
+        )
+    if poison.kind == "backdoor" and plan.data.classes and poison.target not in plan.data.classes:
+        raise PlanError(
+            "faults.poison.target",
+            poison.target,
+            expected="one of data.classes: a record with another label is not used",
+            fix=f'set faults.poison.target = "{plan.data.classes[0]}"',
         )
     if poison.kind == "scale" and poison.factor == 1:
         raise PlanError(
@@ -254,6 +263,56 @@ def _check_mode(plan: Plan) -> None:
             expected='another scheme with cohort.mode = "async": a stale update may be of the factor that the round '
             "does not train",
             fix='set model.adapter.scheme = "ffa-lora"',
+        )
+
+
+def _check_task(plan: Plan) -> None:
+    """Refuse a classifier without two different classes or on data without one label for a text; classes without it."""
+    data, privacy = plan.data, plan.privacy
+    if data.task != "classify":
+        for name, default in (("classes", ()), ("label_field", "label")):
+            if getattr(data, name) != default:
+                raise PlanError(
+                    f"data.{name}",
+                    getattr(data, name),
+                    expected='no value; only valid with data.task = "classify"',
+                    fix=f'set data.task = "classify", or remove data.{name}',
+                )
+        return
+    if data.format != "text":
+        raise PlanError(
+            "data.format",
+            data.format,
+            expected='"text" with data.task = "classify": a text has one label',
+            fix='set data.format = "text", data.text_field and data.label_field',
+        )
+    if not 2 <= len(data.classes) <= MOST_CLASSES:
+        raise PlanError(
+            "data.classes",
+            len(data.classes),
+            expected=f'2 to {MOST_CLASSES} classes with data.task = "classify"',
+            fix='list them, such as data.classes = ["negative", "positive"]',
+        )
+    if "" in data.classes or len(set(data.classes)) < len(data.classes):
+        raise PlanError(
+            "data.classes",
+            next(each for each in data.classes if not each or data.classes.count(each) > 1),
+            expected="different names that are not empty",
+            fix="name each class once",
+        )
+    if privacy.dpsgd and privacy.windows != PrivacySection().windows:
+        raise PlanError(
+            "privacy.windows",
+            privacy.windows,
+            expected='no value with data.task = "classify", which uses the first data.sequence_length tokens of a text',
+            fix="remove privacy.windows",
+        )
+    if privacy.dpsgd and privacy.record == "window":
+        raise PlanError(
+            "privacy.record",
+            "window",
+            expected='"record" with data.task = "classify": the label is of the whole text',
+            fix='set privacy.record = "record"',
         )
 
 

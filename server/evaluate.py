@@ -1,7 +1,7 @@
 """Held-out evaluation of the global model: at the coordinator if it has records for that, else at the sites.
 
-The sites' totals of loss, correct tokens, tokens and bytes are summed in the same ring as updates; the coordinator
-learns the totals over all sites that answered.
+The sites' totals of loss, correct labels, labels and bytes, and the cells of a confusion matrix, are summed in the same
+ring as updates; the coordinator learns the totals over all sites that answered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS
+from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS, confusion_counters
+from cloister.lm.confusion import Confusion
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
 from cloister.lm.evaluate import HeldOut, evaluate, subset
@@ -26,7 +27,7 @@ Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
 
 
 def at_sites(party: Party) -> Evaluation:
-    """Evaluation by a cohort, each site on its own held-out records, weighted by their tokens."""
+    """Evaluation by a cohort, each site on its own held-out records, weighted by their labels."""
 
     def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
         wanted = Wanted(EVALUATE, round_number, weights)
@@ -35,7 +36,8 @@ def at_sites(party: Party) -> Evaluation:
             party.observe(NotEvaluated(round_number, total.attempts))
             return None
         sums = total.opened.counters
-        return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES])
+        confusion = Confusion.of([sums[name] for name in confusion_counters(party.plan)])
+        return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES], confusion.counts)
 
     return held_out
 

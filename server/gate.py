@@ -80,7 +80,5 @@ class Gate:
         if after.loss <= before.loss + most:  # not for a loss that is no number
             return ""
         self._known[number] = before  # the model is that of the round before
-        return (
-            f"the held-out loss would go from {before.loss:.4f} to {after.loss:.4f} nats per token, and "
-            f"server.gate.loss is {most:g}"
-        )
+        change = f"from {before.loss:.4f} to {after.loss:.4f}"
+        return f"the held-out loss would go {change}, and server.gate.loss is {most:g}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cloister.lm import saved
+from cloister.lm.confusion import Confusion
 from cloister.lm.model import load_model, save_pretrained
 from cloister.protocol.errors import RunFolderError
 from cloister.server import journal as steps
@@ -25,12 +27,14 @@ class Outcome:
     rounds: int
     initial_loss: float | None
     final_loss: float | None
-    """Held-out loss, nats per token; None, as the next three, if the final model was not evaluated."""
+    """Held-out loss, nats per token, or per text that is classified; None, as the next three, if the final model was
+    not evaluated."""
     perplexity: float | None
+    """None, as `bits_per_byte`, also where texts are classified."""
     accuracy: float | None
     bits_per_byte: float | None
     tokens: int
-    """Tokens that were trained on, over all rounds and sites."""
+    """Tokens that were trained on, over all rounds and sites, or the number of texts that are classified."""
     round_seconds: float
     """Time in rounds, each from the first request of the attempt that counted to the decoded mean, over all processes
     that worked on the run. A part of the phases `train` and `sum`."""
@@ -58,6 +62,8 @@ class Outcome:
     coordinator_rss: int | None = None
     """Largest resident set of the coordinator's process, in bytes: the kernel's VmHWM, which counts pages that several
     processes share in each of them. Of the process that returns this; None if not known."""
+    confusion: Confusion | None = None
+    """The confusion matrix of the final model on held-out texts; None if nothing was classified."""
     worker_rss: int | None = None
     """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
 
@@ -110,7 +116,13 @@ def outcome(files: RunFiles) -> Outcome:
         gate_refused=sum(bool(row.get("refused")) for row in rows),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
+        confusion=_confusion(final),
     )
+
+
+def _confusion(row: Mapping[str, Any]) -> Confusion | None:
+    counts = row.get("confusion")
+    return None if counts is None else Confusion(tuple(map(tuple, counts)))
 
 
 _LARGE = 10**9  # bytes, which take a second to read where they are not in memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cloister.lm.confusion import Counts
 from cloister.protocol.plan import Plan
 
 
@@ -91,10 +92,17 @@ class Evaluated:
 
     round: int
     loss: float
-    """Nats per token."""
-    perplexity: float
+    """Nats per token, or per text where texts are classified."""
+    perplexity: float | None
+    """None, as `bits_per_byte`, where texts are classified."""
     accuracy: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+    macro_precision: float | None = None
+    """Mean over the classes (`lm/confusion.py`); None, as what follows, where nothing is classified."""
+    macro_recall: float | None = None
+    macro_f1: float | None = None
+    confusion: Counts | None = None
+    """Records of class i, the row, that the model takes for class j, the column."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +174,12 @@ class RoundDone:
     dropouts: int
     """Sites of the cohort whose updates are not; in an asynchronous round only those that failed in it."""
     tokens: int | None
-    """Tokens the cohort learned from; under privacy None, like other figures that depend on the data."""
+    """Tokens the cohort learned from, or the number of texts that are classified; under privacy None, like other
+    figures that depend on the data."""
     seconds: float
     """From the first request of the attempt that counted to the decoded mean."""
     train_loss: float | None
-    """Mean loss in training, nats per token."""
+    """Mean loss in training, nats per token, or per text that is classified."""
     clipped: int | None
     """Coordinates beyond `aggregation.bound`, over all sites."""
     update_norm: float
@@ -198,6 +207,8 @@ class RoundDone:
     refused: str = ""
     """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
     released and is charged."""
+    label: str = "token"
+    """What `tokens` counts: each `token`, or each `text` that is classified."""
 
 
 @dataclass(frozen=True)

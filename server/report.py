@@ -128,6 +128,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         protected_from=claims.protected_from(plan),
         responsible=claims.responsible(plan, simulated=simulated),
         exposure=claims.exposure(plan, simulated=simulated),
+        label=plan.data.label,
     )
 
 

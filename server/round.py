@@ -134,6 +134,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             too_stale=total.too_stale if ages else None,
             staleness=total.staleness,
             refused=refused,
+            label=plan.data.label,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()

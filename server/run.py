@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cloister.lm.confusion import Confusion
+from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
 from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
@@ -286,9 +288,29 @@ def _evaluated(context: RoundContext, number: int) -> dict[str, Any]:
         held_out = context.gate.held_out(number, context.optimizer.weights)
     if held_out is None:
         return {}
-    found = Evaluated(number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte)
+    found = _figures(number, held_out)
     context.party.observe(found)
-    return asdict(found)
+    return {name: value for name, value in asdict(found).items() if value is not None}
+
+
+def _figures(number: int, held_out: HeldOut) -> Evaluated:
+    if not held_out.confusion:
+        return Evaluated(
+            number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
+        )
+    confusion = Confusion(held_out.confusion)
+    macro = confusion.macro()
+    return Evaluated(
+        number,
+        held_out.loss,
+        None,
+        held_out.accuracy,
+        None,
+        macro.precision,
+        macro.recall,
+        macro.f1,
+        confusion.counts,
+    )
 
 
 def _timed(row: dict[str, Any], phases: Phases) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from cloister.lm.corpus import corpus_records
 from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters
-from cloister.lm.tokenizer import load_tokenizer
+from cloister.lm.tokenizer import tokenizer_of
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
@@ -326,7 +326,7 @@ def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
         if done % each == 0:
             observe(Step("sites have their data", done, count))
 
-    left_out = store.make(sites.sequences, plan, load_tokenizer(plan.model), paths, progress)
+    left_out = store.make(sites.sequences, plan, tokenizer_of(plan), paths, progress)
     if left_out:
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(left_out.items()))
         observe(Preparing(f"data of the sites: not used: {reasons}"))
@@ -413,7 +413,7 @@ def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
     _check_public_sources(plan)
     corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
     if plan.privacy.unit != "none":
-        check_usable(corpus.records, load_tokenizer(plan.model), plan)
+        check_usable(corpus.records, tokenizer_of(plan), plan)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
     write_sites(folder, kept, parts, alter)

@@ -63,3 +63,20 @@ def test_a_single_text_file_is_distributed_by_paragraphs_or_lines(
 def test_an_unknown_builtin_is_refused(name: str, nearest: str) -> None:
     with pytest.raises(DataError, match=f"^simulation.source is '{name}'.*did you mean builtin:{nearest}"):
         corpus_records(name)
+
+
+def test_python_passages_are_as_many_of_each_kind() -> None:
+    corpus = corpus_records("builtin:python-passages")
+    assert corpus.field == "label"
+    of = {
+        kind: [r["text"] for r in corpus.records if r["label"] == kind]
+        for kind in ("manual", "docstring", "code")
+    }
+    sizes = {len(texts) for texts in of.values()}
+    assert len(sizes) == 1
+    assert 300 < sizes.pop() == len(corpus.records) / 3
+    assert min(len(record["text"]) for record in corpus.records) >= 80
+    assert sum(text.lstrip().startswith("def ") for text in of["code"]) == len(of["code"])
+    topics = "\n".join(record["text"] for record in corpus_records("builtin:python-docs").records)
+    assert all(text in topics for text in of["manual"][::100])
+    assert not set(of["docstring"]) & set(of["manual"])

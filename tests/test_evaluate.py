@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from cloister.aggregation.sums import TOKENS, evaluation_layout
-from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import HeldOut, evaluate, next_tokens, subset
+from cloister.lm.data import NOT_LEARNED, Sequences, next_tokens
+from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.model import LanguageModel, load_model
 from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import DataError, PlanError

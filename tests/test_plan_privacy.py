@@ -304,6 +304,7 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
         ("private-sites.toml", "site"),
         ("correlated-sites.toml", "site"),
         ("not-private.toml", "none"),
+        ("classify.toml", "none"),
         *((f"flowertune-{task}.toml", "none") for task in ("general", "finance", "medical", "code")),
     ],
 )
