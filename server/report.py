@@ -364,6 +364,22 @@ def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
     return ""
 
 
+def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
+    """Why the price of a search does not cover a finished trial, in words; empty if it does.
+
+    A site that was charged more often than the plan says has trained a round twice, after a crash that lost its update.
+
+    Raises:
+        LedgerError: a site's ledger is damaged.
+    """
+    run = run_history(files).run
+    for site, own in files.sites.ledgers().items():
+        paid = [entry for entry in _history(own).entries if entry.charge.run == run]
+        if problem := _more_than_a_trial(site, paid, terms):
+            return problem
+    return ""
+
+
 def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
     """Why the price of a search does not cover a trial, in words; empty if it does, or the run is no trial."""
     if terms.selection is None:
