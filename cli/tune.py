@@ -178,7 +178,7 @@ def _opening(plan: Plan, search: Search) -> str:
         (
             f"search    the best of a secret number of trials by {search.sampler}{at_once}: {fields}",
             f"trials    from {law(chosen)} with mean {chosen.mean:g}; 1 search in 100 has more than {cost.many:,}",
-            f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g}; a run that is no trial costs {at_most(cost.one)}",
+            f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g}; one run alone costs {at_most(cost.one)}",
             "          toward those who see nothing but the best trial; losses and number of trials stay sealed",
         )
     )

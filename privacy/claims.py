@@ -102,6 +102,12 @@ def trust_model(plan: Plan) -> str:
     privacy, secure = plan.privacy, plan.aggregation.secure
     if privacy.unit == "none":
         return ""
+    if plan.simulation.search is not None:
+        return (
+            "Central: the machine on which the search ran saw every trial, and gave out the best one alone. Its owner "
+            "is trusted; everybody who receives the models of this run sees the best trial, whose noise was added as "
+            "the plan says."
+        )
     if privacy.dpsgd:
         return (
             "Each site is the curator of its own records and adds the noise before anything leaves it. The "
@@ -125,6 +131,12 @@ def protected_from(plan: Plan) -> str:
     privacy = plan.privacy
     if privacy.unit == "none":
         return ""
+    if plan.simulation.search is not None:
+        return (
+            "Everybody who gets the models of this run and learns nothing else of the search of which it is the best "
+            "trial, whatever they know of the data. Not the owner of the machine on which the search ran, nor any "
+            "party of its trials: the coordinator and the sites of a trial saw each of its rounds."
+        )
     everybody = "Everybody who gets the trained models, whatever else they know"
     if privacy.dpsgd:
         return (
@@ -541,8 +553,16 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
             "This run was a simulation: all sites and the coordinator were on one machine with one owner, "
             "who could read every record, update and key. What this page says about parties that do not "
             "trust each other applies to the same plan on separate machines."
+            if plan.simulation.search is None
+            else "This run was the best trial of a search: all trials, with their sites and coordinators, were on one "
+            "machine. Its owner is trusted fully: to keep every other trial, their losses and their number to "
+            "themselves."
         )
-    if privacy.dpsgd:
+    if plan.simulation.search is not None:
+        parties.append(
+            "Each site and coordinator of the trials, which ran the software unchanged on that machine."
+        )
+    elif privacy.dpsgd:
         parties.append(
             "Each site, with its own records and its own noise: it runs the software unchanged and keeps its "
             "batches, its gradients and its noise keys secret. No site is trusted with the records of "

@@ -6,6 +6,7 @@ it, so a search that is killed leaves no trial behind. After each evaluation it 
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import shutil
@@ -27,7 +28,7 @@ from cloister.protocol.errors import (
     one_line,
 )
 from cloister.protocol.plan import Plan
-from cloister.server.folder import RunFolder
+from cloister.server.folder import RunFiles, RunFolder
 from cloister.server.progress import Evaluated, Event
 from cloister.simulations.fork_server import modules, variables
 from cloister.simulations.process import environment
@@ -200,7 +201,13 @@ def _simulate(theirs: Connection, path: Path, plan_json: str, engine: Engine) ->
 
 def _opened(path: Path, plan: Plan) -> RunFolder:
     """The folder of a trial; without a plan it is what a process left that was killed as it made it."""
-    if (path / "plan.json").exists():
+    files = RunFiles(path)
+    if files.lock.exists():
+        with files.lock.open("rb") as held:
+            fcntl.flock(
+                held, fcntl.LOCK_EX
+            )  # a trial of a search that was killed ends by itself, but not at once
+    if files.plan_file.exists():
         return RunFolder.reopen(path)
     shutil.rmtree(path, ignore_errors=True)
     return RunFolder.create(path, plan)

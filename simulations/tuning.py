@@ -98,9 +98,14 @@ class SearchFolder:
         """Make the folder of a new search, whose plan and settings are checked.
 
         Raises:
+            PlanError, BudgetError: under a privacy unit, the plan has no trials with the price of a search, or the
+                price is more than its budget.
             RunFolderError: it is not new or empty, or cannot be made.
             StorageError: it cannot be written.
         """
+        if plan.privacy.unit != "none":
+            plan = searches.private_plan(plan, search, secrets.token_hex(16))
+            price(plan)
         try:
             if (path / "search.json").exists():
                 raise RunFolderError(
@@ -122,8 +127,6 @@ class SearchFolder:
                 fix="choose another --out",
             ) from error
         locked = _locked(path)
-        if plan.privacy.unit != "none":
-            plan = searches.private_plan(plan, search, secrets.token_hex(16))
         facts = {"plan": json.loads(plan.to_json()), "search": search.model_dump(mode="json")}
         write_bytes(path / "search.json", json.dumps(facts, indent=1).encode())
         return cls(path, plan, search, locked)
@@ -163,7 +166,7 @@ class SearchFolder:
 
     def begun(self) -> bool:
         """Whether it has a trial, or one may have been drawn."""
-        return any((self.path / name).exists() for name in ("trials", "sealed", "best", "untrained"))
+        return any((self.path / name).exists() for name in ("study.sqlite", "sealed", "best", "untrained"))
 
     def discard(self) -> None:
         """Remove the folder of a search that was refused before its first trial."""
@@ -340,7 +343,6 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
     drawn_file = folder.sealed / "drawn.json"
     terms, dataset = searches.terms(folder.plan), DatasetLedger.of(folder.plan)
     if not drawn_file.exists():
-        price(folder.plan)
         if dataset is not None:
             dataset.pay_search(terms)
         folder.sealed.mkdir(mode=0o700, exist_ok=True)
