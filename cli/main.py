@@ -48,6 +48,7 @@ from cloister.cli import (
     submit,
     tokenizer,
     track,
+    tune,
     up,
     watch,
 )
@@ -71,6 +72,7 @@ class Verb(Protocol):
 VERBS: dict[str, Verb] = {
     "simulate": simulate,
     "resume": resume,
+    "tune": tune,
     "report": report,
     "generate": generate,
     "export": export,

@@ -12,7 +12,14 @@ from pathlib import Path
 from cloister.privacy.accounting import Spent
 from cloister.privacy.correlated import Blt, loss
 from cloister.privacy.terms import Terms, participation
-from cloister.protocol.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
+from cloister.protocol.plan import (
+    NO_EVALUATION,
+    SIMULATED_PUBLIC,
+    DataSection,
+    Plan,
+    PrivacySection,
+    SelectionSection,
+)
 
 
 def _thing(plan: Plan) -> str:
@@ -100,6 +107,12 @@ def trust_model(plan: Plan) -> str:
     privacy, secure = plan.privacy, plan.aggregation.secure
     if privacy.unit == "none":
         return ""
+    if plan.simulation.search is not None:
+        return (
+            "Central: the machine on which the search ran saw every trial, and gave out the best one alone. Its owner "
+            "is trusted; everybody who receives the models of this run sees the best trial, whose noise was added as "
+            "the plan says."
+        )
     if privacy.dpsgd:
         return (
             "Each site is the curator of its own records and adds the noise before anything leaves it. The "
@@ -123,6 +136,12 @@ def protected_from(plan: Plan) -> str:
     privacy = plan.privacy
     if privacy.unit == "none":
         return ""
+    if plan.simulation.search is not None:
+        return (
+            "Everybody who gets the models of this run and learns nothing else of the search of which it is the best "
+            "trial, whatever they know of the data. Not the owner of the machine on which the search ran, nor any "
+            "party of its trials: the coordinator and the sites of a trial saw each of its rounds."
+        )
     everybody = "Everybody who gets the trained models, whatever else they know"
     if privacy.dpsgd:
         return (
@@ -430,6 +449,40 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
 def _runs(plan: Plan, *, simulated: bool) -> str:
     """Which runs are counted together."""
     simulation = plan.simulation
+    if simulation.search is None:
+        return _counted(plan, simulated=simulated)
+    if simulation.ledger:
+        return f"{searched(plan)} {_counted(plan, simulated=simulated)}"
+    return (
+        f"{searched(plan)} Other runs and searches over the same data add to it, and nothing in this simulation counts "
+        "them: it was run without a ledger over runs."
+    )
+
+
+def law(search: SelectionSection) -> str:
+    """The law of a search's number of trials in words, with its article."""
+    names = {None: "a Poisson law", 0.0: "a logarithmic law", 1.0: "a geometric law"}
+    return names.get(search.shape) or f"a truncated negative binomial law of shape {search.shape:g}"
+
+
+def searched(plan: Plan) -> str:
+    """What the price of the best trial of a search assumes; empty for a run that is no trial."""
+    search = plan.simulation.search
+    if search is None:
+        return ""
+    return (
+        "The run is the best trial of a search, and epsilon is the price of the search (Papernot and Steinke 2022): "
+        f"before the first trial the number of trials was drawn in secret from {law(search)} with mean "
+        f"{search.mean:g}, each trial drew its settings and all its noise independently, and the trials were compared "
+        "by their loss on public records. It holds only toward those who see no other trial, no other score, and not "
+        "how many trials there were or how long the search took: all trials ran on one machine whose owner is "
+        "trusted, and everything but the best trial was removed. Toward a party that saw the trials, as a coordinator "
+        "or the owner of that machine did, epsilon is that of all trials together, which is not stated here."
+    )
+
+
+def _counted(plan: Plan, *, simulated: bool) -> str:
+    simulation = plan.simulation
     if simulation.ledger:
         return (
             f"The epsilon over all runs counts the runs that charged the name {simulation.dataset!r} in the ledger of "
@@ -505,8 +558,16 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
             "This run was a simulation: all sites and the coordinator were on one machine with one owner, "
             "who could read every record, update and key. What this page says about parties that do not "
             "trust each other applies to the same plan on separate machines."
+            if plan.simulation.search is None
+            else "This run was the best trial of a search: all trials, with their sites and coordinators, were on one "
+            "machine. Its owner is trusted fully: to keep every other trial, their losses and their number to "
+            "themselves."
         )
-    if privacy.dpsgd:
+    if plan.simulation.search is not None:
+        parties.append(
+            "Each site and coordinator of the trials, which ran the software unchanged on that machine."
+        )
+    elif privacy.dpsgd:
         parties.append(
             "Each site, with its own records and its own noise: it runs the software unchanged and keeps its "
             "batches, its gradients and its noise keys secret. No site is trusted with the records of "
@@ -585,6 +646,9 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
         found.append(
             "Settings that were chosen from the results of other runs over the same data: each such run costs "
             "privacy, and so does the choice."
+            if plan.simulation.search is None
+            else "Settings that were chosen from the results of other runs over the same data than the trials of the "
+            "search."
         )
         found.append(
             f"Whether delta is small enough. It should be well below one over the number of "

@@ -12,6 +12,8 @@ is charged at least its own site's events there, and the sum over runs is an upp
 - Correlated noise is charged for a whole run at once. Sites begin in different rounds, and the first to begin writes
   the charge, under round 1.
 - A dataset is charged in one unit: the costs of different units do not add up to that of one of them.
+- A search under a privacy unit (`cloister tune`) is charged at once, before its first trial: what its best trial costs
+  those who see no other one. Its trials charge nothing, and a site trains only if that charge is there.
 
 Refused: the coordinator alone as the one who charges, because a site must not train before its data is paid for; and
 one dataset for each site, whose names mean other records in the next run.
@@ -21,14 +23,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloister.privacy.accounting import epsilon_of
 from cloister.privacy.claims import charged_unit
 from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Entry, History, Ledger, read_history
-from cloister.privacy.terms import Terms
+from cloister.privacy.terms import Terms, selection_of
 from cloister.protocol.errors import BudgetError, LedgerError
 from cloister.protocol.plan import Plan
 
@@ -61,6 +63,7 @@ class DatasetLedger:
         self.dataset = simulation.dataset
         self.limit = simulation.greatest_epsilon
         self._plan = plan
+        self._search = plan.simulation.search
         self._clock = clock
         together = simulation.partition == "natural" and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
@@ -84,7 +87,9 @@ class DatasetLedger:
             BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
             LedgerError, StorageError: the ledger is missing or damaged, or cannot be written.
         """
-        if events:
+        if self._search is not None:
+            self._check_complete(self._history().entries, run, [])
+        elif events:
             budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
             self._history()  # of a ledger that is there: a lost one is not created again
             ledger = Ledger(self.path, OWNER, self._compose, clock=self._clock)
@@ -105,11 +110,13 @@ class DatasetLedger:
             LedgerError: the ledger is damaged, or lacks charges of the run, or is missing though the run has begun.
             StorageError: it cannot be written.
         """
-        if not run:  # else it is not created again, without what was spent
+        if not run and self._search is None:  # else it is not created again, without what was spent
             Ledger(self.path, OWNER, self._compose, clock=self._clock)
         entries = self._history().entries
         self._check_unit(entries)
         self._check_complete(entries, run, summed)
+        if self._search is not None:
+            return
         if not any(entry.charge.run == run for entry in entries) and not self.affords(
             terms, run or "a new run", 1, sites
         ):
@@ -133,7 +140,7 @@ class DatasetLedger:
 
     def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
         """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""
-        if self.limit is None:
+        if self.limit is None or self._search is not None:
             return True
         entries = self._history().entries
         paid = {entry.charge.id for entry in entries}
@@ -162,6 +169,24 @@ class DatasetLedger:
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
         return DatasetSpent(len(runs), self._epsilon(self._events(history.entries)), history.head.hex())
 
+    def pay_search(self, terms: Terms) -> None:
+        """Charge the search that the plan is a trial of, durably; a search that is charged stays charged once.
+
+        Args:
+            terms: The plan's privacy.
+
+        Raises:
+            BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
+            LedgerError, StorageError: the ledger is damaged, or cannot be written.
+        """
+        assert self._search is not None, "the plan is a trial"
+        chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
+        assert chosen is not None, "as its search says"
+        budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
+        ledger = Ledger(self.path, OWNER, self._compose, clock=self._clock)
+        charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0)
+        ledger.charge(replace(charge, id=f"{self._search.search}/search"), budget, self._check_unit)
+
     def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number
         where = f"{site}/" if self._at_several_sites else ""
@@ -188,6 +213,15 @@ class DatasetLedger:
                 )
 
     def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
+        if self._search is not None:
+            search = self._search.search
+            if not any(entry.charge.id == f"{search}/search" for entry in entries):
+                raise LedgerError(
+                    str(self.path),
+                    expected=f"the charge of the dataset {self.dataset!r} for the search {search}",
+                    fix="the ledger was replaced or lost: restore it from a backup",
+                )
+            return
         charged = {entry.charge.round for entry in entries if entry.charge.run == run}
         needed = {1 if self._plan.privacy.correlated is not None else number for number in summed}
         for number in sorted(needed - charged):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from operator import index
@@ -164,13 +164,67 @@ class Skellam:
         object.__setattr__(self, "extra", tuple(checked))
 
 
-Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
+@dataclass(frozen=True)
+class Selection:
+    """The best of K independent runs of one mechanism, where K is drawn before the first one and stays secret.
+
+    With a mean above 1, K is truncated negative binomial (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
+    Differential Privacy", Definition 1) or Poisson. All runs draw from one law, independently of each other and of K,
+    and only the best one is released, by a total order on what they return; with K = 0 it is a constant. It is
+    RDP by Theorem 2 (truncated negative binomial) or Theorem 6 (Poisson) of that paper. Toward anyone who sees another
+    run, or K, it costs what all runs cost.
+    """
+
+    law: Literal["negative-binomial", "poisson"]
+    """Law of K."""
+    mean: float
+    """Its mean, above 1."""
+    run: tuple[Event, ...]
+    """What a round of one run releases."""
+    rounds: int
+    """Rounds of one run, 1 or more."""
+    shape: float | None = None
+    """eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one; None for Poisson."""
+
+    def __post_init__(self) -> None:
+        if self.law not in ("negative-binomial", "poisson"):
+            raise AccountingError("law", self.law, expected="negative-binomial or poisson")
+        mean = positive("mean", self.mean)
+        if not 1 < mean <= 1000:
+            raise AccountingError("mean", mean, expected="a number above 1, and at most 1000")
+        object.__setattr__(self, "mean", mean)
+        if (self.shape is None) != (self.law == "poisson"):
+            raise AccountingError("shape", self.shape, expected="a value exactly with law negative-binomial")
+        if self.shape is not None:
+            shape = 0.0 if self.shape == 0 and self.shape is not False else positive("shape", self.shape)
+            if shape and not 0.01 <= shape <= 100:
+                raise AccountingError("shape", shape, expected="0, or a number from 0.01 to 100")
+            object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "rounds", _count("rounds", self.rounds))
+        run = tuple(self.run)
+        if not run or any(isinstance(event, Selection) for event in run):
+            raise AccountingError("run", run, expected="one event or more, and no selection among them")
+        object.__setattr__(self, "run", run)
+
+
+Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam | Selection
+
+
+def plain(events: Iterable[Event]) -> Iterator[SampledGaussian | Gaussian | CorrelatedGaussian | Skellam]:
+    """Events, with those of a round of one run in place of a selection."""
+    for event in events:
+        if isinstance(event, Selection):
+            yield from plain(event.run)
+        else:
+            yield event
+
 
 _MECHANISMS: dict[str, type[Any]] = {
     "sampled-gaussian": SampledGaussian,
     "gaussian": Gaussian,
     "correlated-gaussian": CorrelatedGaussian,
     "skellam": Skellam,
+    "selection": Selection,
 }
 
 
@@ -183,14 +237,17 @@ def to_json(events: Iterable[Event]) -> str:
 
     Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
     """
-    names = {kind: name for name, kind in _MECHANISMS.items()}
-    listed = [{"mechanism": names[type(event)], **_written(event)} for event in events]
+    listed = [_written(event) for event in events]
     return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _written(event: Event) -> dict[str, object]:
+    names = {kind: name for name, kind in _MECHANISMS.items()}
     fields = asdict(event)
-    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+    written = {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+    if isinstance(event, Selection):
+        written["run"] = [_written(one) for one in event.run]
+    return {"mechanism": names[type(event)], **written}
 
 
 @lru_cache(maxsize=1024)  # many entries of a ledger have the same text
@@ -217,6 +274,8 @@ def _event(item: object) -> Event:
     kind = _MECHANISMS.get(str(fields.pop("mechanism", None)))
     if kind is None:
         raise AccountingError("event", item, expected=f"a mechanism of {', '.join(_MECHANISMS)}")
+    if kind is Selection and isinstance(fields.get("run"), list):
+        fields["run"] = tuple(_event(one) for one in fields["run"])
     try:
         event: Event = kind(**fields)
     except TypeError:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from cloister.privacy.accounting import spent
-from cloister.privacy.events import Event, SampledGaussian
+from cloister.privacy.events import Event, SampledGaussian, plain
 
 SIZES = (1, 2, 5, 10, 100)
 """k of a report."""
@@ -46,7 +46,7 @@ def epsilons(events: Sequence[Event], delta: float, one: float, largest: float) 
 
 
 def _epsilon(events: Sequence[Event], delta: float, size: int, largest: float) -> float:
-    if any(isinstance(event, SampledGaussian) and event.largest_batch for event in events):
+    if any(isinstance(event, SampledGaussian) and event.largest_batch for event in plain(events)):
         return _general(events, delta, size, largest)
     return spent(events, delta, group=size, points=_POINTS).epsilon
 

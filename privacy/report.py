@@ -272,6 +272,8 @@ class RunReport:
     """How exposed the data is before anything is released."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
+    search: str = ""
+    """How the run was chosen as the best trial of a search, whose price epsilon then is; empty: it stands alone."""
     format: Literal[1] = 1
     """Version of this form."""
 
@@ -329,23 +331,25 @@ def verdict(report: RunReport) -> Verdict:
     return Verdict(
         True,
         f"This run protects {report.unit_in_words}: every model that it released over {_rounds(report.rounds)} is "
-        f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report.dataset)} and delta "
+        f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report)} and delta "
         f"{scientific(report.delta)} between data sets that differ by {report.relation}, provided that every "
         "assumption on this page holds.",
     )
 
 
-def _over_runs(dataset: DatasetRow | None) -> str:
+def _over_runs(report: RunReport) -> str:
     """Which runs epsilon counts."""
+    dataset = report.dataset
+    this = "for the search of which this run is the best trial" if report.search else "for this run"
     if dataset is None:
-        return "for this run alone"
+        return f"{this} alone{', toward those who see no other trial,' if report.search else ''}"
     if dataset.problem:
-        return f"for this run alone (what all runs on {dataset.name!r} cost together is not known)"
+        return f"{this} alone (what all runs on {dataset.name!r} cost together is not known)"
     runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
     if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
         many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
-        return f"for this run (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
-    return f"for this run (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
+        return f"{this} (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
+    return f"{this} (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
 
 
 def _objection(report: RunReport) -> str:

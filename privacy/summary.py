@@ -53,6 +53,7 @@ def plain(report: RunReport) -> tuple[Part, ...]:
         ),
         Part("From whom", (report.protected_from,) if report.protected_from else ()),
         Part("How strong the protection is", tuple(_strength(report, report.epsilon, report.delta))),
+        *((Part("How this run was chosen", (report.search,)),) if report.search else ()),
         Part(
             "What it does not cover",
             (

@@ -7,12 +7,20 @@ figures are for one site in one round that it takes part in; the ledgers compose
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cloister.privacy.accounting import calibrate, epsilon_of
 from cloister.privacy.correlated import Participation, optimal
-from cloister.privacy.events import CorrelatedGaussian, Event, SampledGaussian, Unit, relation
+from cloister.privacy.events import (
+    CorrelatedGaussian,
+    Event,
+    SampledGaussian,
+    Selection,
+    Unit,
+    relation,
+)
 from cloister.privacy.site_noise import SiteMechanism, central, distributed
 from cloister.protocol import soundness
 from cloister.protocol.errors import AccountingError, PlanError
@@ -37,6 +45,8 @@ class Terms:
     accountant: str
     mechanism: SiteMechanism | None
     """How updates are summed; unit `site` only."""
+    selection: Selection | None = None
+    """For a trial of a search: the search, of which each trial releases the whole plan."""
 
     @property
     def relation(self) -> str:
@@ -55,6 +65,16 @@ class Terms:
     def epsilon(self, rounds: int) -> float:
         """Epsilon of a site that took part in `rounds` rounds."""
         return epsilon_of(self.events(rounds), self.delta, self.accountant)
+
+    def seen(self, events: Sequence[Event]) -> Sequence[Event]:
+        """What those pay for who see what a site has released, and of a search only the best trial.
+
+        A trial is chosen by its last model, so any part of the best trial costs as much as the search.
+
+        Args:
+            events: The site's events in the run.
+        """
+        return events if self.selection is None or not events else (self.selection,)
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
@@ -89,7 +109,23 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         raise PlanError(field, error.value, expected=error.expected, fix=error.fix) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
-    return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
+    terms = Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
+    return replace(terms, selection=selection_of(plan, terms))
+
+
+def selection_of(plan: Plan, terms: Terms, sites: int = 1) -> Selection | None:
+    """The search that a plan is a trial of, as an event; None if it stands alone.
+
+    Args:
+        plan: The plan.
+        terms: Its privacy.
+        sites: Sites of one trial at which a unit is charged.
+    """
+    search = plan.simulation.search
+    if search is None:
+        return None
+    rounds = 1 if plan.privacy.correlated else plan.run.rounds
+    return Selection(search.law, search.mean, terms.round_events, rounds * sites, search.shape)
 
 
 def participation(plan: Plan) -> Participation | None:

@@ -43,6 +43,10 @@ class PlanError(CloisterError):
     """A plan is invalid: a field is unknown, of the wrong type, or contradicts another."""
 
 
+class SearchError(CloisterError):
+    """A search over plans is invalid, or would not have the price that it states."""
+
+
 class ModelError(CloisterError):
     """A model, tokenizer or adapter cannot be loaded or does not fit the plan."""
 

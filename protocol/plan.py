@@ -467,6 +467,19 @@ class ProfileSection(Section):
     """Devices among which the site divides the model; on a machine without GPUs each is a process."""
 
 
+class SelectionSection(Section):
+    """The search under a privacy unit that the run is a trial of; only `cloister tune` writes it."""
+
+    search: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$"), InWords("32 hexadecimal digits")]
+    """Identity of the search, under which a ledger over runs has its charge."""
+    law: Literal["negative-binomial", "poisson"]
+    """Law of the number of trials: truncated negative binomial, or Poisson."""
+    mean: Annotated[float, Field(gt=1, le=1000)]
+    """Mean of that number."""
+    shape: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Shape eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one."""
+
+
 class SimulationSection(Section):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
@@ -496,6 +509,9 @@ class SimulationSection(Section):
     """Name under which that ledger keeps what the records of `source` have spent over all runs."""
     greatest_epsilon: Positive | None = None
     """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
+    search: SelectionSection | None = None
+    """The search under a privacy unit that the run is a trial of: then its cost is that of the search. None: the run
+    stands alone. `cloister tune` sets it."""
     durable: bool = True
     """Whether sites sync (fsync) what they answer, as deployed ones always do. `false` is faster with many sites, and a
     power cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""

@@ -46,7 +46,15 @@ def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> 
     Raises:
         PlanError: the text is no TOML, or the plan is not sound.
     """
-    return from_json(_SETTINGS.to_json(text, overrides, origin=origin))
+    plan = from_json(_SETTINGS.to_json(text, overrides, origin=origin))
+    if plan.simulation.search is not None:
+        raise PlanError(
+            "simulation.search",
+            "set",
+            expected="no value in a plan that is not a trial: only `cloister tune` sets it, which charges the search",
+            fix="remove [simulation.search]",
+        )
+    return plan
 
 
 def from_json(text: str | bytes) -> Plan:
@@ -430,6 +438,8 @@ def _check_base_precision(plan: Plan) -> None:
 def _check_dataset(plan: Plan) -> None:
     """Refuse a ledger over runs that would not charge what is released."""
     simulation = plan.simulation
+    if simulation.search is not None:
+        _check_search(plan)
     if bool(simulation.ledger) != bool(simulation.dataset):
         name, other = ("ledger", "dataset") if simulation.dataset else ("dataset", "ledger")
         raise PlanError(
@@ -468,6 +478,25 @@ def _check_dataset(plan: Plan) -> None:
             expected="no value with simulation.ledger: noise from a declared seed protects nothing, and no charge "
             "would cover it",
             fix="remove simulation.noise_seed, or simulation.ledger and simulation.dataset",
+        )
+
+
+def _check_search(plan: Plan) -> None:
+    """Refuse a trial whose search cannot have the price of its best trial alone."""
+    if plan.privacy.unit == "none":
+        raise PlanError(
+            "simulation.search",
+            "set",
+            expected="no value; only valid with a privacy unit, because nothing else is charged",
+            fix="remove simulation.search",
+        )
+    if plan.simulation.noise_seed is not None:
+        raise PlanError(
+            "simulation.noise_seed",
+            plan.simulation.noise_seed,
+            expected="no value in a search: all trials would have the same noise, and their price is that of "
+            "independent ones",
+            fix="remove simulation.noise_seed",
         )
 
 

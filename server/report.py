@@ -39,7 +39,15 @@ from cloister.aggregation.keys import PROTOCOL
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
 from cloister.privacy.dataset import DatasetLedger
-from cloister.privacy.events import CorrelatedGaussian, Event, Gaussian, SampledGaussian, from_json, to_json
+from cloister.privacy.events import (
+    CorrelatedGaussian,
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Selection,
+    from_json,
+    to_json,
+)
 from cloister.privacy.group import epsilons
 from cloister.privacy.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.report import (
@@ -129,6 +137,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.responsible(plan, simulated=simulated),
         exposure=claims.exposure(plan, simulated=simulated),
         label=plan.data.label,
+        search=claims.searched(plan),
     )
 
 
@@ -140,13 +149,14 @@ class _Composer:
 
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
+        self._seen = terms.seen
         self._accountant: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
         self._known: dict[frozenset[tuple[str, int]], float] = {}
 
     def spent(self, charges: Counter[str]) -> Spent:
         """The cost, composed."""
         events = [event for text, times in charges.items() for event in list(from_json(text)) * times]
-        return spent(events, self._delta, self._accountant)
+        return spent(self._seen(events), self._delta, self._accountant)
 
     def epsilon(self, charges: Counter[str]) -> float:
         """Epsilon, composed if it is not known."""
@@ -243,13 +253,16 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
                 f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
                 f"coordinator's has {len(mine.get(site, ()))}."
             )
+        problem = problem or _more_than_a_trial(site, paid, terms)
     top = max(costs, key=lambda site: costs[site], default="")
     most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
     return _Account(
         ledger=_ledger(charges, entries, [_finite(curve[number]) for number in count], problem),
         epsilon=_finite(most.epsilon),
         most=most,
-        events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
+        events=tuple(
+            terms.seen([event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)])
+        ),
         after=after_round,
         sites={site: _finite(cost) for site, cost in costs.items()},
         charged=charged,
@@ -325,6 +338,8 @@ def _event_in_words(event: Event) -> str:
                 f"correlated Gaussian noise on the sums of all {rounds} rounds, noise multiplier {noise:g}, for a site "
                 f"in at most {most} rounds that are at least {separation} apart"
             )
+        case Selection():
+            return "the best of several runs"  # no run charges it
         case _:
             return (
                 f"{_times(event.count)}Skellam noise on a sum of integers, variance {event.variance:.6g}, "
@@ -348,6 +363,37 @@ def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
         if entry.charge.delta != terms.delta:
             return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
     return ""
+
+
+def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
+    """Why the price of a search does not cover a finished trial, in words; empty if it does.
+
+    A site that was charged more often than the plan says has trained a round twice, after a crash that lost its update.
+
+    Raises:
+        LedgerError: a site's ledger is damaged.
+    """
+    run = run_history(files).run
+    for site, own in files.sites.ledgers().items():
+        paid = [entry for entry in _history(own).entries if entry.charge.run == run]
+        if problem := _more_than_a_trial(site, paid, terms):
+            return problem
+    return ""
+
+
+def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
+    """Why the price of a search does not cover a trial, in words; empty if it does, or the run is no trial."""
+    if terms.selection is None:
+        return ""
+    selection = terms.selection
+    charged = Counter(event for entry in paid for event in from_json(entry.charge.event))
+    covered = Counter({event: times * selection.rounds for event, times in Counter(selection.run).items()})
+    if charged <= covered:
+        return ""
+    return (
+        f"{site} was charged {len(paid)} times, more than for the whole plan, and the price of the search covers "
+        "trials that cost no more than that"
+    )
 
 
 def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]]) -> str:

@@ -47,7 +47,7 @@ from cloister.lm.train import LocalUpdate, Trainer
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.audit import ALARM, Fit, distinguish, problem
 from cloister.privacy.correlated import sensitivity
-from cloister.privacy.events import Event, Skellam, from_json
+from cloister.privacy.events import Event, Selection, Skellam, from_json
 from cloister.privacy.ledger import Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
@@ -357,6 +357,7 @@ def _multiplier(event: Event) -> float:
     """z of an event: the standard deviation of the noise over the largest L2 norm of a site's vector."""
     if isinstance(event, Skellam):
         return math.sqrt(event.variance) / event.l2
+    assert not isinstance(event, Selection), "no site is charged a selection"
     return event.noise_multiplier
 
 
