@@ -218,7 +218,8 @@ def test_the_disk_of_the_coordinator_is_full(
                     reasons.append(event["reason"])
                     frees.join()
                     list(command(deployed.federation, do="submit", run=str(deployed.files.path)))
-        log = (deployed.files.path / "federation.log").read_text()
+        logs = (deployed.files.path / "federation.log", deployed.files.coordinator_log)
+        log = "".join(path.read_text() for path in logs)
     assert [event.round for event in done] == list(range(1, rounds + 1))
     if all(event.sites == 4 for event in done):  # a site may come back too late for a round
         assert done[-1].params_sha256 == whole["params_sha256"]
