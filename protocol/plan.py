@@ -530,8 +530,8 @@ class PoisonSection(Section):
     share: Fraction
     """Share of the sites, rounded, at least one; drawn from the run's seed."""
     kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
-    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer, or
-    the class, of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
+    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer or the
+    class of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
     factor: Positive = 1.0
     """What the update of a poisoned site is multiplied by, with each kind."""
     trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
