@@ -72,7 +72,7 @@ Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], 
 LocalSteps: TypeAlias = Annotated[tuple[tuple[Name, int], ...], Limit(LARGEST)]
 """The optimizer steps of each site of a round's cohort, sorted by name; empty where all take those of the plan."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
-Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint16", "uint32"))]
+Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint8", "uint16", "uint32"))]
 
 LONGEST_PLAN = 2**20
 """Characters of a plan's JSON."""

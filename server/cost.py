@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.secure_sum import traffic
+from cloister.aggregation.secure_sum import ring_dtype, traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
 from cloister.protocol.threshold import Parameters
@@ -136,9 +136,7 @@ def _unit_costs(plan: Plan, found: Parameters, clock: Callable[[], float]) -> tu
             times.append(clock() - started)
         return min(times)
 
-    sample: masks.Ring = np.zeros(_SAMPLE, np.uint32)
-    if plan.aggregation.ring_bits == 16:
-        sample = np.zeros(_SAMPLE, np.uint16)
+    sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
     seeds = [bytes([number]) * masks.SEED for number in range(2)]
     element_s = fastest(lambda: masks.apply(sample, seeds, [], cipher=plan.aggregation.cipher)) / (
         2 * _SAMPLE

@@ -353,15 +353,15 @@ def test_a_vector_of_another_length_than_announced_is_refused(size: Value) -> No
         decode_request([pack(version, kind, *fields), VECTOR])
 
 
-@pytest.mark.parametrize(("dtype", "wrong"), [(np.uint16, np.uint32), (np.uint32, np.uint16)])
-def test_ring_integers_have_one_of_two_widths(dtype: Any, wrong: Any) -> None:
+@pytest.mark.parametrize(("dtype", "wrong"), [(np.uint8, np.uint16), (np.uint16, np.uint32), (np.uint32, np.uint8)])
+def test_ring_integers_have_one_of_three_widths(dtype: Any, wrong: Any) -> None:
     message = dataclasses.replace(CONTRIBUTION, spans=(VECTOR.astype(dtype),))
     first, vector = encode(message)
     assert same(message, decode_reply([first, vector]))
     with pytest.raises(EncodingError, match=r"Contribution\.spans"):
         decode_reply([first, VECTOR.astype(wrong)])
     floats: Any = VECTOR
-    with pytest.raises(EncodingError, match="expected a vector of uint16 or uint32"):
+    with pytest.raises(EncodingError, match="expected a vector of uint8 or uint16 or uint32"):
         decode_reply(encode(dataclasses.replace(CONTRIBUTION, spans=(floats,))))
 
 
