@@ -140,7 +140,9 @@ def check(vector: Ring, offset: int) -> None:
     """
     if vector.dtype not in TYPES or vector.ndim != 1:
         raise MaskError(
-            "vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint8, uint16 or uint32"
+            "vector",
+            f"{vector.dtype}{list(vector.shape)}",
+            expected="one dimension of uint8, uint16 or uint32",
         )
     if not vector.flags.c_contiguous or not vector.flags.writeable:
         raise MaskError("vector", "strided or read-only", expected="a contiguous array that can be written")

@@ -30,7 +30,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
-from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
+from cloister.aggregation.rotation import Floats
+from cloister.aggregation.scales import Scales
+from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -41,7 +43,7 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.sum import Failed, Party, Wanted, sum_over
+from cloister.server.sum import Failed, Party, Total, Wanted, sum_over
 
 
 @dataclass
@@ -57,6 +59,8 @@ class RoundContext:
     """Clipping norm of the next round, if the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
     """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
+    scales: Scales | None = None
+    """The bounds of the next round's compressed updates, with `aggregation.compression`."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -74,7 +78,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     cohort = party.cohort(TRAIN, number)
     # 2 to 7.
     clip = context.clip
-    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip)
+    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip, scales=context.scales)
     total = sum_over(party, wanted)
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
@@ -94,6 +98,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             sites = total.opened.counters[WEIGHT]
             mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         norm = float(np.linalg.norm(mean))
+        context.scales = _next_scales(context, total, mean)
         # 8. Server step.
         context.optimizer.step(mean)
     # 9. Checkpoint, then journal.
@@ -130,7 +135,18 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
-        done = replace(done, params_sha256=context.checkpoints.save(number, weights, state, asdict(done)))
+        digest = context.checkpoints.save(number, weights, state, asdict(done), context.scales)
+        done = replace(done, params_sha256=digest)
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done
+
+
+def _next_scales(context: RoundContext, total: Total, mean: Floats) -> Scales | None:
+    """The bounds of the next round's compressed updates, from what this one has released; None without compression."""
+    plan, scales = context.party.plan, context.scales
+    if scales is None:
+        return None
+    counters, heaviest = total.opened.counters, training_layout(plan, mean.size).heaviest
+    weight = counters[WEIGHT] / heaviest
+    return scales.after(plan, mean, total.sites, weight, counters.get(CLIPPED))
