@@ -31,6 +31,9 @@ Floats = npt.NDArray[np.float32]
 _TWO = np.array([[1, 1], [1, -1]], np.float32)
 _FACTORS: tuple[Floats, ...] = tuple(reduce(np.kron, [_TWO] * power) for power in (5, 5, 4))
 """Hadamard matrices of 32, 32 and 16."""
+_ONE_THREAD = 2**18
+"""Multiplications in a product for which OpenBLAS starts no threads, which would cost more than they save."""
+
 assert math.prod(len(factor) for factor in _FACTORS) == ROTATED
 
 
@@ -61,6 +64,9 @@ def hadamard_transform(blocks: Floats, other: Floats) -> Floats:
     for factor in _FACTORS:
         size = len(factor)
         for source, target in zip(blocks, other, strict=True):
-            np.matmul(factor, source.reshape(-1, size).T, out=target.reshape(size, -1))
+            columns, into = source.reshape(-1, size).T, target.reshape(size, -1)
+            for begin in range(0, columns.shape[1], _ONE_THREAD // size**2):
+                part = slice(begin, begin + _ONE_THREAD // size**2)
+                np.matmul(factor, columns[:, part], out=into[:, part])
         blocks, other = other, blocks
     return blocks

@@ -244,8 +244,8 @@ def _check_compression(plan: Plan) -> None:
         raise PlanError(
             "aggregation.compression" if compression is not None else "aggregation.ring_bits",
             "set" if compression is not None else bits,
-            expected=f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm makes '
-            f"the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
+            expected=f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
+            f"makes the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
             fix="remove [aggregation.compression], and set aggregation.ring_bits = 32",
         )
     if compression is None:

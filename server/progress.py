@@ -172,7 +172,8 @@ class RoundDone:
     train_loss: float | None
     """Mean loss in training, nats per token."""
     clipped: int | None
-    """Coordinates beyond `aggregation.bound`, over all sites."""
+    """Coordinates beyond `aggregation.bound`, or with `aggregation.compression` beyond the bounds of their blocks, over
+    all sites."""
     update_norm: float
     """L2 norm of the mean update."""
     params_sha256: str
@@ -195,6 +196,9 @@ class RoundDone:
     """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
     staleness: Mapping[str, Sequence[int]] | None = None
     """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
+    multiple: float | None = None
+    """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
+    (`aggregation/scales.py`); otherwise None."""
 
 
 @dataclass(frozen=True)

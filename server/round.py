@@ -132,6 +132,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             most_staleness=max(ages, default=None),
             too_stale=total.too_stale if ages else None,
             staleness=total.staleness,
+            multiple=context.scales.multiple if context.scales else None,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
