@@ -14,30 +14,41 @@ Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD"), so 
 sum of what was sent differs from the sum of what should have been by one remainder. r' is kept as 16-bit integers of
 4 B_j / 32767; what exceeds 4 B_j is cut, so a bound that is far too small cannot let it grow without limit.
 
-Draws are keyed by the offset, as in `ring.py`: element e takes the 16-bit part e mod 4 of draw e // 4 of PCG64DXSM.
+Draws are keyed by the offset, as in `ring.py`: element e takes bytes 2 e and 2 e + 1 of the keystream of AES-256-CTR
+(`masks.py`) with the seed as its key. It is used for speed: the draws are public.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.aggregation import masks
 from cloister.aggregation.ring import Ring, RingVector
 from cloister.aggregation.rotation import ROTATED, Floats, hadamard_transform, rotated_blocks, signs
 from cloister.protocol.blocks import BLOCK, Span
 from cloister.protocol.errors import UpdateError
 
-Remainder = npt.NDArray[np.int16]
+
+class Remainder(Protocol):
+    """What a code leaves out: int16 by slices, in memory or in a file."""
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[np.int16]:
+        """The elements of a part."""
+
+    def __setitem__(self, part: slice, values: Floats, /) -> None:
+        """Write whole numbers that fit into int16."""
+
 
 MOST_KEPT = 4
 """Bounds of a block beyond which a remainder is cut."""
 
 _LARGEST = 32767
-_DRAWS = 4
-"""Elements for which one draw of 64 bits is enough."""
+_NONE = np.empty(0, np.intp)
 
 assert BLOCK % ROTATED == 0, "spans have whole rotated blocks"
 
@@ -47,7 +58,7 @@ class Kept:
     """What a site's last code has left out."""
 
     remainder: Remainder
-    """(n × ROTATED,) int16, of the blocks that are coded."""
+    """Of the n × ROTATED elements of the blocks that are coded."""
     bounds: Floats
     """(n,) float32: the bounds with which it was made."""
 
@@ -103,7 +114,7 @@ class BlockCode:
             factor: w_i / w_max, in [0, 1].
             kept: r of the blocks under `values`; None: none.
             out: (n × ROTATED,) ring integers to write into, for the n blocks under `values`.
-            remainder: (n × ROTATED,) int16 to write r' into; None: it is not kept.
+            remainder: Where r' is written to, n × ROTATED elements; None: it is not kept.
 
         Returns:
             (n × ROTATED,) ring integers, and the number of them that were clipped.
@@ -122,8 +133,8 @@ class BlockCode:
         if kept is not None:
             again = (kept.bounds / own * (MOST_KEPT * self.ring.levels / _LARGEST)).astype(np.float32)
         left = np.float32(_LARGEST / (MOST_KEPT * self.ring.levels))
-        source = np.random.PCG64DXSM(seed)
-        source.advance(offset // _DRAWS)
+        stream = masks.keystream(seed.to_bytes(masks.SEED, "little"), 2 * offset)
+        numbers, zeros = np.empty(BLOCK, "<u2"), memoryview(bytes(2 * BLOCK))
         sign = signs(self.seed)
         memory = np.empty((4, BLOCK), np.float32)
         clipped, per_step = 0, BLOCK // ROTATED
@@ -132,9 +143,12 @@ class BlockCode:
             begin, length = block * ROTATED, count * ROTATED
             x, y, drawn, held = (part[:length].reshape(count, ROTATED) for part in memory)
             given = values[begin : begin + length]
-            x.reshape(-1)[: given.size] = given
-            x.reshape(-1)[given.size :] = 0
-            x *= sign
+            if given.size == length:
+                np.multiply(given.reshape(count, ROTATED), sign, out=x)
+            else:
+                x.reshape(-1)[: given.size] = given
+                x.reshape(-1)[given.size :] = 0
+                x *= sign
             z = hadamard_transform(x, y)
             rounded = y if z is x else x
             z *= into[block : block + count, None]
@@ -145,27 +159,26 @@ class BlockCode:
             largest = float(np.abs(z, out=rounded).max())
             if not math.isfinite(largest):
                 raise _not_finite(given, offset + begin)
-            if largest > levels:
-                clipped += int(np.count_nonzero(rounded > levels))
-                np.clip(z, -levels, levels, out=rounded)
-            else:
-                rounded[:] = z
-            numbers = source.random_raw(length // _DRAWS).view(np.uint16).reshape(count, ROTATED)
-            np.multiply(numbers, np.float32(2**-16), out=drawn, dtype=np.float32, casting="unsafe")
-            rounded += drawn
+            beyond = np.flatnonzero(rounded > levels) if largest > levels else _NONE
+            clipped += beyond.size
+            stream.update_into(zeros[: 2 * length], numbers[:length].data.cast("B"))
+            drawn[:] = numbers[:length].reshape(count, ROTATED)
+            drawn *= np.float32(2**-16)
+            np.add(z, drawn, out=rounded)
             np.floor(rounded, out=rounded)
-            if (
-                largest > levels - 1
-            ):  # a float32 sum of a step and of nearly 1 may be rounded up to the next step
-                np.minimum(rounded, levels, out=rounded)
-            signed[begin : begin + length] = rounded.reshape(-1)  # whole numbers in range: the cast is exact
+            whole, left_out = rounded.reshape(-1), z.reshape(-1)
+            whole[beyond] = np.copysign(levels, left_out[beyond])
+            if self.ring.bits > 8 and largest > levels - 1:
+                # In float32, the sum of thousands of steps and of nearly 1 may be the next step.
+                np.minimum(whole, levels, out=whole)
+            signed[begin : begin + length] = whole  # whole numbers in range: the cast is exact
             if remainder is not None:
-                z -= rounded
-                z *= left
+                left_out -= whole
+                left_out *= left
                 if largest > (MOST_KEPT - 1) * levels:
-                    np.clip(z, -_LARGEST, _LARGEST, out=z)
-                np.rint(z, out=z)
-                remainder[begin : begin + length] = z.reshape(-1)
+                    np.clip(left_out, -_LARGEST, _LARGEST, out=left_out)
+                np.rint(left_out, out=left_out)
+                remainder[begin : begin + length] = left_out
         return coded, clipped
 
     def decode(self, total: RingVector, bounds: Floats, factor: float = 1.0) -> Floats:

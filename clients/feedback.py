@@ -22,6 +22,7 @@ which is written last, has the run, the plan and the round whose remainder the u
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.compression import BlockCode, Kept, Remainder
+from cloister.aggregation.compression import BlockCode, Kept
 from cloister.aggregation.rotation import ROTATED
 from cloister.protocol.blocks import Span
 from cloister.protocol.storage import disk_refusal, write_bytes, write_file
@@ -103,7 +104,7 @@ class Feedback:
             round_number: The round.
             base: What `base` returned.
             bounds: (blocks,) float32: the bounds with which the update is coded.
-            make: Codes the update, and fills the file that it is given (`writing`).
+            make: Codes the update, and fills the file that it is given (`stored`).
             durable: Sync the remainder before this returns.
 
         Raises:
@@ -143,41 +144,70 @@ class Feedback:
         return found
 
 
-def read(path: Path, code: BlockCode, span: Span) -> Kept:
-    """What was left out in a span of the coded update.
+class Stored:
+    """A span of the remainder in a file, read and written by parts: pages that are mapped from a file cost more.
 
-    Raises:
-        StorageError: the disk refuses the access.
+    Args:
+        file: The open file.
+        code: The code of the updates.
+        span: Of the coded update.
     """
-    first, last = span.start // ROTATED, span.stop // ROTATED
-    try:
-        with path.open("rb") as file:
-            bounds = np.fromfile(file, _FLOAT, code.blocks)[first:last]
-            remainder = (
-                np.memmap(file, _INTEGER, "r", 4 * code.blocks, (code.size,))
-                if span.size
-                else np.empty(0, _INTEGER)
-            )
-    except OSError as error:
-        raise disk_refusal(path, error) from error
-    return Kept(np.asarray(span.of(remainder)), bounds)
+
+    def __init__(self, file: int, code: BlockCode, span: Span) -> None:
+        self._file = file
+        self._start = _FLOAT.itemsize * code.blocks + _INTEGER.itemsize * span.start
+
+    def __getitem__(self, part: slice) -> npt.NDArray[np.int16]:
+        found = np.empty(part.stop - part.start, _INTEGER)
+        if os.preadv(self._file, [found.data], self._at(part)) != found.nbytes:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        return found
+
+    def __setitem__(self, part: slice, values: npt.NDArray[np.float32]) -> None:
+        written = values.astype(_INTEGER)
+        if os.pwrite(self._file, written.data, self._at(part)) != written.nbytes:
+            raise OSError(errno.ENOSPC, "no space left")
+
+    def _at(self, part: slice) -> int:
+        return self._start + _INTEGER.itemsize * int(part.start)
 
 
 @contextmanager
-def writing(path: Path, code: BlockCode, span: Span) -> Iterator[Remainder]:
-    """A span of the remainder in a file that `Feedback.write` gave, to write into.
+def stored(path: Path, code: BlockCode, span: Span, flags: int) -> Iterator[Stored]:
+    """A span of the remainder in a file that `Feedback.write` gave or that it kept.
+
+    Args:
+        path: The file.
+        code: The code of the updates.
+        span: Of the coded update.
+        flags: As for `os.open`.
 
     Raises:
         StorageError: the disk refuses the access.
     """
-    if not span.size:
-        yield np.empty(0, np.int16)
-        return
     try:
-        whole = np.memmap(path, _INTEGER, "r+", 4 * code.blocks, (code.size,))
+        file = os.open(path, flags)
+        try:
+            yield Stored(file, code, span)
+        finally:
+            os.close(file)
     except OSError as error:
         raise disk_refusal(path, error) from error
-    yield np.asarray(span.of(whole))
+
+
+@contextmanager
+def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | None]:
+    """What was left out in a span of the coded update of an earlier round; None: there was none.
+
+    Raises:
+        StorageError: the disk refuses the access.
+    """
+    if path is None:
+        yield None
+        return
+    with stored(path, code, span, os.O_RDONLY) as remainder:
+        bounds = np.fromfile(path, _FLOAT, code.blocks)
+        yield Kept(remainder, bounds[span.start // ROTATED : span.stop // ROTATED])
 
 
 def _allocate(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:

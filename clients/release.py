@@ -12,6 +12,7 @@ the update cannot average the noise away.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,8 +203,10 @@ class Compressed:
         assert code is not None, "a compressed layout has blocks"
         span = code.coded(Span(offset, offset + values.size))
         factor = self._weight(tokens) / self.layout.heaviest
-        with feedback.writing(self.after, code, span) as remainder:
-            kept = None if self.before is None else feedback.read(self.before, code, span)
+        with (
+            feedback.kept_in(self.before, code, span) as kept,
+            feedback.stored(self.after, code, span, os.O_WRONLY) as remainder,
+        ):
             coded, clipped = code.encode(
                 values,
                 self.bounds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from cloister.aggregation.ring import Ring
 from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
 from cloister.aggregation.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
 from cloister.aggregation.sums import evaluation_layout, training_layout
-from cloister.clients.feedback import Feedback, writing
-from cloister.clients.feedback import read as kept_in
+from cloister.clients.feedback import Feedback, kept_in, stored
 from cloister.protocol.blocks import BLOCK, Span, tile
 from cloister.protocol.digest import basis
 from cloister.protocol.errors import PlanError, UpdateError
@@ -127,7 +127,8 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
     random = np.random.default_rng(2)
     x = random.standard_normal(size).astype(np.float32)
     bounds = random.uniform(0.5, 2, code.blocks).astype(np.float32)
-    kept = Kept(random.integers(-9000, 9000, code.size).astype(np.int16), bounds[::-1].copy())
+    kept_before = random.integers(-9000, 9000, code.size).astype(np.int16)
+    kept = Kept(kept_before, bounds[::-1].copy())
     remainder = np.empty(code.size, np.int16)
     whole, clipped = code.encode(x, bounds, 5, factor=0.7, kept=kept, remainder=remainder)
     assert clipped > 0
@@ -135,7 +136,7 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
         pieces, lefts, counted = [], [], 0
         for span in tile(size, parts):
             place = code.coded(span)
-            own = Kept(place.of(kept.remainder), kept.bounds[place.start // ROTATED : place.stop // ROTATED])
+            own = Kept(place.of(kept_before), kept.bounds[place.start // ROTATED : place.stop // ROTATED])
             left = np.empty(place.size, np.int16)
             coded, some = code.encode(
                 span.of(x), bounds, 5, place.start, factor=0.7, kept=own, remainder=left
@@ -205,8 +206,9 @@ def feedback_of(folder: Path, run: str = "run", plan: str = "plan") -> tuple[Fee
 def keep(feedback: Feedback, code: BlockCode, number: int, base: int) -> None:
     def make(path: Path) -> None:
         for span in tile(code.values, 2):  # as two ranks write it
-            with writing(path, code, code.coded(span)) as remainder:
-                remainder[:] = number
+            place = code.coded(span)
+            with stored(path, code, place, os.O_WRONLY) as remainder:
+                remainder[0 : place.size] = np.full(place.size, number, np.float32)
 
     feedback.write(number, base, np.full(code.blocks, number, np.float32), make, durable=False)
 
@@ -227,9 +229,11 @@ def test_a_remainder_counts_only_if_its_update_was_summed(tmp_path: Path) -> Non
         "residual-00001",
         "residual-00003",
     ]
-    kept = kept_in(feedback.path(3), code, code.coded(Span(BLOCK, code.values)))
-    assert (kept.remainder == 3).all()
-    assert kept.bounds.tolist() == [3.0]
+    last = code.coded(Span(BLOCK, code.values))
+    with kept_in(feedback.path(3), code, last) as kept:
+        assert kept is not None
+        assert kept.remainder[0 : last.size].tolist() == [3] * ROTATED
+        assert kept.bounds.tolist() == [3.0]
     other, _ = feedback_of(tmp_path, run="another")
     assert other.base(4, lambda number: True) == 0
     assert feedback.path(3).stat().st_mode & 0o777 == 0o600
