@@ -11,8 +11,10 @@ cannot leave the ring, and decodes as R^-1(B_j / L sum q) / (sum_i w_i / w_max).
 
 r' is what q leaves out, rounding and clip together. The site adds it before it codes its next update (error feedback:
 Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD"), so that over rounds nothing is lost: the
-sum of what was sent differs from the sum of what should have been by one remainder. r' is kept as 16-bit integers of
-4 B_j / 32767; what exceeds 4 B_j is cut, so a bound that is far too small cannot let it grow without limit.
+sum of what was sent differs from the sum of what should have been by one remainder. r' is kept in as many bits as
+the ring has, so that it costs little to write and read: up to 4 steps in integers of 4 / 127 steps with 8 bits, up to
+4 L steps in integers of 4 L / 32767 with 16. What exceeds that is cut, so a bound that is far too small cannot let it
+grow without limit.
 
 Draws are keyed by the offset, as in `ring.py`: element e takes bytes 2 e and 2 e + 1 of the keystream of AES-256-CTR
 (`masks.py`) with the seed as its key. It is used for speed: the draws are public.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,19 +37,18 @@ from cloister.protocol.errors import UpdateError
 
 
 class Remainder(Protocol):
-    """What a code leaves out: int16 by slices, in memory or in a file."""
+    """What a code leaves out: integers by slices, in memory or in a file."""
 
-    def __getitem__(self, part: slice, /) -> npt.NDArray[np.int16]:
-        """The elements of a part."""
+    def __getitem__(self, part: slice, /) -> npt.NDArray[np.signedinteger[Any]]:
+        """The elements of a part, of the ring's signed type."""
 
     def __setitem__(self, part: slice, values: Floats, /) -> None:
-        """Write whole numbers that fit into int16."""
+        """Write whole numbers that fit into the ring's signed type."""
 
 
 MOST_KEPT = 4
-"""Bounds of a block beyond which a remainder is cut."""
+"""Steps beyond which a remainder is cut with a ring of 8 bits; with 16 bits bounds of its block."""
 
-_LARGEST = 32767
 _NONE = np.empty(0, np.intp)
 
 assert BLOCK % ROTATED == 0, "spans have whole rotated blocks"
@@ -86,6 +87,12 @@ class BlockCode:
     def size(self) -> int:
         """Ring integers of a coded update: whole blocks."""
         return self.blocks * ROTATED
+
+    @property
+    def unit(self) -> float:
+        """Steps in 1 of a remainder."""
+        most = MOST_KEPT if self.ring.bits == 8 else MOST_KEPT * self.ring.levels
+        return most / (2 ** (self.ring.bits - 1) - 1)
 
     def coded(self, span: Span) -> Span:
         """Where a span of the values, which begins at a block of `protocol.blocks`, is in the coded update."""
@@ -131,8 +138,8 @@ class BlockCode:
         own = bounds[first : first + blocks].astype(np.float64)
         into = (factor * self.ring.levels / math.sqrt(ROTATED) / own).astype(np.float32)
         if kept is not None:
-            again = (kept.bounds / own * (MOST_KEPT * self.ring.levels / _LARGEST)).astype(np.float32)
-        left = np.float32(_LARGEST / (MOST_KEPT * self.ring.levels))
+            again = (kept.bounds / own * self.unit).astype(np.float32)
+        left, most = np.float32(1 / self.unit), np.float32(2 ** (self.ring.bits - 1) - 1)
         stream = masks.keystream(seed.to_bytes(masks.SEED, "little"), 2 * offset)
         numbers, zeros = np.empty(BLOCK, "<u2"), memoryview(bytes(2 * BLOCK))
         sign = signs(self.seed)
@@ -175,8 +182,8 @@ class BlockCode:
             if remainder is not None:
                 left_out -= whole
                 left_out *= left
-                if largest > (MOST_KEPT - 1) * levels:
-                    np.clip(left_out, -_LARGEST, _LARGEST, out=left_out)
+                if largest > levels:
+                    np.clip(left_out, -most, most, out=left_out)
                 np.rint(left_out, out=left_out)
                 remainder[begin : begin + length] = left_out
         return coded, clipped

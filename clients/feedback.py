@@ -16,8 +16,9 @@ remainder is added as if it were not.
 Attempts of one round send the same kept update. An update that is made again after a crash starts from the same
 remainder as before, because only those of earlier rounds are looked at.
 
-A file `residual-<round>` has the bounds of the blocks (float32), then the remainder (int16). `residual-<round>.json`,
-which is written last, has the run, the plan and the round whose remainder the update was coded with.
+A file `residual-<round>` has the bounds of the blocks (float32), then the remainder, as wide as the ring.
+`residual-<round>.json`, which is written last, has the run, the plan and the round whose remainder the update was coded
+with.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ from cloister.protocol.storage import disk_refusal, write_bytes, write_file
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"residual-(\d{5,})\.json")
-_FLOAT, _INTEGER = np.dtype("<f4"), np.dtype("<i2")
+_FLOAT = np.dtype("<f4")
 
 T = TypeVar("T")
 
@@ -155,21 +156,22 @@ class Stored:
 
     def __init__(self, file: int, code: BlockCode, span: Span) -> None:
         self._file = file
-        self._start = _FLOAT.itemsize * code.blocks + _INTEGER.itemsize * span.start
+        self._type = np.dtype(code.ring.signed_dtype)
+        self._start = _FLOAT.itemsize * code.blocks + self._type.itemsize * span.start
 
-    def __getitem__(self, part: slice) -> npt.NDArray[np.int16]:
-        found = np.empty(part.stop - part.start, _INTEGER)
+    def __getitem__(self, part: slice) -> npt.NDArray[np.signedinteger[Any]]:
+        found = np.empty(part.stop - part.start, self._type)
         if os.preadv(self._file, [found.data], self._at(part)) != found.nbytes:
             raise OSError(errno.EIO, "the file is shorter than it was")
         return found
 
     def __setitem__(self, part: slice, values: npt.NDArray[np.float32]) -> None:
-        written = values.astype(_INTEGER)
+        written = values.astype(self._type)
         if os.pwrite(self._file, written.data, self._at(part)) != written.nbytes:
             raise OSError(errno.ENOSPC, "no space left")
 
     def _at(self, part: slice) -> int:
-        return self._start + _INTEGER.itemsize * int(part.start)
+        return self._start + self._type.itemsize * int(part.start)
 
 
 @contextmanager
@@ -225,4 +227,4 @@ def _whole(path: Path, code: BlockCode) -> bool:
 
 
 def _bytes(code: BlockCode) -> int:
-    return _FLOAT.itemsize * code.blocks + _INTEGER.itemsize * code.size
+    return _FLOAT.itemsize * code.blocks + np.dtype(code.ring.dtype).itemsize * code.size
