@@ -228,9 +228,10 @@ def test_scales_that_the_plan_does_not_allow_are_refused_before_training(tmp_pat
 
 def test_scales_are_only_for_compressed_updates(federation: Federation, tmp_path: Path) -> None:
     plain = Federation(tmp_path, tiny("aggregation.secure=false"))
-    for one, about in ((plain, {}), (plain, {"purpose": EVALUATE})):
+    site, scales = plain.joined(), federation.scales()
+    for request in (plain.request(scales=scales), plain.request(scales=scales, purpose=EVALUATE)):
         with pytest.raises(UpdateError, match="only valid for an update under a plan with aggregation"):
-            one.joined().contribute(one.request(scales=federation.scales(), **about))
+            site.contribute(request)
 
 
 def test_a_private_update_is_noised_before_it_is_compressed(tmp_path: Path) -> None:
