@@ -92,7 +92,7 @@ class BlockCode:
     def unit(self) -> float:
         """Steps in 1 of a remainder."""
         most = MOST_KEPT if self.ring.bits == 8 else MOST_KEPT * self.ring.levels
-        return most / (2 ** (self.ring.bits - 1) - 1)
+        return float(most / (2 ** (self.ring.bits - 1) - 1))
 
     def coded(self, span: Span) -> Span:
         """Where a span of the values, which begins at a block of `protocol.blocks`, is in the coded update."""
