@@ -9,6 +9,8 @@ not grow with the number of sites, and a site sends no figures outside of the ve
 
 with weights represented as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
 
+With `aggregation.compression` the update is rotated and coded in blocks (`compression.py`); the rest is the same.
+
 The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
 weighted by its own staleness (`BufferedSum`).
 """
@@ -22,7 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring, RingVector
+from cloister.aggregation.rotation import Floats
 from cloister.aggregation.span import Piece, add_pieces, check_pieces
 from cloister.protocol.blocks import cut
 from cloister.protocol.errors import UpdateError
@@ -37,10 +41,12 @@ class SumLayout:
 
     Args:
         ring: The ring and its fixed-point code.
-        size: Values of the update; 0 for a sum of counters alone.
+        size: Ring elements of the update, one for each value; 0 for a sum of counters alone. With `blocks` those of
+            whole blocks.
         counters: Names of the counters, in their order.
         heaviest: The largest weight a site can have.
         extra: Values that a mechanism sums beside the update, coded as the update is.
+        blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
     """
 
     ring: Ring
@@ -48,6 +54,12 @@ class SumLayout:
     counters: tuple[str, ...]
     heaviest: int = 1
     extra: int = 0
+    blocks: BlockCode | None = None
+
+    @property
+    def values(self) -> int:
+        """Values of an update before it is coded."""
+        return self.size if self.blocks is None else self.blocks.values
 
     @property
     def length(self) -> int:
@@ -108,11 +120,12 @@ class SumLayout:
                 "update", f"{shape} at {offset}", expected=f"a span of a vector of {self.size} values"
             )
 
-    def open(self, total: RingVector) -> Opened:
+    def open(self, total: RingVector, bounds: Floats | None = None) -> Opened:
         """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
 
         Args:
             total: (length,) ring integers; overwritten.
+            bounds: With `blocks`, the bound of each block.
 
         Raises:
             UpdateError: the sum of weights is 0.
@@ -123,6 +136,10 @@ class SumLayout:
             return Opened(np.empty(0, dtype=np.float32), counters)
         if counters[WEIGHT] == 0:
             raise UpdateError("sum of weights", 0, expected="at least one contribution")
+        if self.blocks is not None:
+            assert bounds is not None, "a compressed sum has a bound for each block"
+            factor = self.heaviest / counters[WEIGHT]
+            return Opened(self.blocks.decode(total[:values], bounds, factor), counters)
         mean = total[:values].view(np.float32) if total.itemsize == 4 else np.empty(values, np.float32)
         for begin, end, _, _ in cut(0, values):
             block = self.ring.decode(total[begin:end])
@@ -136,7 +153,7 @@ class Opened:
     """A decoded sum."""
 
     mean: npt.NDArray[np.float32]
-    """(size + extra,) weighted mean of the updates, and of the extra values."""
+    """(values + extra,) weighted mean of the updates, and of the extra values."""
     counters: dict[str, int]
     """Exact totals."""
 
@@ -165,11 +182,15 @@ class PlainSum:
         add_pieces(self._total, pieces)
         self.terms += 1
 
-    def open(self) -> Opened:
-        """Decode the sum of what was added; once, because its memory becomes the mean's."""
+    def open(self, bounds: Floats | None = None) -> Opened:
+        """Decode the sum of what was added; once, because its memory becomes the mean's.
+
+        Args:
+            bounds: As for `SumLayout.open`.
+        """
         assert self._total is not None, "the sum was opened before"
         total, self._total = self._total, None
-        return self._layout.open(total)
+        return self._layout.open(total, bounds)
 
 
 class BufferedSum:
@@ -184,11 +205,12 @@ class BufferedSum:
     stale, the mean is that of `PlainSum` to the last bit, in any order.
 
     Args:
-        layout: Layout of the updates, without extra values.
+        layout: Layout of the updates, without extra values and compression.
     """
 
     def __init__(self, layout: SumLayout) -> None:
         assert not layout.extra, "a mechanism's extra values are not summed in a buffer"
+        assert layout.blocks is None, "scales are those of one round"
         self._layout = layout
         self._total = np.zeros(layout.size)
         self._counters = dict.fromkeys(layout.counters, 0)

@@ -1,7 +1,7 @@
 """A mask: a 32-byte seed expanded to a keystream of ring integers, added to or subtracted from a vector.
 
 The mask of a seed is one fixed infinite sequence of elements: element e of the mask is the little-endian
-integer in bytes [e w, (e + 1) w) of the keystream, w = 2 or 4 bytes. A keystream is seekable, so a vector
+integer in bytes [e w, (e + 1) w) of the keystream, w = 1, 2 or 4 bytes. A keystream is seekable, so a vector
 masked in one piece or shard by shard, by any number of ranks or threads, gets the same bytes.
 
 Memory bandwidth determines the design. A vector is traversed once, in blocks that stay in a core's cache, and every
@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,10 @@ from cryptography.hazmat.primitives.ciphers import CipherContext, algorithms, mo
 from cloister.protocol.errors import MaskError
 
 Cipher = Literal["aes-256-ctr", "chacha20"]
-Ring = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Ring = npt.NDArray[np.unsignedinteger[Any]]
+
+TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
+"""Types of the elements that can be masked."""
 
 SEED = 32
 """Bytes of a seed."""
@@ -78,7 +81,7 @@ def apply(
     """Add the masks of the seeds `add` to `vector` and subtract those of `subtract`, modulo 2^b, in place.
 
     Args:
-        vector: Shape (d,), uint16 or uint32, contiguous, writable: elements [offset, offset + d) of the whole
+        vector: Shape (d,), of one of `TYPES`, contiguous, writable: elements [offset, offset + d) of the whole
             vector.
         add: Seeds of 32 bytes.
         subtract: Seeds of 32 bytes.
@@ -135,9 +138,11 @@ def check(vector: Ring, offset: int) -> None:
     Raises:
         MaskError: the vector has another type or shape, or would end past element 2^36.
     """
-    if vector.dtype not in (np.dtype(np.uint16), np.dtype(np.uint32)) or vector.ndim != 1:
+    if vector.dtype not in TYPES or vector.ndim != 1:
         raise MaskError(
-            "vector", f"{vector.dtype}{list(vector.shape)}", expected="one dimension of uint16 or uint32"
+            "vector",
+            f"{vector.dtype}{list(vector.shape)}",
+            expected="one dimension of uint8, uint16 or uint32",
         )
     if not vector.flags.c_contiguous or not vector.flags.writeable:
         raise MaskError("vector", "strided or read-only", expected="a contiguous array that can be written")

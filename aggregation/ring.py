@@ -27,6 +27,8 @@ from cloister.protocol.errors import UpdateError
 RingVector = npt.NDArray[np.unsignedinteger[Any]]
 
 _COUNTER_BITS = 64
+_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+_SIGNED: dict[int, type[np.signedinteger[Any]]] = {8: np.int8, 16: np.int16, 32: np.int32}
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Ring:
     """The integers modulo 2^bits, and the fixed-point code of `terms` values in ±bound that are summed in them.
 
     Args:
-        bits: 16 or 32.
+        bits: 8, 16 or 32.
         bound: Largest absolute value that can be represented.
         terms: Largest number of vectors in a sum.
     """
 
-    bits: Literal[16, 32]
+    bits: Literal[8, 16, 32]
     bound: float
     terms: int
 
@@ -50,7 +52,12 @@ class Ring:
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
         """The unsigned type whose overflow is the reduction modulo 2^bits."""
-        return np.uint16 if self.bits == 16 else np.uint32
+        return _UNSIGNED[self.bits]
+
+    @property
+    def signed_dtype(self) -> type[np.signedinteger[Any]]:
+        """The signed type of the same width, as which a sum is read."""
+        return _SIGNED[self.bits]
 
     @property
     def levels(self) -> int:
@@ -90,7 +97,7 @@ class Ring:
         source.advance(offset)
         random = np.random.Generator(source)
         coded: RingVector = np.empty(values.shape, dtype=self.dtype) if out is None else out
-        signed = coded.view(np.int16 if self.bits == 16 else np.int32)
+        signed = coded.view(self.signed_dtype)
         clipped = 0
         step, chance = np.empty(BLOCK), np.empty(BLOCK)
         for start in range(0, values.size, BLOCK):
@@ -129,7 +136,7 @@ class Ring:
 
     def signed(self, total: RingVector) -> npt.NDArray[np.float64]:
         """A sum of coded vectors as signed whole numbers of steps, (d,) float64; arguments as for `decode`."""
-        return total.view(np.int16 if self.bits == 16 else np.int32).astype(np.float64)
+        return total.view(self.signed_dtype).astype(np.float64)
 
     @property
     def limbs(self) -> int:

@@ -348,7 +348,7 @@ class SecureCoordinator:
         """Step 7: reconstruct the secrets and remove the masks.
 
         Returns:
-            Shape (length,), uint16 or uint32: the sum of the survivors' vectors modulo 2^b. It is the
+            Shape (length,), of the ring's unsigned type: the sum of the survivors' vectors modulo 2^b. It is the
             accumulator.
 
         Raises:

@@ -338,7 +338,7 @@ class SecureSite:
         their difference.
 
         Args:
-            vector: Shape (m,), uint16 or uint32 as the ring, contiguous.
+            vector: Shape (m,), of the ring's unsigned type, contiguous.
             model: Hash of the global model that the vector was computed from.
             offset: Where `vector` starts in the whole vector of `length` elements.
             threads: Parts that are masked at the same time.

@@ -39,7 +39,7 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Contract:
     """The draw of each round's cohort from the roster."""
     tolerance: Tolerance
     """How many of a cohort may drop out, and how many of the roster may collude with the coordinator."""
-    ring_bits: Literal[16, 32]
+    ring_bits: Literal[8, 16, 32]
     """b: elements are integers modulo 2^b."""
     length: int
     """d: elements of a vector."""
@@ -181,9 +181,9 @@ def answered_digest(model: bytes, survivors: tuple[str, ...]) -> bytes:
     return hashlib.sha256(pack("answered", model, survivors)).digest()
 
 
-def ring_dtype(ring_bits: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The unsigned type whose overflow is the reduction modulo 2^ring_bits."""
-    return np.dtype(np.uint16) if ring_bits == 16 else np.dtype(np.uint32)
+def ring_dtype(ring_bits: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The unsigned type whose overflow is the reduction modulo 2^ring_bits; it has 8, 16 or 32 bits."""
+    return np.dtype(f"uint{ring_bits}")
 
 
 def check_vector(vector: masks.Ring, ring_bits: int) -> None:

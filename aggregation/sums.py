@@ -7,13 +7,14 @@ import math
 
 from cloister.aggregation import masks
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
+from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
-from cloister.protocol.messages import TRAIN, Purpose
+from cloister.protocol.messages import MOST_SCALES, TRAIN, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
 from cloister.protocol.threshold import Tolerance
@@ -38,9 +39,10 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
     the site, values are in clipping norms, in the steps of the site-level mechanism, which also sets their number.
+    With `aggregation.compression` the update has whole rotated blocks.
 
     Raises:
-        PlanError: the sum is longer than a mask may be.
+        PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     terms = terms_of(plan, parameters)
@@ -52,7 +54,18 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
         heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
         counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
         ring = Ring(bits, plan.aggregation.bound, cohort)
-        layout = SumLayout(ring, parameters, counters, heaviest)
+        if plan.aggregation.compression is None:
+            layout = SumLayout(ring, parameters, counters, heaviest)
+        else:
+            blocks = BlockCode(parameters, plan.run.seed, ring)
+            layout = SumLayout(ring, blocks.size, counters, heaviest, blocks=blocks)
+            if 4 * blocks.blocks > MOST_SCALES:
+                raise PlanError(
+                    "trained parameters",
+                    parameters,
+                    expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
+                    fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
+                )
     if plan.aggregation.secure and layout.length > masks.LONGEST:
         raise PlanError(
             "trained parameters",
@@ -105,6 +118,7 @@ def contract_for(
         ring.terms,
         float(ring.bound).hex(),
         model,
+        *(("rotated blocks", layout.values, layout.blocks.seed) if layout.blocks is not None else ()),
     )
     return Contract(
         run=f"{run}/{purpose}",

@@ -1,6 +1,6 @@
 """The cost of the secure sum: masking against the bare keystream, a round against Flower's, growth, and peak memory.
 
-    python benchmarks/secure_sum.py [--json] [--quick]
+    python benchmarks/secure_sum.py [--json] [--quick] [--case bits]
 
 (a) `mask_ratio`: coordinates masked per second over the bare keystream rate of the same cipher, one thread,
 measured in turns; the least over 2, 9 and 64 masks on one vector (a site has two at least). `mask` has every
@@ -19,6 +19,12 @@ neighbours, which is the graph here. The mean is checked in every round.
 `begin` to the sum; the sites that are not timed send what the coordinator needs, unmasked.
 
 (d) `memory`: peak bytes beyond the vectors that the caller holds, as Python and NumPy allocate them.
+
+(e) `bits`, with `--case bits` alone: a masked round of 9 sites with 1e7 coordinates, compressed to 8 bits against 32
+bits, in turns. `parts`: seconds of processor time of all sites and the coordinator in one process, without transport:
+coding (with the rotation, and the remainders that are read and written), the files of the updates, masks, hashes, the
+sum of the masked vectors, its unmasking, and decoding; `part_ratio` compares their totals. `bytes_up` is one vector.
+`round_s` and `round_ratio`: seconds of whole rounds on `LocalGrid`, as in (b).
 """
 
 from __future__ import annotations
@@ -33,9 +39,9 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -46,11 +52,18 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.aggregation import masks
+from cloister.aggregation.ring import RingVector
+from cloister.aggregation.scales import Scales
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import Contract
+from cloister.aggregation.span import check_received, manifest_digest, manifest_of
+from cloister.aggregation.sums import training_layout
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.feedback import Feedback
+from cloister.clients.kept import write_pieces
+from cloister.clients.release import Code, Finished, Remainders, code_for, contribution
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.data import Sequences
@@ -88,9 +101,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="smaller vectors and cohorts, fewer rounds")
     parser.add_argument("--rounds", type=int, metavar="N", help="measure that many rounds here, and no more")
+    parser.add_argument("--case", choices=["all", "bits"], default="all", help="measure (e) alone")
+    parser.add_argument("--bits", type=int, choices=[8, 32], help="with --rounds, those of (e)")
     options = parser.parse_args()
     if options.rounds:
-        print(json.dumps(own_rounds(options.rounds)))
+        print(json.dumps(own_rounds(options.rounds, options.bits, quick=options.quick)))
+        return
+    if options.case == "bits":
+        found = against_32_bits(quick=options.quick)
+        print(json.dumps(found) if options.json else json.dumps(found, indent=1))
         return
     rows = mask_rows(1 << 22 if options.quick else 1 << 25)
     aes = [row for row in rows if row["cipher"] == "aes-256-ctr" and row["threads"] == 1 and row["seeds"] > 1]
@@ -213,8 +232,21 @@ def printed_by(command: list[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def plan_of(rounds: int) -> Plan:
-    """A plan whose model has exactly 1e6 parameters; all else is the default."""
+BITS: dict[int, tuple[str, ...]] = {
+    8: (
+        "aggregation.weighting=uniform",
+        "aggregation.ring_bits=8",
+        "aggregation.compression.first_scale=0.3",
+    ),
+    32: ("aggregation.weighting=uniform",),
+}
+"""What (e) compares."""
+LARGE = ("hidden_size=320", "intermediate_size=872", "num_hidden_layers=8")
+"""A model of about 1e7 parameters."""
+
+
+def plan_of(rounds: int, settings: Sequence[str] = ()) -> Plan:
+    """A plan whose model has exactly 1e6 parameters; all else is the default, without `settings`."""
     return parse(
         f"""
         run.rounds = {rounds}
@@ -225,13 +257,14 @@ def plan_of(rounds: int) -> Plan:
         num_hidden_layers = 7
         num_attention_heads = 5
         num_key_value_heads = 5
-        """
+        """,
+        settings,
     )
 
 
-def update(site: int) -> npt.NDArray[np.float32]:
-    """(COORDINATES,) float32 in ±0.5, a different one for each site; the same as in `flower_secagg.py`."""
-    vector = np.full(COORDINATES, (site + 1) / (2 * SITES), np.float32)
+def update(site: int, size: int = COORDINATES) -> npt.NDArray[np.float32]:
+    """(size,) float32 in ±0.5, a different one for each site; the same as in `flower_secagg.py`."""
+    vector = np.full(size, (site + 1) / (2 * SITES), np.float32)
     vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
     return vector
 
@@ -240,7 +273,7 @@ def at_once(
     trainer: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, *, state: Path, **_: Any
 ) -> LocalUpdate:
     """Replaces `Trainer.train`; the site's number is read from its state folder."""
-    return LocalUpdate(update(int(state.name)), tokens=len(sequences), loss=1.0, steps=1)
+    return LocalUpdate(update(int(state.name), start.size), tokens=len(sequences), loss=1.0, steps=1)
 
 
 def make_client_app() -> ClientApp:
@@ -283,12 +316,24 @@ def lay_out(folder: Path) -> tuple[Roster, list[Path]]:
     return roster, paths
 
 
-def own_rounds(rounds: int) -> list[tuple[float, float]]:
-    """Seconds of whole rounds and of the sums in them, after one round that does not count."""
-    plan = plan_of(rounds + 1)
+def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> list[tuple[float, float]]:
+    """Seconds of whole rounds and of the sums in them, after one round that does not count.
+
+    Args:
+        rounds: Rounds that count.
+        bits: Of the ring, for (e), with a larger model; None: those of the default plan.
+        quick: As the option.
+    """
+    settings = () if bits is None else BITS[bits]
+    if bits is not None and not quick:
+        settings += tuple(f"model.config.{setting}" for setting in LARGE)
+    plan = plan_of(rounds + 1, settings)
     model = load_model(plan)
-    assert model.layout.size == COORDINATES
-    expected = np.mean([update(site) for site in range(SITES)], axis=0, dtype=np.float64)
+    size = model.layout.size
+    assert bits is not None or size == COORDINATES
+    expected = sum((update(site, size) for site in range(SITES)), np.zeros(size)) / SITES
+    most_off = 1e-5 if plan.aggregation.compression is None else 0.2  # a few steps of one site's code
+    scales = None if plan.aggregation.compression is None else Scales.first(plan, size)
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     spent = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -304,18 +349,19 @@ def own_rounds(rounds: int) -> list[tuple[float, float]]:
             Journal(folder / "journal.sqlite") as journal,
         ):
             members = Members(GridChannel(grid), plan, "run", refuse, roster=roster)
-            optimizer = ServerOptimizer(plan.server, np.zeros(COORDINATES, np.float32))
+            optimizer = ServerOptimizer(plan.server, np.zeros(size, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")
             gate = Gate(plan.server.gate, nowhere)
             party = Party(plan, "run", roster, model.layout, members, journal, kept, lambda event: None)
+            context = RoundContext(party, checkpoints, optimizer, gate, scales=scales)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()
-                done = run_round(RoundContext(party, checkpoints, optimizer, gate), number)
+                done = run_round(context, number)
                 whole = time.perf_counter() - start
                 furthest = float(np.abs(optimizer.weights - before - expected).max())
-                if not isinstance(done, RoundDone) or done.sites != SITES or furthest > 1e-5:
+                if not isinstance(done, RoundDone) or done.sites != SITES or furthest > most_off:
                     raise SystemExit(
                         f"the mean is off by {furthest:.3g}, or not that of {SITES} sites: {done}"
                     )
@@ -350,12 +396,14 @@ class Clock:
         return done
 
 
-def federation(n: int, d: int, timed: int) -> tuple[SecureCoordinator, dict[str, SecureSite]]:
+def federation(
+    n: int, d: int, timed: int, bits: Literal[8, 16, 32] = 32
+) -> tuple[SecureCoordinator, dict[str, SecureSite]]:
     names = [f"site-{number:04d}" for number in range(n)]
     identities = {name: new_identity() for name in names}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
     draw = Draw(0, TRAIN, n)
-    contract = Contract("run", roster, bytes(32), draw, Tolerance(0.1, 0.1), 32, d, b"")
+    contract = Contract("run", roster, bytes(32), draw, Tolerance(0.1, 0.1), bits, d, b"")
     sites = {
         name: (SecureSite if place < timed else Untimed)(
             contract, name, identities[name], minimum=2, random=os.urandom, answered=lambda mark: None
@@ -472,6 +520,104 @@ def finish(
     for site in sites:
         coordinator.revealed(site.unmask(requests[site.name]))
     coordinator.sum()
+
+
+# (e) Fewer bytes.
+
+
+def against_32_bits(*, quick: bool) -> dict[str, Any]:
+    """Compressed to 8 bits against 32 bits, in turns: the parts of a round without transport, and whole rounds."""
+    size, turns = (10**6, 2) if quick else (10**7, 3)
+    parts: dict[int, list[dict[str, float]]] = {bits: [] for bits in BITS}
+    rounds: dict[int, list[float]] = {bits: [] for bits in BITS}
+    sent: dict[int, int] = {}
+    for turn in range(turns):
+        for bits, settings in BITS.items():
+            found, sent[bits] = parts_of_a_round(plan_of(1, settings), size, turn)
+            parts[bits].append(found)
+            command = [__file__, "--rounds", "2", "--bits", str(bits), *(["--quick"] if quick else [])]
+            rounds[bits] += [whole for whole, _ in json.loads(printed_by(command))]
+    shown = {
+        bits: {part: statistics.median(each[part] for each in of) for part in of[0]}
+        for bits, of in parts.items()
+    }
+    totals = {bits: statistics.median(sum(each.values()) for each in of) for bits, of in parts.items()}
+    whole = {bits: statistics.median(of) for bits, of in rounds.items()}
+    return {
+        "sites": SITES,
+        "coordinates": size,
+        "part_ratio": totals[32] / totals[8],
+        "parts_s": totals,
+        "parts": shown,
+        "bytes_up": sent,
+        "round_ratio": whole[32] / whole[8],
+        "round_s": whole,
+    }
+
+
+def _coded(
+    feedback: Feedback, code: partial[Code], scales: Scales, finished: Finished, number: int
+) -> RingVector:
+    """The vector of a round in which the one before was summed."""
+
+    def make(after: Path) -> RingVector:
+        before = feedback.path(number - 1) if number > 1 else None
+        return contribution(code(remainders=Remainders(scales.bounds, before, after)), finished)
+
+    return feedback.write(number, number - 1, scales.bounds, make, durable=False)
+
+
+def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float], int]:
+    """Seconds of processor time by part, of all sites and the coordinator; and the bytes of one site's vector."""
+    spent = dict.fromkeys(("code", "files", "masks", "hashes", "sum", "unmask", "decode"), 0.0)
+
+    def timed(part: str, what: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        start = time.process_time()
+        done = what(*args, **options)
+        spent[part] += time.process_time() - start
+        return done
+
+    layout = training_layout(plan, size)
+    scales = None if plan.aggregation.compression is None else Scales.first(plan, size)
+    coordinator, sites = federation(SITES, layout.length, SITES, plan.aggregation.ring_bits)
+    for site in sites.values():
+        coordinator.advertised(site.advertise(coordinator.begin))
+    peers = coordinator.peers()
+    for site in sites.values():
+        coordinator.shared(site.share(peers))
+    inboxes = coordinator.inboxes()
+    vector: Any
+    for number, (name, site) in enumerate(sites.items()):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, values = Path(temporary), np.random.default_rng([turn, number])
+            finished = Finished(0.1 * values.standard_normal(size, np.float32), 100, 1.0)
+            code = partial(code_for, plan, None, size, rounding=number, clip_norm=0.0, noise=None)
+            if scales is None:
+                vector = timed("code", contribution, code(), finished)
+            else:
+                assert layout.blocks is not None
+                feedback = Feedback(folder, "run", plan.digest(), layout.blocks)
+                coded = partial(_coded, feedback, code, scales, finished)
+                coded(1)
+                vector = timed("code", coded, 2)  # which has a remainder to add
+            timed("files", write_pieces, folder / "update", [(0, vector)])
+            site.receive(inboxes[name])
+            timed("masks", site.mask, vector, model=MODEL)
+            manifest = timed("hashes", manifest_of, [(0, vector)])
+            statement = site.masked(manifest_digest(manifest))
+            timed("hashes", check_received, manifest, [vector], layout.length, layout.ring.dtype)
+            timed("sum", coordinator.fold, statement, [(0, vector)])
+    survivors = coordinator.survivors()
+    for site in sites.values():
+        coordinator.confirmed(site.confirm(survivors))
+    requests = coordinator.request()
+    for name, site in sites.items():
+        coordinator.revealed(site.unmask(requests[name]))
+    total = timed("unmask", coordinator.sum)
+    opened = timed("decode", layout.open, total, scales.bounds if scales else None)
+    if not 0.02 < float(np.sqrt(np.mean(np.square(opened.mean)))) < 0.05:  # 0.1 / 3
+        raise SystemExit("the mean is not that of the sites")
+    return spent, layout.length * np.dtype(layout.ring.dtype).itemsize
 
 
 if __name__ == "__main__":

@@ -186,7 +186,12 @@ def _steps(event: RoundDone) -> str:
 
 
 def _clipped(event: RoundDone) -> str:
-    return f", {event.clipped:,} coordinates clipped at aggregation.bound" if event.clipped else ""
+    if not event.clipped:
+        return ""
+    how = (
+        "at aggregation.bound" if event.multiple is None else "at the bounds of their blocks, and sent later"
+    )
+    return f", {event.clipped:,} coordinates clipped {how}"
 
 
 class LiveDisplay:

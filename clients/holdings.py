@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cloister.aggregation.sums import training_layout
 from cloister.lm import frozen
-from cloister.lm.layout import Layout
 from cloister.lm.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.model import outline
 from cloister.lm.optimizer import moment_elements
@@ -93,15 +92,12 @@ def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
             return _part(plan, mesh, place, connected)
 
     parts = dict(_over([getattr(mesh, name) for name in Coordinates._fields], part))
-    spans, coded = tile(layout.size, mesh.size), _coded_bytes(plan, layout)
+    coded = training_layout(plan, layout.size)
+    element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
-        Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, coded * span.size)
-        for rank, span in enumerate(spans)
+        Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)
+        for rank, span in enumerate(tile(layout.size, mesh.size))
     ]
-
-
-def _coded_bytes(plan: Plan, layout: Layout) -> int:
-    return np.dtype(training_layout(plan, layout.size).ring.dtype).itemsize
 
 
 def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> Part:

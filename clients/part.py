@@ -66,6 +66,7 @@ class Trained:
     """A rank's span of a coded update, which it keeps until it is told where to write it."""
 
     span: Span
+    """Where it is in the coded vector."""
     digest: bytes
     """Its hash, for the manifest."""
     clipped: Clipped
@@ -167,14 +168,16 @@ class Part:
         finished = train(self._trainer, self._terms, task, command.start.array, task.sequences())
         span = self._trainer.weights.span
         coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
+        blocks = task.code.layout.blocks
         self._coded = coded
-        return Trained(span, vector_hash(coded), clipped, finished.tokens, finished.loss)
+        self._coded_span = span if blocks is None else blocks.coded(span)
+        return Trained(self._coded_span, vector_hash(coded), clipped, finished.tokens, finished.loss)
 
     def _write(self, command: Write) -> None:
         coded = self._coded
         del self._coded
         with command.out.open("r+b") as file:
-            file.seek(self._trainer.weights.span.start * coded.itemsize)
+            file.seek(self._coded_span.start * coded.itemsize)
             file.write(coded.data)
 
     def _evaluate(self, command: Evaluate) -> HeldOut:

@@ -1,9 +1,10 @@
 """The only exit of a site: a finished update becomes the vector that is summed, span by span.
 
 Without privacy, and if the unit is the record (its noise is already in the update), values are coded in the plan's
-ring with public rounding. If the unit is the site, the site-level mechanism makes the integers
-(`privacy/site_noise.py`). A rank releases its span of the update; the owner of the tail then makes the rest of the
-vector from what was clipped in all spans. A site that is one process has one span.
+ring with public rounding, or in rotated blocks with `aggregation.compression`: both are post-processing. If the unit is
+the site, the site-level mechanism makes the integers (`privacy/site_noise.py`). A rank releases its span of the update;
+the owner of the tail then makes the rest of the vector from what was clipped in all spans. A site that is one process
+has one span.
 
 The vector is kept and sent again in a retry of the round: noise is drawn once for an update, so that repeated sums of
 the update cannot average the noise away.
@@ -11,20 +12,25 @@ the update cannot average the noise away.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.ring import RingVector
+from cloister.aggregation.rotation import Floats
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
+from cloister.clients import feedback
 from cloister.lm.layout import Vector
 from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms
+from cloister.protocol.blocks import Span
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -155,7 +161,84 @@ class Protected:
         return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(within, self.noise))
 
 
-Code: TypeAlias = InClear | Protected
+@dataclass(frozen=True)
+class Compressed:
+    """The code of an update in rotated blocks, with what the site's last code has left out (`compression.py`)."""
+
+    layout: SumLayout
+    """Layout of the sum, with `blocks`."""
+    rounding: int
+    """As in `InClear`."""
+    weighted: bool
+    """As in `InClear`."""
+    bounds: Floats
+    """(blocks,) float32: the bound of each block."""
+    before: Path | None
+    """The remainder of the site's last update that was summed; None: there is none."""
+    after: Path
+    """File of the remainder of this update, of its full size (`feedback.allocate`)."""
+
+    def release(
+        self,
+        values: Vector,
+        tokens: int,
+        offset: int = 0,
+        gather: Gather = alone,
+        out: RingVector | None = None,
+    ) -> tuple[RingVector, Clipped]:
+        """The ring integers of one span; its remainder is written into the file `after`.
+
+        Args:
+            values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
+            tokens: What the site learned from.
+            offset: Element of the update where `values` starts.
+            gather: Not used.
+            out: Ring integers of the span's whole blocks to write into.
+
+        Raises:
+            UpdateError: the values are not finite.
+            StorageError: the disk refuses the access.
+        """
+        code = self.layout.blocks
+        assert code is not None, "a compressed layout has blocks"
+        span = code.coded(Span(offset, offset + values.size))
+        factor = self._weight(tokens) / self.layout.heaviest
+        with (
+            feedback.kept_in(self.before, code, span) as kept,
+            feedback.stored(self.after, code, span, os.O_WRONLY) as remainder,
+        ):
+            coded, clipped = code.encode(
+                values,
+                self.bounds,
+                self.rounding,
+                offset,
+                factor=factor,
+                kept=kept,
+                out=out,
+                remainder=remainder,
+            )
+        return coded, Clipped(values=clipped)
+
+    def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
+        """As `InClear.tail`."""
+        return InClear(self.layout, self.rounding, self.weighted).tail(clipped, tokens, loss)
+
+    def _weight(self, tokens: int) -> int:
+        return tokens if self.weighted else 1
+
+
+Code: TypeAlias = InClear | Compressed | Protected
+
+
+class Remainders(NamedTuple):
+    """What a compressed update is coded with."""
+
+    bounds: Floats
+    """As in `Compressed`."""
+    before: Path | None
+    """As in `Compressed`."""
+    after: Path
+    """As in `Compressed`."""
 
 
 def code_for(
@@ -166,6 +249,7 @@ def code_for(
     rounding: int,
     clip_norm: float,
     noise: NoiseStream | None,
+    remainders: Remainders | None = None,
 ) -> Code:
     """The code of the updates of a plan.
 
@@ -176,12 +260,17 @@ def code_for(
         rounding: Seed of the public rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
+        remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.
     """
     layout = training_layout(plan, dimension)
     if terms is not None and terms.mechanism is not None:
         assert noise is not None, "a plan with a unit has noise"
         return Protected(layout, terms.mechanism, clip_norm, noise)
-    return InClear(layout, rounding, weighted=plan.aggregation.weighting == "tokens")
+    weighted = plan.aggregation.weighting == "tokens"
+    if layout.blocks is not None:
+        assert remainders is not None, "a plan with compression has scales and remainders"
+        return Compressed(layout, rounding, weighted, *remainders)
+    return InClear(layout, rounding, weighted)
 
 
 def contribution(code: Code, update: Finished) -> RingVector:
@@ -195,8 +284,8 @@ def contribution(code: Code, update: Finished) -> RingVector:
         UpdateError: the update has another length; or, in clear, it is not finite.
     """
     layout = code.layout
-    if update.vector.shape != (layout.size,):
-        raise UpdateError("update", update.vector.shape, expected=f"a vector of {layout.size} values")
+    if update.vector.shape != (layout.values,):
+        raise UpdateError("update", update.vector.shape, expected=f"a vector of {layout.values} values")
     vector: RingVector = np.empty(layout.length, layout.ring.dtype)
     _, clipped = code.release(update.vector, update.tokens, out=vector[: layout.size])
     vector[layout.size :] = code.tail([clipped], update.tokens, update.loss)

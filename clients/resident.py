@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from cloister.aggregation.sums import training_layout
 from cloister.clients.attempt import Live
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.places import mesh_for, several
@@ -153,7 +154,8 @@ class Resident:
             model.module.to("meta")  # a frozen base: this process needs names and shapes only
             built = Model(plan.to_json(), mesh, base_path, base_hash, section.checkpointing, section.compile)
             over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
-            work = Team(built, model.layout, devices, plan.local.threads, over)
+            size = training_layout(plan, model.layout.size).size
+            work = Team(built, size, devices, plan.local.threads, over)
         return Loaded(plan, base_hash, model, work, terms)
 
     def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:

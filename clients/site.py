@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
+from cloister.aggregation.rotation import Floats
+from cloister.aggregation.scales import bounds_in
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Piece, manifest_digest, manifest_of
 from cloister.aggregation.sums import (
@@ -31,13 +33,15 @@ from cloister.aggregation.sums import (
     count_of_loss,
     evaluation_layout,
     layout_for,
+    training_layout,
 )
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
+from cloister.clients.feedback import Feedback
 from cloister.clients.kept import Kept, Written, checked_base, write_pieces
-from cloister.clients.release import Finished, code_for
+from cloister.clients.release import Finished, Remainders, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
@@ -204,12 +208,13 @@ class Site:
         demands.check_round(plan, purpose, request.sum.round)
         _check_model(request.model, request.model_hash)
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
+        bounds = _checked_scales(loaded, request)
         own, seconds = self._admission.own_steps(plan, request), 0.0
 
         def make() -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
-                made = self._made(loaded, request, own)
+                made = self._made(loaded, request, own, bounds)
             seconds = made.seconds
             return made.pieces
 
@@ -225,7 +230,7 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            model = basis(request.model_hash, request.clip, request.steps)
+            model = basis(request.model_hash, request.clip, request.steps, request.scales)
             attempts = self._attempts(loaded, request.sum)
             statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
         else:
@@ -356,16 +361,16 @@ class Site:
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.counters])
 
-    def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps) -> Written:
+    def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps, bounds: Floats | None) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.
 
         Under privacy an update is charged before it is trained, and synced to disk before it is sent: training again
         would be a second release. What is masked is synced first: it may be masked again, and must be the same then. A
-        round has one update: from a second one, of another model, clipping norm or list of local steps or with other
-        noise, a coordinator that sums both with the same others could compute the difference.
+        round has one update: from a second one, of another model, clipping norm, list of local steps or scales or with
+        other noise, a coordinator that sums both with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them from another model, clipping norm or list of steps.
+            StaleError: the site has made them from another model, clipping norm, list of steps or scales.
         """
         plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
         layout = layout_for(purpose, plan, loaded.model.layout.size)
@@ -378,6 +383,8 @@ class Site:
         }
         if request.steps:
             facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
+        if request.scales:
+            facts["scales"] = hashlib.sha256(request.scales).hexdigest()
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.terms is not None:
@@ -387,12 +394,21 @@ class Site:
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
                 return write_pieces(path, [(0, self._totals(loaded, request))])
-            return self._update(loaded, request, own, path)
+            return self._update(loaded, request, own, path, bounds, durable=durable)
 
         durable = loaded.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)
 
-    def _update(self, loaded: Loaded, request: Contribute, own: OwnSteps, path: Path) -> Written:
+    def _update(
+        self,
+        loaded: Loaded,
+        request: Contribute,
+        own: OwnSteps,
+        path: Path,
+        bounds: Floats | None,
+        *,
+        durable: bool,
+    ) -> Written:
         """Train the update of the round into a file, after the charge."""
         plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
         noise = None
@@ -403,20 +419,43 @@ class Site:
                 head = f"head of the ledger {paid.hash.hex()}"
                 self._audit_log.record(self._fact("charge", request.sum, head))
             noise = self._noise(round_number)
-        code = code_for(
-            plan,
-            terms,
-            loaded.model.layout.size,
-            rounding=self._seed(plan, "rounding", round_number),
-            clip_norm=request.clip,
-            noise=noise,
-        )
+        rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
+        size = loaded.model.layout.size
         own = replace(own, factor=own.factor * self._scale)
-        task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
-        started = self._clock()
-        written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
-        return replace(written, seconds=self._clock() - started)
+
+        def made(remainders: Remainders | None) -> Written:
+            code = code_for(
+                plan,
+                terms,
+                size,
+                rounding=rounding,
+                clip_norm=request.clip,
+                noise=noise,
+                remainders=remainders,
+            )
+            task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
+            started = self._clock()
+            written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
+            return replace(written, seconds=self._clock() - started)
+
+        blocks = training_layout(plan, size).blocks
+        if blocks is None or bounds is None:
+            return made(None)
+        feedback = Feedback(self.config.folder, request.sum.run, plan.digest(), blocks)
+        base = feedback.base(round_number, partial(self._summed, plan, request.sum.run))
+        before = feedback.path(base) if base else None
+        return feedback.write(
+            round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
+        )
+
+    def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
+        """Whether the site's update of a round is in its sum, as far as the site knows (`feedback.py`)."""
+        if not plan.aggregation.secure:
+            return True
+        with AttemptFiles.turn(self._attempts_folder(TRAIN, run), run) as files:
+            answered = files.state(None).marks.answered
+        return answered is not None and answered.round == round_number
 
     def _fact(self, what: What, about: SumId, detail: str) -> Fact:
         return Fact(what, about.run, about.plan.hex(), about.round, about.tries, self.name, detail)
@@ -454,6 +493,23 @@ def _check_model(model: Vector, named: bytes) -> None:
         raise UpdateError("global model", own.hex(), expected=f"the model with the hash {named.hex()}")
     if not all_finite(model):
         raise UpdateError("global model", "non-finite", expected="finite weights")
+
+
+def _checked_scales(loaded: Loaded, request: Contribute) -> Floats | None:
+    """The bounds of the blocks of a compressed update; None for what is not compressed.
+
+    Raises:
+        UpdateError: they are missing or outside of what the plan allows; or the plan has none.
+    """
+    if request.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
+        return bounds_in(request.scales, loaded.plan, loaded.model.layout.size)
+    if request.scales:
+        raise UpdateError(
+            "scales",
+            f"{len(request.scales)} bytes",
+            expected="none; only valid for an update under a plan with aggregation.compression",
+        )
+    return None
 
 
 def _check_clip(clip: float, *, clips: bool) -> None:

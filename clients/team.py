@@ -25,7 +25,7 @@ from cloister.clients.release import Finished
 from cloister.clients.work import Task
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut
-from cloister.lm.layout import Layout, Vector
+from cloister.lm.layout import Vector
 from cloister.protocol.blocks import Span, tile
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StepError
@@ -37,7 +37,7 @@ class Team:
 
     Args:
         model: What each of them builds.
-        layout: The layout of the unsharded model.
+        size: Elements of a coded update, without its counters.
         devices: The torch device of each rank.
         threads: Threads of torch in each rank.
         timeout_s: Seconds after which ranks that have not done a command are ended.
@@ -46,9 +46,9 @@ class Team:
     elsewhere = True
 
     def __init__(
-        self, model: Model, layout: Layout, devices: Sequence[str], threads: int, timeout_s: float
+        self, model: Model, size: int, devices: Sequence[str], threads: int, timeout_s: float
     ) -> None:
-        self._layout = layout
+        self._size = size
         self._timeout_s = timeout_s
         self._ranks: Ranks[Command, Any] = Ranks(
             partial(Part, model),
@@ -77,7 +77,7 @@ class Team:
     ) -> Written:
         """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
         length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
-        size = self._layout.size
+        size = self._size
         spans, seeds = tile(size, len(self._ranks)), site.take_seeds(model=model)
         command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
         answers: list[Masked] = self._call(command)

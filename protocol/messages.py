@@ -72,12 +72,14 @@ Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], 
 LocalSteps: TypeAlias = Annotated[tuple[tuple[Name, int], ...], Limit(LARGEST)]
 """The optimizer steps of each site of a round's cohort, sorted by name; empty where all take those of the plan."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
-Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint16", "uint32"))]
+Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint8", "uint16", "uint32"))]
 
 LONGEST_PLAN = 2**20
 """Characters of a plan's JSON."""
 MOST_SPANS = 1000
 """Spans in which a vector travels: ranks of a site, and one for the tail."""
+MOST_SCALES = 2**21
+"""Bytes of the scales of a compressed update: of half a million blocks, or 8.5e9 parameters."""
 LONGEST_REASON = 1000
 """Characters of the reason in a refusal or a failure."""
 
@@ -142,7 +144,7 @@ class Begin:
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
-    """Hash of the global model, the clipping norm and the sites' local steps (`digest.basis`)."""
+    """Hash of the global model, the clipping norm, the sites' local steps and the scales (`digest.basis`)."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,9 @@ class Contribute:
     """The global model's trained parameters."""
     steps: LocalSteps = ()
     """The cohort's local steps in the round, for an update under a plan with `local.balance`."""
+    scales: Annotated[bytes, Limit(MOST_SCALES)] = b""
+    """Under a plan with `aggregation.compression`, for an update: the bound of each block (`aggregation/scales.py`),
+    float32, little-endian."""
 
 
 @dataclass(frozen=True)

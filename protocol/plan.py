@@ -282,6 +282,14 @@ class CohortSection(Section):
         return 10 if self.staleness is None else self.staleness
 
 
+class CompressionSection(Section):
+    """Updates in few bits: blocks of 2^14 values are rotated, scaled by what earlier rounds released, and rounded. A
+    site adds what the rounding left out to its next update. The section may be empty: `[aggregation.compression]`."""
+
+    first_scale: Positive | None = None
+    """Largest root mean square of a site's update that round 1 expects. None: the sum of the round's learning rates."""
+
+
 class AggregationSection(Section):
     """How updates are summed."""
 
@@ -295,10 +303,13 @@ class AggregationSection(Section):
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
-    ring_bits: Literal[16, 32] = 32
-    """Updates are summed as integers modulo 2^ring_bits."""
+    ring_bits: Literal[8, 16, 32] = 32
+    """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0
-    """Largest absolute change of one parameter in one round; larger changes are clipped and counted."""
+    """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
+    it is the largest bound of a block."""
+    compression: CompressionSection | None = None
+    """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
 
 
 class AdaptiveSection(Section):

@@ -7,15 +7,18 @@ each section allows, but that together break a guarantee, cannot run, or have no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
+    LARGEST_CLIP,
     MOST_CLASSES,
     MOST_CORRELATED,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
+    SMALLEST_CLIP,
     SMALLEST_COHORT,
     WIDEST_BALANCE,
     CohortSection,
@@ -81,14 +84,17 @@ def recorded(text: str | bytes) -> Plan:
 
 def _check_sound(plan: Plan) -> None:
     """Refuse settings that each section allows but that contradict each other."""
-    sites, bits = plan.cohort.sites, plan.aggregation.ring_bits
+    sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
     if sites * 2 > 2 ** (bits - 1) - 1:
         raise PlanError(
             "aggregation.ring_bits",
             bits,
             expected=f"a ring in which the sum of {sites} sites cannot overflow",
-            fix="set aggregation.ring_bits = 32",
+            fix="set aggregation.ring_bits = 32"
+            if plan.aggregation.compression is None
+            else "set aggregation.ring_bits = 16, or lower cohort.fraction",
         )
+    _check_compression(plan)
     _check_mode(plan)
     _check_task(plan)
     if plan.aggregation.secure:
@@ -321,6 +327,63 @@ def _check_task(plan: Plan) -> None:
             "window",
             expected='"record" with data.task = "classify": the label is of the whole text',
             fix='set privacy.record = "record"',
+        )
+
+
+def _check_compression(plan: Plan) -> None:
+    """Refuse few bits where they would destroy the updates, save nothing, or break a guarantee."""
+    aggregation, unit = plan.aggregation, plan.privacy.unit
+    compression, bits = aggregation.compression, aggregation.ring_bits
+    if unit == "site" and (compression is not None or bits == 8):
+        levels, size = (2 ** (bits - 1) - 1) // plan.cohort.size(), 10**6
+        inflated = math.sqrt(levels**2 + size / 4) / levels
+        raise PlanError(
+            "aggregation.compression" if compression is not None else "aggregation.ring_bits",
+            "set" if compression is not None else bits,
+            expected=f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
+            f"makes the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
+            fix="remove [aggregation.compression], and set aggregation.ring_bits = 32",
+        )
+    if compression is None:
+        if bits == 8:
+            raise PlanError(
+                "aggregation.ring_bits",
+                8,
+                expected="16 or 32 without [aggregation.compression]: with one bound for all values, 8 bits round most "
+                "of them to noise",
+                fix="add the section [aggregation.compression], or set aggregation.ring_bits = 16",
+            )
+        return
+    if bits == 32:
+        raise PlanError(
+            "aggregation.ring_bits",
+            32,
+            expected="8 or 16 with [aggregation.compression], which saves nothing with 32",
+            fix="set aggregation.ring_bits = 8, or remove [aggregation.compression]",
+        )
+    if not SMALLEST_CLIP <= aggregation.bound <= LARGEST_CLIP:
+        raise PlanError(
+            "aggregation.bound",
+            aggregation.bound,
+            expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g} with [aggregation.compression]: the bounds of blocks are "
+            "float32",
+            fix="set aggregation.bound = 1.0",
+        )
+    if plan.cohort.mode == "async":
+        raise PlanError(
+            "aggregation.compression",
+            "set",
+            expected='no compression with cohort.mode = "async": scales are those of one round, and the updates of a '
+            "buffer are of several",
+            fix='remove [aggregation.compression], or set cohort.mode = "sync"',
+        )
+    if plan.model.adapter.scheme == "rolora":
+        raise PlanError(
+            "model.adapter.scheme",
+            "rolora",
+            expected="another scheme with [aggregation.compression]: rounding a rotated block would change the frozen "
+            "factor",
+            fix='set model.adapter.scheme = "ffa-lora", or remove [aggregation.compression]',
         )
 
 

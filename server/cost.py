@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
-from cloister.aggregation.secure_sum import traffic
+from cloister.aggregation.secure_sum import ring_dtype, traffic
 from cloister.aggregation.sums import training_layout
 from cloister.protocol.plan import Plan
 from cloister.protocol.threshold import Parameters
@@ -31,7 +31,7 @@ class Cost:
     cohort: int
     """Sites in a round."""
     bytes_down: int
-    """Bytes to one site in a round: the global model."""
+    """Bytes to one site in a round: the global model, and the scales of a compressed update."""
     bytes_up: int
     """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
@@ -44,7 +44,9 @@ class Cost:
 
 def cost(plan: Plan, parameters: int, trained: int) -> Cost:
     """The cost of a plan whose model has `parameters` parameters, of which `trained` are trained."""
-    up = training_layout(plan, trained).length * plan.aggregation.ring_bits // 8
+    layout = training_layout(plan, trained)
+    up = layout.length * plan.aggregation.ring_bits // 8
+    scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
     asynchronous = 0
@@ -58,7 +60,7 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
         parameters=parameters,
         trained_parameters=trained,
         cohort=plan.cohort.size(),
-        bytes_down=trained * _FLOAT,
+        bytes_down=(trained + scales) * _FLOAT,
         bytes_up=up,
         coordinator_bytes=(parameters - trained) * _FLOAT
         + vectors * trained * _FLOAT
@@ -136,9 +138,7 @@ def _unit_costs(plan: Plan, found: Parameters, clock: Callable[[], float]) -> tu
             times.append(clock() - started)
         return min(times)
 
-    sample: masks.Ring = np.zeros(_SAMPLE, np.uint32)
-    if plan.aggregation.ring_bits == 16:
-        sample = np.zeros(_SAMPLE, np.uint16)
+    sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
     seeds = [bytes([number]) * masks.SEED for number in range(2)]
     element_s = fastest(lambda: masks.apply(sample, seeds, [], cipher=plan.aggregation.cipher)) / (
         2 * _SAMPLE

@@ -181,7 +181,8 @@ class RoundDone:
     train_loss: float | None
     """Mean loss in training, nats per token, or per text that is classified."""
     clipped: int | None
-    """Coordinates beyond `aggregation.bound`, over all sites."""
+    """Coordinates beyond `aggregation.bound`, or with `aggregation.compression` beyond the bounds of their blocks, over
+    all sites."""
     update_norm: float
     """L2 norm of the mean update."""
     params_sha256: str
@@ -209,6 +210,9 @@ class RoundDone:
     released and is charged."""
     label: str = "token"
     """What `tokens` counts: each `token`, or each `text` that is classified."""
+    multiple: float | None = None
+    """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
+    (`aggregation/scales.py`); otherwise None."""
 
 
 @dataclass(frozen=True)

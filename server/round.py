@@ -32,7 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
-from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
+from cloister.aggregation.rotation import Floats
+from cloister.aggregation.scales import Scales
+from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -44,7 +46,7 @@ from cloister.server.gate import Gate
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.sum import Failed, Party, Wanted, sum_over
+from cloister.server.sum import Failed, Party, Total, Wanted, sum_over
 
 
 @dataclass
@@ -62,6 +64,8 @@ class RoundContext:
     """Clipping norm of the next round, if the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
     """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
+    scales: Scales | None = None
+    """The bounds of the next round's compressed updates, with `aggregation.compression`."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -79,7 +83,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     cohort = party.cohort(TRAIN, number)
     # 2 to 7.
     clip = context.clip
-    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip)
+    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip, scales=context.scales)
     total = sum_over(party, wanted)
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
@@ -100,6 +104,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             sites = total.opened.counters[WEIGHT]
             mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         norm = float(np.linalg.norm(mean))
+        context.scales = _next_scales(context, total, mean)
         # 8. Server step.
         refused = _step(context, number, mean, norm)
     # 9. Checkpoint, then journal.
@@ -135,10 +140,12 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             staleness=total.staleness,
             refused=refused,
             label=plan.data.label,
+            multiple=context.scales.multiple if context.scales else None,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
-        done = replace(done, params_sha256=context.checkpoints.save(number, weights, state, asdict(done)))
+        digest = context.checkpoints.save(number, weights, state, asdict(done), context.scales)
+        done = replace(done, params_sha256=digest)
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done
@@ -158,3 +165,13 @@ def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], nor
         before = context.checkpoints.load(number - 1)
         optimizer.restore(before.weights, before.optimizer)
     return refused
+
+
+def _next_scales(context: RoundContext, total: Total, mean: Floats) -> Scales | None:
+    """The bounds of the next round's compressed updates, from what this one has released; None without compression."""
+    plan, scales = context.party.plan, context.scales
+    if scales is None:
+        return None
+    counters, heaviest = total.opened.counters, training_layout(plan, mean.size).heaviest
+    weight = counters[WEIGHT] / heaviest
+    return scales.after(plan, mean, total.sites, weight, counters.get(CLIPPED))

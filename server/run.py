@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cloister.aggregation.scales import Scales
 from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
@@ -115,18 +116,20 @@ def run(
         checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
+        scales = None if plan.aggregation.compression is None else Scales.first(plan, model.layout.size)
         if done is None:
             weights = (
                 model.layout.flatten(model.module) if public is None or base is not None else public.copy()
             )
             with phases.during(Phase.CHECKPOINT):
-                initial = {"round": 0, "params_sha256": checkpoints.save(0, weights, {})}
+                initial = {"round": 0, "params_sha256": checkpoints.save(0, weights, {}, scales=scales)}
                 journal.record(0, 1, steps.DONE, initial)
             optimizer = ServerOptimizer(plan.server, weights)
         else:
             checkpoint = checkpoints.load(done.round)
             weights = checkpoint.weights
             optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
+            scales = checkpoint.scales
             clip = done.detail.get("clip") or clip
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
@@ -174,7 +177,7 @@ def run(
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
         clip = clip if mechanism else 0.0
-        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn)
+        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, scales)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from cloister.aggregation.average import BufferedSum, Opened, PlainSum, SumLayout
+from cloister.aggregation.scales import Scales
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
@@ -187,6 +188,8 @@ class Wanted:
     """Clipping norm, if the unit of privacy is the site."""
     steps: LocalSteps = ()
     """Local steps of each site of the cohort; empty where all take those of the plan. `sum_over` decides them."""
+    scales: Scales | None = None
+    """The bounds of a compressed update's blocks; otherwise None."""
 
 
 def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
@@ -317,6 +320,8 @@ class _Plain:
         self.too_stale = 0
         """Updates that exceeded `cohort.staleness`."""
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
+        self.bounds = wanted.scales.bounds if wanted.scales else None
+        self.scales = wanted.scales.to_bytes() if wanted.scales else b""
 
     def run(self, needed: int) -> Opened:
         """Run the attempt.
@@ -328,7 +333,7 @@ class _Plain:
         self.collect(dict.fromkeys(self.sites), lambda contribution: total.add(self.pieces(contribution)))
         self.check_needed(needed)
         self.pay()
-        return total.open()
+        return total.open(self.bounds)
 
     def pieces(self, contribution: Contribution) -> list[Piece]:
         """The vector of a contribution, checked against its manifest.
@@ -368,7 +373,9 @@ class _Plain:
         if self.party.spending is not None and wanted.purpose == TRAIN:
             self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
         requests = {
-            site: Contribute(self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps)
+            site: Contribute(
+                self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps, self.scales
+            )
             for site, inbox in inboxes.items()
         }
         with self.party.phases.during(Phase.TRAIN if wanted.purpose == TRAIN else Phase.EVALUATE):
@@ -511,7 +518,7 @@ class _Masked(_Plain):
             layout.size,
             layout.digest() + party.base_hash.hex(),
         )
-        model = basis(self.model_hash, wanted.clip, wanted.steps)
+        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales)
         coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(
@@ -548,7 +555,7 @@ class _Masked(_Plain):
         self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
-        return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))))
+        return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))), self.bounds)
 
     def update(self, coordinator: SecureCoordinator) -> Survivors:
         """4. Update: fold in the masked vectors, or take the sum that an earlier process has kept."""

@@ -37,6 +37,7 @@ import numpy.typing as npt
 import torch
 
 from cloister.aggregation.average import PlainSum
+from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import training_layout
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
@@ -298,12 +299,17 @@ class RecordGame:
         base = np.empty(0, np.float32) if self.base is None else self.base
         site.join(Join(run, plan.to_json(), bytes(32), base_hash, base))
         layout, weights = training_layout(plan, self.start.size), self.start
+        scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
         for number in range(1, rounds + 1):
             about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number, 1)
-            sent = site.contribute(Contribute(about, vector_hash(weights), 0.0, None, weights))
+            bounds = scales.to_bytes() if scales else b""
+            asked = Contribute(about, vector_hash(weights), 0.0, None, weights, scales=bounds)
+            sent = site.contribute(asked)
             total = PlainSum(layout)
             total.add([(0, np.concatenate(sent.spans))])
-            weights = weights + total.open().mean
+            mean = total.open(scales.bounds if scales else None).mean
+            scales = scales.after(plan, mean, 1, 1.0, None) if scales else None
+            weights = weights + mean
 
     @property
     def _rate(self) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from cloister.aggregation.scales import Scales
 from cloister.aggregation.span import manifest_of
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
@@ -309,6 +310,7 @@ class Federation:
         clip: float | None = None,
         inbox: Inbox | None = None,
         steps: LocalSteps | None = None,
+        scales: bytes | None = None,
         **about: Any,
     ) -> Contribute:
         """The request for a contribution; its model hash is right."""
@@ -318,7 +320,15 @@ class Federation:
         about_it = self.sum_id(**about)
         if steps is None:
             steps = self.steps(about_it.round) if about_it.purpose == TRAIN else ()
-        return Contribute(about_it, vector_hash(weights), clip, inbox, weights, steps)
+        if scales is None:
+            scales = self.scales() if about_it.purpose == TRAIN else b""
+        return Contribute(about_it, vector_hash(weights), clip, inbox, weights, steps, scales)
+
+    def scales(self) -> bytes:
+        """The scales of round 1; empty where the plan compresses nothing."""
+        if self.plan.aggregation.compression is None:
+            return b""
+        return Scales.first(self.plan, self.layout.size).to_bytes()
 
     def steps(self, number: int = 1) -> LocalSteps:
         """A list of local steps that the plan allows in a round, with different numbers; empty where it has none."""
@@ -378,7 +388,7 @@ class VectorSite:
                 statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    model = basis(vector_hash(request.model), request.clip, request.steps)
+                    model = basis(vector_hash(request.model), request.clip, request.steps, request.scales)
                     statement, masked = self.attempts.mask(
                         request.inbox,
                         request.sum.round,

@@ -17,7 +17,7 @@ from cloister.aggregation import masks
 from cloister.protocol.errors import MaskError
 
 CIPHERS: list[masks.Cipher] = ["aes-256-ctr", "chacha20"]
-TYPES: list[Any] = [np.uint16, np.uint32]
+TYPES: list[Any] = [np.uint8, np.uint16, np.uint32]
 
 
 def stream(seed: bytes, offset: int, count: int, cipher: masks.Cipher) -> bytes:

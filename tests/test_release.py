@@ -23,7 +23,17 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.attempt_files import AttemptFiles
-from cloister.clients.release import Clipped, Code, Finished, InClear, Protected, code_for, contribution
+from cloister.clients.feedback import Feedback
+from cloister.clients.release import (
+    Clipped,
+    Code,
+    Finished,
+    InClear,
+    Protected,
+    Remainders,
+    code_for,
+    contribution,
+)
 from cloister.clients.work import masking
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -266,6 +276,45 @@ def test_spans_of_several_blocks_give_the_same_bytes(kind: str) -> None:
         spans = tile(size, parts)
         assert all(span.size for span in spans)
         assert Ranks(spans).contribution(code, update).tobytes() == whole.tobytes()
+
+
+def test_spans_of_a_compressed_update_give_the_same_bytes_and_leave_the_same(tmp_path: Path) -> None:
+    """The last span ends with the padding; each rank reads and writes its own part of what is left out."""
+    size = 2 * BLOCK + 17
+    plan = parse("", ["aggregation.ring_bits=8", "aggregation.compression={}"])
+    blocks = training_layout(plan, size).blocks
+    assert blocks is not None
+    feedback = Feedback(tmp_path, "run", plan.digest(), blocks)
+    bounds = np.geomspace(0.01, 0.03, blocks.blocks).astype(np.float32)
+
+    def sent(number: int, base: int, parts: int) -> bytes:
+        """The vector of a round, made by some ranks, and what it has left out."""
+
+        def make(after: Path) -> RingVector:
+            before = feedback.path(base) if base else None
+            code = code_for(
+                plan,
+                None,
+                size,
+                rounding=7,
+                clip_norm=0.0,
+                noise=None,
+                remainders=Remainders(bounds, before, after),
+            )
+            update = update_of(size, 0.01, number)
+            return (
+                Ranks(tile(size, parts)).contribution(code, update) if parts else contribution(code, update)
+            )
+
+        vector = feedback.write(number, base, bounds, make, durable=False)
+        assert vector.size == training_layout(plan, size).length
+        return vector.tobytes() + feedback.path(number).read_bytes()
+
+    sent(1, 0, 0)
+    whole = sent(2, 1, 0)
+    for parts in (1, 2, 3, 5):
+        assert sent(2, 1, parts) == whole
+    assert sent(2, 0, 2) != whole
 
 
 @pytest.mark.parametrize("where", [0, BLOCK + 5, 3 * BLOCK + 16])

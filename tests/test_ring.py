@@ -12,8 +12,8 @@ from cloister.aggregation.average import PlainSum, SumLayout
 from cloister.aggregation.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
 
-Bits = Literal[16, 32]
-BITS: st.SearchStrategy[Bits] = st.sampled_from([16, 32])
+Bits = Literal[8, 16, 32]
+BITS: st.SearchStrategy[Bits] = st.sampled_from([8, 16, 32])
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -54,6 +54,7 @@ def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
 @given(bits=BITS, terms=st.integers(1, 1000))
 @settings(deadline=None)
 def test_the_largest_sum_does_not_wrap(bits: Bits, terms: int) -> None:
+    terms = min(terms, 2 ** (bits - 1) - 1)
     ring = Ring(bits, 1.0, terms)
     for sign in (1, -1):
         coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), 0)
@@ -116,6 +117,16 @@ def test_counters_add_up_exactly(bits: Bits, rows: list[tuple[int, int]]) -> Non
     assert ring.decode_counters(total) == [sum(column) for column in zip(*rows, strict=True)]
 
 
+@pytest.mark.parametrize("terms", [2, 3, 8, 9, 63, 64, 65, 126, 127])
+def test_the_largest_counters_add_up_in_the_smallest_ring(terms: int) -> None:
+    """With more than 64 terms a limb of 8 bits has one bit, and 127 of them fill all but one step of it."""
+    ring, largest = Ring(8, 1.0, terms), 2**64 - 1
+    total = np.zeros(ring.limbs, ring.dtype)
+    for _ in range(terms):
+        total += ring.encode_counters([largest])
+    assert ring.decode_counters(total) == [terms * largest]
+
+
 @pytest.mark.parametrize("bad", [-1, 2**64])
 def test_counters_out_of_range_are_refused(bad: int) -> None:
     with pytest.raises(ValueError, match=r"\[0, 2\^64\)"):
@@ -168,7 +179,7 @@ def test_an_empty_sum_is_refused() -> None:
         PlainSum(SumLayout(Ring(32, 1.0, 2), 3, ("weight",))).open()
 
 
-@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("cut", [1, 2, 99, 32_768, 50_001])
 def test_an_element_is_rounded_by_the_draw_of_its_offset(bits: Bits, cut: int) -> None:
     """One 64-bit draw of PCG64DXSM makes one number, so a span is entered at its offset."""
@@ -182,6 +193,6 @@ def test_an_element_is_rounded_by_the_draw_of_its_offset(bits: Bits, cut: int) -
     uniform = (draws >> np.uint64(11)) * 2.0**-53
     within = np.abs(values) < 1
     by_hand = np.floor(values.astype(np.float64) * (ring.scale * 0.7) + uniform)
-    signed = whole.view(np.int16 if bits == 16 else np.int32)
+    signed = whole.view(ring.signed_dtype)
     np.testing.assert_array_equal(signed[within], by_hand[within])
     assert not np.array_equal(ring.encode(values[cut:], 7, 0, factor=0.7)[0], whole[cut:])

@@ -105,8 +105,8 @@ class Attack:
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
-        steps = federation.steps() if purpose == TRAIN else ()
-        model = basis(vector_hash(federation.model), clip, steps)
+        steps, scales = (federation.steps(), federation.scales()) if purpose == TRAIN else ((), b"")
+        model = basis(vector_hash(federation.model), clip, steps, scales)
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:

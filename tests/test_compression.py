@@ -1,0 +1,374 @@
+"""Compressed updates: rotation and code, scales, error feedback, and the way through a whole simulated run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy.linalg import hadamard
+
+from cloister.aggregation.average import WEIGHT, SumLayout
+from cloister.aggregation.compression import MOST_KEPT, BlockCode, Kept
+from cloister.aggregation.ring import Ring
+from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
+from cloister.aggregation.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
+from cloister.aggregation.sums import evaluation_layout, training_layout
+from cloister.clients.feedback import Feedback, kept_in, stored
+from cloister.protocol.blocks import BLOCK, Span, tile
+from cloister.protocol.digest import basis
+from cloister.protocol.errors import PlanError, UpdateError
+from cloister.protocol.plan import Plan
+from cloister.protocol.soundness import parse
+
+Floats = npt.NDArray[np.float32]
+EIGHT_BITS = ["aggregation.ring_bits=8", "aggregation.compression={}"]
+SITES = 8
+
+
+def code_of(values: int, terms: int = SITES, bits: Any = 8, seed: int = 3) -> BlockCode:
+    return BlockCode(values, seed, Ring(bits, 1.0, terms))
+
+
+def rms(vector: npt.NDArray[Any]) -> float:
+    return float(np.sqrt(np.mean(np.square(vector, dtype=np.float64))))
+
+
+def heavy_tailed(size: int) -> list[Floats]:
+    """An update of each site: what all have in common, and a part of its own; Student's t with three degrees."""
+    random = np.random.default_rng(11)
+    common = random.standard_t(3, size)
+    return [(1e-3 * (common + random.standard_t(3, size))).astype(np.float32) for _ in range(SITES)]
+
+
+# Rotation and code
+
+
+def test_the_rotation_is_that_of_the_hadamard_matrix() -> None:
+    random = np.random.default_rng(1)
+    x = random.standard_normal((2, ROTATED)).astype(np.float32)
+    found = hadamard_transform(x.copy(), np.empty_like(x)).copy()
+    expected = np.empty((2, ROTATED))
+    for block, row in zip(expected, x, strict=True):  # H of 2^14 is the product of two of 2^7
+        block[:] = (hadamard(128) @ row.reshape(128, 128).astype(np.float64) @ hadamard(128)).reshape(-1)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    again = hadamard_transform(found, np.empty_like(x)) / ROTATED
+    np.testing.assert_allclose(again, x, atol=1e-5)
+    assert set(signs(1)) == {1.0, -1.0}
+    assert not np.array_equal(signs(1), signs(2))
+
+
+def test_a_spike_is_spread_over_its_block_and_comes_back() -> None:
+    """One value of a block has all of its energy; without the rotation it would be clipped or the rest be zeros."""
+    code = code_of(ROTATED + 100)
+    x = np.zeros(code.values, np.float32)
+    x[[77, ROTATED + 3]] = 1.0, -2.0
+    bounds = np.full(2, 4 / np.sqrt(ROTATED), np.float32)
+    total = np.zeros(code.size, np.uint8)
+    for seed in range(SITES):
+        coded, clipped = code.encode(x, bounds, seed)
+        assert clipped == 0
+        total += coded
+    mean = code.decode(total, bounds, 1 / SITES)
+    assert mean.shape == x.shape
+    step = float(bounds[0]) / code.ring.levels
+    assert rms(mean - x) < step / 2
+    assert mean[77] == pytest.approx(1.0, abs=5 * step)
+
+
+@pytest.mark.parametrize(("bits", "terms"), [(8, 8), (8, 63), (16, 8)])
+def test_the_largest_values_do_not_wrap(bits: Any, terms: int) -> None:
+    code = code_of(ROTATED, terms, bits)
+    x = (np.sqrt(ROTATED) * signs(3)).astype(np.float32)  # its rotation has one coordinate, of ROTATED
+    total = np.zeros(code.size, code.ring.dtype)
+    for seed in range(terms):
+        coded, clipped = code.encode(x, np.full(1, 100.0, np.float32), seed)
+        assert clipped == 1
+        total += coded
+    assert int(total.view(code.ring.signed_dtype).max()) == terms * code.ring.levels
+
+
+def test_rotated_blocks_with_a_scale_each_have_a_tenth_of_the_error_of_one_scale() -> None:
+    """The squared error of the mean over the squared norm of the mean, of eight heavy-tailed vectors in an 8-bit ring;
+    blocks differ in size as the layers of a model do. One scale has the largest value as its bound."""
+    updates = heavy_tailed(8 * ROTATED)
+    for update in updates:
+        update.reshape(8, ROTATED)[:] *= 2.0 ** -np.arange(8, dtype=np.float32)[:, None]
+    mean = np.mean(updates, axis=0, dtype=np.float64)
+    energy = float(np.square(mean).sum())
+
+    largest = float(max(np.abs(update).max() for update in updates))
+    ring = Ring(8, largest, SITES)
+    one_scale = np.zeros(mean.size, np.uint8)
+    code = code_of(mean.size)
+    total = np.zeros(code.size, np.uint8)
+    bounds = np.array(
+        [
+            3 * max(rms(update[block : block + ROTATED]) for update in updates)
+            for block in range(0, mean.size, ROTATED)
+        ],
+        np.float32,
+    )
+    for seed, update in enumerate(updates):
+        one_scale += ring.encode(update, seed)[0]
+        total += code.encode(update, bounds, seed)[0]
+    error_of_one = float(np.square(ring.decode(one_scale) / SITES - mean).sum()) / energy
+    error = float(np.square(code.decode(total, bounds, 1 / SITES) - mean).sum()) / energy
+    assert error < 0.012, error
+    assert error_of_one > 0.05, error_of_one
+
+
+def test_spans_have_the_same_bytes_as_the_whole() -> None:
+    size = 2 * BLOCK + ROTATED + 1234
+    code = code_of(size)
+    random = np.random.default_rng(2)
+    x = random.standard_normal(size).astype(np.float32)
+    bounds = random.uniform(0.5, 2, code.blocks).astype(np.float32)
+    kept_before = random.integers(-90, 90, code.size).astype(np.int8)
+    kept = Kept(kept_before, bounds[::-1].copy())
+    remainder = np.empty(code.size, np.int8)
+    whole, clipped = code.encode(x, bounds, 5, factor=0.7, kept=kept, remainder=remainder)
+    assert clipped > 0
+    for parts in (2, 3, 5):
+        pieces, lefts, counted = [], [], 0
+        for span in tile(size, parts):
+            place = code.coded(span)
+            own = Kept(place.of(kept_before), kept.bounds[place.start // ROTATED : place.stop // ROTATED])
+            left = np.empty(place.size, np.int8)
+            coded, some = code.encode(
+                span.of(x), bounds, 5, place.start, factor=0.7, kept=own, remainder=left
+            )
+            pieces.append(coded)
+            lefts.append(left)
+            counted += some
+        np.testing.assert_array_equal(np.concatenate(pieces), whole)
+        np.testing.assert_array_equal(np.concatenate(lefts), remainder)
+        assert counted == clipped
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_value_that_cannot_be_coded_is_named(bad: float) -> None:
+    x = np.zeros(BLOCK + 100, np.float32)
+    x[BLOCK + 7 :] = bad
+    with (
+        pytest.raises(UpdateError, match=rf"^update\[{BLOCK + 7}\]"),
+        np.errstate(over="ignore", invalid="ignore"),
+    ):
+        code_of(x.size).encode(x, np.ones(3, np.float32), 0)
+
+
+# Error feedback
+
+
+def error_of_rounds(rounds: int, *, feedback: bool) -> float:
+    """The root mean square error of the mean of what one site sends in some rounds, in units of a round's error."""
+    code = code_of(ROTATED)
+    x = np.random.default_rng(4).standard_normal(ROTATED).astype(np.float32)
+    bounds = [
+        np.full(1, 3.0 + 2 * (number % 3), np.float32) for number in range(rounds)
+    ]  # they change, and clip
+    sent, kept = np.zeros(ROTATED), None
+    for number in range(rounds):
+        remainder = np.empty(code.size, np.int8)
+        coded, _ = code.encode(x, bounds[number], number, kept=kept, remainder=remainder)
+        sent += code.decode(coded, bounds[number])
+        kept = Kept(remainder, bounds[number]) if feedback else None
+    return rms(sent / rounds - x)
+
+
+def test_with_feedback_the_mean_of_many_rounds_is_the_true_mean() -> None:
+    """What was left out is sent later, so the error falls as 1 / rounds; without it clipped values are missing for
+    ever, and the error of rounding falls as 1 / sqrt(rounds)."""
+    once = error_of_rounds(1, feedback=True)
+    assert error_of_rounds(60, feedback=True) < once / 20
+    assert error_of_rounds(60, feedback=False) > once / 10
+
+
+def test_what_is_left_out_is_bounded() -> None:
+    code, x = code_of(ROTATED), np.full(ROTATED, 50.0, np.float32)
+    remainder = np.empty(code.size, np.int8)
+    code.encode(x, np.ones(1, np.float32), 0, remainder=remainder)
+    assert np.abs(remainder.astype(int)).max() == 127
+    kept = Kept(remainder, np.ones(1, np.float32))
+    coded, _ = code.encode(np.zeros(ROTATED, np.float32), np.full(1, 2.0, np.float32), 0, kept=kept)
+    assert np.abs(coded.view(np.int8).astype(int)).max() == MOST_KEPT // 2  # its steps are half as large
+
+
+def feedback_of(folder: Path, run: str = "run", plan: str = "plan") -> tuple[Feedback, BlockCode]:
+    code = code_of(BLOCK + 5)
+    return Feedback(folder, run, plan, code), code
+
+
+def keep(feedback: Feedback, code: BlockCode, number: int, base: int) -> None:
+    def make(path: Path) -> None:
+        for span in tile(code.values, 2):  # as two ranks write it
+            place = code.coded(span)
+            with stored(path, code, place, os.O_WRONLY) as remainder:
+                remainder[0 : place.size] = np.full(place.size, number, np.float32)
+
+    feedback.write(number, base, np.full(code.blocks, number, np.float32), make, durable=False)
+
+
+def test_a_remainder_counts_only_if_its_update_was_summed(tmp_path: Path) -> None:
+    feedback, code = feedback_of(tmp_path)
+    assert feedback.base(1, lambda number: True) == 0
+    keep(feedback, code, 1, 0)
+    assert feedback.base(1, lambda number: True) == 0  # made again after a crash: from the same remainder
+    assert feedback.base(2, lambda number: True) == 1
+    assert feedback.base(2, lambda number: False) == 0
+    keep(feedback, code, 2, 1)
+    assert feedback.base(3, lambda number: number == 1) == 1  # round 2 was not summed
+    keep(feedback, code, 3, 1)
+    assert feedback.base(4, lambda number: number == 3) == 3
+    assert feedback.base(4, lambda number: number == 1) == 1
+    assert sorted(path.name for path in tmp_path.glob("residual-*[0-9]")) == [
+        "residual-00001",
+        "residual-00003",
+    ]
+    last = code.coded(Span(BLOCK, code.values))
+    with kept_in(feedback.path(3), code, last) as kept:
+        assert kept is not None
+        assert kept.remainder[0 : last.size].tolist() == [3] * ROTATED
+        assert kept.bounds.tolist() == [3.0]
+    other, _ = feedback_of(tmp_path, run="another")
+    assert other.base(4, lambda number: True) == 0
+    assert feedback.path(3).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_damaged_remainder_is_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    feedback, code = feedback_of(tmp_path)
+    keep(feedback, code, 1, 0)
+    with feedback.path(1).open("r+b") as file:
+        file.truncate(100)
+    assert feedback.base(2, lambda number: True) == 0
+    assert "round 1 left out is lost" in caplog.text
+
+
+# Scales
+
+
+def scales_plan(*settings: str) -> Plan:
+    return parse("", [*EIGHT_BITS, f"cohort.sites={SITES}", *settings])
+
+
+def test_the_first_scales_are_those_of_the_learning_rates() -> None:
+    plan = scales_plan("local.steps=10", "local.learning_rate=2e-3", "local.schedule=constant")
+    found = Scales.first(plan, ROTATED + 1)
+    np.testing.assert_allclose(found.bounds, [3 * 10 * 2e-3] * 2, rtol=1e-6)
+    chosen = scales_plan("aggregation.compression.first_scale=0.01")
+    np.testing.assert_allclose(Scales.first(chosen, 1).bounds, [0.03], rtol=1e-6)
+
+
+def test_later_scales_follow_the_released_mean_and_the_clipped_values() -> None:
+    plan = scales_plan()
+    mean = np.repeat(np.array([4e-3, 1e-3, 0.0], np.float32), ROTATED)
+    first = Scales.first(plan, mean.size)
+    second = first.after(plan, mean, SITES, SITES / 2, 0)  # the sites' mean weight is half of the largest
+    multiple = START * np.sqrt(SITES)
+    everywhere = np.sqrt((4e-3**2 + 1e-3**2) / 3) / 2
+    expected = multiple * np.array([2e-3, 0.5e-3, everywhere * LEAST_SHARE])
+    np.testing.assert_allclose(second.bounds, expected, rtol=1e-5)
+    assert second.multiple == multiple
+    # Nothing was clipped, so the bounds are too large; a tenth was, so they are too small. A privacy unit says nothing.
+    assert second.after(plan, mean, SITES, SITES, 0).multiple == multiple * 0.75
+    most = second.after(plan, mean, SITES, SITES, SITES * mean.size // 10).multiple
+    assert most == pytest.approx(multiple * 3 / 1.6449, rel=1e-3)
+    assert second.after(plan, mean, SITES, SITES, None).multiple == multiple
+    # A mean of zeros says nothing either.
+    assert second.after(plan, 0 * mean, SITES, SITES, 0) is second
+    again = Scales.restored(second.state())
+    np.testing.assert_array_equal(again.bounds, second.bounds)
+    assert again.multiple == second.multiple
+
+
+def test_scales_out_of_bounds_are_refused() -> None:
+    plan = scales_plan("aggregation.bound=0.5")
+    good = np.full(2, 0.1, np.float32)
+    np.testing.assert_array_equal(bounds_in(good.tobytes(), plan, ROTATED + 1), good)
+    for bad in (np.nan, np.inf, 0.0, -0.1, 0.51, 0.4 * SMALLEST):
+        with pytest.raises(UpdateError, match=r"^scales\[1\] is .* aggregation\.bound = 0\.5"):
+            bounds_in(np.array([0.1, bad], np.float32).tobytes(), plan, ROTATED + 1)
+    for wrong in (b"", good.tobytes()[:-1], good.tobytes() * 2):
+        with pytest.raises(UpdateError, match="8: a float32 for each of 2 blocks"):
+            bounds_in(wrong, plan, ROTATED + 1)
+
+
+def test_scales_are_bound_in_the_context() -> None:
+    model, steps = bytes(32), (("a", 1),)
+    named = {
+        basis(model, 0.0),
+        basis(model, 0.0, steps),
+        basis(model, 0.0, (), b"1234"),
+        basis(model, 0.0, (), b"1235"),
+    }
+    assert len(named | {basis(model, 0.0, steps, b"1234")}) == 5
+
+
+# Plans
+
+
+SITE = [
+    "privacy.unit=site",
+    "privacy.noise_multiplier=1.0",
+    "aggregation.weighting=uniform",
+    "server.evaluation=none",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "words"),
+    [
+        (["aggregation.ring_bits=8"], "aggregation.ring_bits", "16 or 32 without"),
+        (["aggregation.compression={}"], "aggregation.ring_bits", "8 or 16 with"),
+        ([*EIGHT_BITS, "cohort.sites=64"], "aggregation.ring_bits", "ring_bits = 16"),
+        ([*EIGHT_BITS, *SITE], "aggregation.compression", "33.35 times as large for 1,000,000 parameters"),
+        (["aggregation.ring_bits=8", *SITE], "aggregation.ring_bits", "33.35 times"),
+        ([*EIGHT_BITS, "aggregation.bound=1e9"], "aggregation.bound", "1e-06 to 1e+06"),
+        (
+            [*EIGHT_BITS, "aggregation.secure=false", "cohort.mode=async", "server.evaluation=none"],
+            "aggregation.compression",
+            "scales are those of one round",
+        ),
+        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "the frozen factor"),
+        (
+            [*EIGHT_BITS, "aggregation.compression.first_scale=0"],
+            "aggregation.compression.first_scale",
+            "greater than 0",
+        ),
+    ],
+)
+def test_plans_that_cannot_be_compressed_are_refused(settings: list[str], field: str, words: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse("", settings)
+    assert str(refused.value).startswith(field)
+    assert words in str(refused.value)
+
+
+def test_plans_that_can_be_compressed() -> None:
+    record = ["privacy.unit=record", "privacy.sampling_rate=0.5", *SITE[1:]]
+    for settings in (
+        [],
+        ["aggregation.ring_bits=16"],
+        record,
+        ["model.adapter.scheme=lora"],
+        ["cohort.sites=63"],
+    ):
+        plan = parse("", [*EIGHT_BITS, *settings])
+        layout = training_layout(plan, ROTATED + 1)
+        assert (layout.size, layout.values) == (2 * ROTATED, ROTATED + 1)
+        assert evaluation_layout(plan).blocks is None
+    many = ["cohort.sites=630", "cohort.fraction=0.1"]
+    assert (
+        training_layout(parse("", [*EIGHT_BITS, *many]), 1).ring.levels == 2
+    )  # by the cohort, not by the federation
+
+
+def test_without_compression_nothing_changes() -> None:
+    plan = parse("")
+    assert plan.aggregation.compression is None
+    assert training_layout(plan, 7) == SumLayout(
+        Ring(32, 1.0, 8), 7, (WEIGHT, "tokens", "loss", "clipped"), plan.most_tokens()
+    )
