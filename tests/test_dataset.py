@@ -307,7 +307,8 @@ def toml(tree: dict[str, Any]) -> str:
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
         for name, below in values.items():
             if isinstance(below, dict) and below:
-                lines += [f"[{section}.{name}]", *(f"{k} = {json.dumps(v)}" for k, v in below.items())]
+                set_ = {k: v for k, v in below.items() if v is not None}
+                lines += [f"[{section}.{name}]", *(f"{k} = {json.dumps(v)}" for k, v in set_.items())]
     return "\n".join(lines)
 
 
