@@ -107,7 +107,7 @@ def test_a_smaller_model_learns_from_public_text(
     tokens = torch.tensor([tokenizer("The public text of a test. It has a few lines.")["input_ids"]])
     wanted = teacher(input_ids=tokens).logits.detach().log_softmax(-1)
     distances = []
-    for steps in ("1", "20"):
+    for steps in ("1", "80"):
         facts = found(
             capsys,
             *("compress", str(private), "--distil", str(config), "--steps", steps),

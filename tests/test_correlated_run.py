@@ -571,8 +571,8 @@ def killed_at(plan: str, out: Path, moment: str) -> None:
         if moment == "shares asked for" and (number, step) == (3, f"train {steps.UNMASKING}"):
             die()
 
-    def save_and_die(self: Checkpoints, number: int, *rest: Any) -> str:
-        digest = save(self, number, *rest)
+    def save_and_die(self: Checkpoints, number: int, *rest: Any, **named: Any) -> str:
+        digest = save(self, number, *rest, **named)
         if moment == "checkpoint in place" and number == 3:
             die()
         return digest

@@ -106,9 +106,9 @@ def test_a_sum_of_sites_is_charged_before_it_is_opened(
     seen: list[list[tuple[int, str]]] = []
     right = SumLayout.open
 
-    def open_(self: SumLayout, total: Any) -> Any:
+    def open_(self: SumLayout, *sums: Any) -> Any:
         seen.append(case.charged())
-        return right(self, total)
+        return right(self, *sums)
 
     monkeypatch.setattr(SumLayout, "open", open_)
     case.go()
@@ -349,9 +349,9 @@ def test_a_resumed_run_charges_no_round_twice(
         elif moment == "saving":
             right = SumLayout.open  # before it, the initial model is saved
 
-            def open_(self: SumLayout, total: Any) -> Any:
+            def open_(self: SumLayout, *sums: Any) -> Any:
                 patch.setattr(where, never)
-                return right(self, total)
+                return right(self, *sums)
 
             patch.setattr(SumLayout, "open", open_)
         else:
