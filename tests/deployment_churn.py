@@ -61,7 +61,10 @@ def check(first: Held, last: Held, blocks: int = BLOCKS) -> None:
     assert last.answers > 2.5 * last.rounds  # the three that stay are heard
     assert last.allocated <= first.allocated + ALLOCATED
     assert last.blocks <= first.blocks + blocks
-    for what in ("sockets", "descriptors", "threads", "spooled"):
+    assert (
+        last.threads <= first.threads + 2
+    )  # gRPC's pool has one more after a time in which the machine was busy
+    for what in ("sockets", "descriptors", "spooled"):
         assert getattr(last, what) <= getattr(first, what), what
 
 
