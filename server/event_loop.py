@@ -14,6 +14,10 @@ _CALL_S = 60.0
 T = TypeVar("T")
 
 
+class LoopEndedError(Exception):
+    """The event loop has ended: what was to be called in it was not."""
+
+
 class EventLoop:
     """Runs from its making until `end`.
 
@@ -23,13 +27,14 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._ended, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     @property
     def over(self) -> bool:
         """Whether it has ended."""
-        return self.loop.is_closed()
+        return self._ended
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
         """Run a coroutine.
@@ -47,6 +52,7 @@ class EventLoop:
         """Call a function in the thread of the loop.
 
         Raises:
+            LoopEndedError: another thread has ended the loop.
             TimeoutError: it took longer than a minute.
         """
         done: Future[T] = Future()
@@ -57,7 +63,10 @@ class EventLoop:
             except BaseException as error:
                 done.set_exception(error)
 
-        self.loop.call_soon_threadsafe(run)
+        with self._lock:  # the loop makes the calls that were scheduled before its stop
+            if self._ended:
+                raise LoopEndedError
+            self.loop.call_soon_threadsafe(run)
         return done.result(_CALL_S)
 
     def end(self) -> None:
@@ -74,6 +83,8 @@ class EventLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         self.run(cancel())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        with self._lock:
+            self._ended = True
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CALL_S)
         self.loop.close()

@@ -98,7 +98,7 @@ from cloister.protocol.transfer import (
 from cloister.protocol.wire import Buffer
 from cloister.server.certificate import Certificate
 from cloister.server.channel import Failure, reply_in
-from cloister.server.event_loop import EventLoop
+from cloister.server.event_loop import EventLoop, LoopEndedError
 from cloister.server.rate import Rate
 
 _log = logging.getLogger(__name__)
@@ -354,8 +354,6 @@ class ExchangeChannel:
 
     def connected(self) -> list[Connected]:
         """All sites that have been connected, by node; none after `close`."""
-        if self._loop.over:
-            return []
 
         def read() -> list[Connected]:
             return [
@@ -363,7 +361,10 @@ class ExchangeChannel:
                 for site in self._sites.values()
             ]
 
-        return sorted(self._loop.call(read), key=lambda site: site.node)
+        try:
+            return sorted(self._loop.call(read), key=lambda site: site.node)
+        except LoopEndedError:
+            return []
 
     def nodes(self) -> Sequence[int]:
         """The nodes of all sites that have been connected: also of those that are to connect again."""
@@ -421,10 +422,11 @@ class ExchangeChannel:
                 del answer
                 yield node, reply
                 del reply  # its vectors are mapped
-                self._loop.call(partial(self._taken, pending))
+                with contextlib.suppress(LoopEndedError):  # `close` ends the requests of another thread
+                    self._loop.call(partial(self._taken, pending))
                 timeout = None
         finally:
-            if not self._loop.over:
+            with contextlib.suppress(LoopEndedError):
                 self._loop.call(partial(self._withdraw, waiting))
 
     def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:

@@ -94,3 +94,4 @@ def test_a_stay_that_is_ended_while_it_works_is_not_over_before_the_work_is(
         assert stay.over
         channel.close()
         asking.join(WAIT_S)
+        assert not asking.is_alive()
