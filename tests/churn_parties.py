@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,6 +39,8 @@ WAYS = ("uploading", "killed", "frozen", "cut", "leaves")
 open, until just before it comes again; by itself, after its connection was cut and it came back without an invitation;
 by itself."""
 
+MOST_INVITATIONS = 100
+"""More than the coordinator keeps."""
 _LARGE = 6 * 2**20
 """Bytes of the upload in which the guest is killed, and the bytes after which the relay holds it."""
 _HELD_AT = 2 * 2**20
@@ -55,6 +58,9 @@ class Held:
     descriptors: int
     """All open file descriptors."""
     threads: int
+    """Those of Python."""
+    others: Mapping[str, int]
+    """All threads of the process, by their name in the kernel."""
     blocks: int
     """Blocks of memory that Python has allocated: what it keeps for a site or a session shows here first."""
     spooled: int
@@ -105,6 +111,10 @@ def coordinate(
     plan = tiny("aggregation.secure=false")
     with open_channel(folder, sites=plan.cohort.sites) as channel:
         commands.send(channel.address)
+        for _ in range(
+            MOST_INVITATIONS
+        ):  # each visit leaves one, up to a limit: no later one takes more memory
+            channel.invite()
 
         def invite() -> None:
             while True:
@@ -124,7 +134,10 @@ def coordinate(
                 allocated(),
                 sum(name.startswith("socket:") for name in names),
                 len(names),
-                len(list(Path("/proc/self/task").iterdir())),
+                threading.active_count(),
+                Counter(
+                    task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
+                ),
                 sys.getallocatedblocks(),
                 sum(path.is_file() for path in folder.rglob("*")),
                 rounds,

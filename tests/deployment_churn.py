@@ -68,7 +68,7 @@ def check(first: Held, last: Held) -> None:
 def test_three_minutes_of_a_visit_each_second(tmp_path: Path) -> None:
     """Resident memory is not compared: in so short a time it is what malloc keeps for later."""
     found = churned(tmp_path, visits=180, every_s=1.0)
-    check(found[11], found[-1])  # after 60 visits all tokens of invitations that are kept are there
+    check(found[11], found[-1])
 
 
 @pytest.mark.deployment
