@@ -1,9 +1,9 @@
 """Held-out loss against bytes: federated training beside one machine that has all data.
 
-Both sides take the same number of sequential optimizer steps on the text of `builtin:python-docs` and are evaluated on
-the same public records, which no site has. The central run has one site, one round, and the batches of all sites
-together in each step. A federated run of eight sites, divided by topic, exchanges the model every `local.steps` steps.
-A synchronous run would exchange it in every step.
+All runs learn from the same number of tokens of `builtin:python-docs` and are evaluated on the same public records,
+which no site has. A central run has one site, one round, and the batches of all sites together in each step. A
+federated run has eight sites, divided by topic. The first one is `BASE`, which the shipped plan `not-private` follows;
+each other one changes one thing of it. A synchronous run would exchange gradients in every step of the largest batch.
 
 Bytes are those of one site, both ways: it fetches the model as float32 and sends ring integers, in each round.
 
@@ -19,8 +19,8 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,50 +41,77 @@ COMMON = (
     "simulation.durable=false",
     "server.evaluate_every=100000",
 )
-RATES = (4e-3, 8e-3)
-OPTIMIZERS = ("adamw", "muon")
-SERVERS: dict[str, tuple[str, ...]] = {
-    "fedavg": ("server.optimizer=fedavg", "server.learning_rate=1.0"),
-    "nesterov 0.7, 0.6": ("server.optimizer=nesterov", "server.learning_rate=0.7", "server.momentum=0.6"),
+FEDAVG = ("server.optimizer=fedavg", "server.learning_rate=1.0")
+NESTEROV = ("server.optimizer=nesterov", "server.learning_rate=0.7", "server.momentum=0.6")
+EIGHT_BITS = ("aggregation.ring_bits=8", "aggregation.compression={}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A federated run of a number of tokens."""
+
+    every: int = 10
+    """Steps of the largest batch in a round."""
+    batch: int = BATCH // 2
+    """Sequences in a step; with half of them a site takes twice as many steps."""
+    rate: float = 4e-3
+    optimizer: str = "adamw"
+    state: str = "keep"
+    server: tuple[str, ...] = FEDAVG
+    ring: tuple[str, ...] = ()
+
+    def settings(self, steps: int) -> list[str]:
+        """Those of its plan, for so many steps of the largest batch."""
+        return [
+            f"run.rounds={steps // self.every}",
+            f"local.steps={self.every * BATCH // self.batch}",
+            f"local.batch_size={self.batch}",
+            f"local.learning_rate={self.rate}",
+            f"local.optimizer={self.optimizer}",
+            f"local.optimizer_state={self.state}",
+            *self.server,
+            *self.ring,
+        ]
+
+
+BASE = Choice()
+FEDERATED = {
+    "base: a round every 10 steps, batch 4, AdamW 0.004, kept state, FedAvg, 32 bits": BASE,
+    "batch 8": replace(BASE, batch=8),
+    "batch 2": replace(BASE, batch=2),
+    "rate 0.002": replace(BASE, rate=2e-3),
+    "rate 0.008": replace(BASE, rate=8e-3),
+    "state reset": replace(BASE, state="reset"),
+    "Nesterov 0.7, 0.6": replace(BASE, server=NESTEROV),
+    "a round every 20 steps": replace(BASE, every=20),
+    "8 bits": replace(BASE, ring=EIGHT_BITS),
+    "8 bits, a round every 7 steps": replace(BASE, ring=EIGHT_BITS, every=7),
+    "Muon": replace(BASE, optimizer="muon"),
+}
+CENTRAL = {
+    "central, AdamW 0.004": Choice(batch=SITES * BATCH),
+    "central, AdamW 0.008": Choice(batch=SITES * BATCH, rate=8e-3),
+    "central, AdamW 0.004, half the batch": Choice(batch=SITES * BATCH // 2),
+    "central, Muon 0.004": Choice(batch=SITES * BATCH, optimizer="muon"),
 }
 
 
-def central(steps: int) -> dict[str, list[str]]:
-    """The settings of the central runs, by name: one site with the batch of all."""
-    one = ["cohort.sites=1", "run.rounds=1", f"local.steps={steps}", f"local.batch_size={SITES * BATCH}"]
-    one += ["simulation.partition=iid", *SERVERS["fedavg"]]
-    return {
-        f"central, {optimizer}, {rate:g}": [
-            *one,
-            f"local.optimizer={optimizer}",
-            f"local.learning_rate={rate}",
-        ]
-        for optimizer, rate in product(OPTIMIZERS, RATES)
-    }
-
-
-def federated(steps: int) -> dict[str, list[str]]:
-    """The settings of the federated runs, by name."""
-    runs = {}
-    for local, optimizer, rate, state, server in product(
-        (steps // 20, steps // 10), OPTIMIZERS, RATES, ("reset", "keep"), SERVERS
-    ):
-        name = f"{local} local steps, {optimizer}, {rate:g}, {state}, {server}"
-        runs[name] = [
-            f"run.rounds={steps // local}",
-            f"local.steps={local}",
-            f"local.optimizer={optimizer}",
-            f"local.learning_rate={rate}",
-            f"local.optimizer_state={state}",
-            *SERVERS[server],
-        ]
-    return runs
+def central(choice: Choice, steps: int) -> list[str]:
+    """The settings of a central run: one site with the batch of all."""
+    largest = SITES * BATCH
+    one = [
+        "cohort.sites=1",
+        "run.rounds=1",
+        "simulation.partition=iid",
+        f"local.steps={steps * largest // choice.batch}",
+    ]
+    return [*choice.settings(steps), *one]
 
 
 def plan_of(settings: list[str]) -> Plan:
     """The shipped `not-private`, changed."""
     text = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
-    return parse(text, [*COMMON, f"local.batch_size={BATCH}", *settings])
+    return parse(text, [*COMMON, *settings])
 
 
 def cost_of(plan: Plan) -> Cost:
@@ -102,6 +129,7 @@ def run(settings: list[str]) -> dict[str, Any]:
         "loss": outcome.final_loss,
         "bytes": plan.run.rounds * (spent.bytes_up + spent.bytes_down),
         "rounds": plan.run.rounds,
+        "steps": plan.run.rounds * plan.local.steps,
         "seconds": sum(outcome.phase_seconds.values()),
     }
 
@@ -109,12 +137,16 @@ def run(settings: list[str]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="held-out loss against bytes, beside one machine")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--steps", type=int, default=200, help="sequential optimizer steps (default: 200)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of the largest batch, a multiple of 20 (default: 200)"
+    )
     parser.add_argument("--only", default="", help="only the runs whose name has this text")
     arguments = parser.parse_args()
     steps = arguments.steps
+    every = {name: central(choice, steps) for name, choice in CENTRAL.items()}
+    every |= {name: choice.settings(steps) for name, choice in FEDERATED.items()}
     runs = []
-    for name, settings in {**central(steps), **federated(steps)}.items():
+    for name, settings in every.items():
         if arguments.only not in name:
             continue
         runs.append({"name": name, **run(settings)})
@@ -122,11 +154,9 @@ def main() -> int:
             print(f"{runs[-1]['loss']:.4f}  {runs[-1]['bytes'] / 1e6:9.1f} MB  {name}", flush=True)
     spent = cost_of(plan_of([]))
     synchronous = steps * (spent.bytes_up + spent.bytes_down)
-    alone = [found["loss"] for found in runs if found["name"].startswith("central")]
+    alone = [found["loss"] for found in runs if found["name"] in CENTRAL]
     few = [
-        found["loss"]
-        for found in runs
-        if not found["name"].startswith("central") and found["bytes"] <= synchronous / 10
+        found["loss"] for found in runs if found["name"] in FEDERATED and found["bytes"] <= synchronous / 10
     ]
     result = {
         "steps": steps,

@@ -30,7 +30,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     add_run(parser)
     method = parser.add_mutually_exclusive_group(required=True)
-    method.add_argument("--prune", type=float, metavar="SHARE", help="set this share of the weights to zero")
+    method.add_argument(
+        "--prune", type=float, metavar="SHARE", help="set this share of the weights of linear layers to zero"
+    )
     method.add_argument("--int8", action="store_true", help="store the weights in 8 bits (extra: compress)")
     method.add_argument(
         "--distil",

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.tracking import mlflow_run, send, wandb_run
 
     if arguments.uri and arguments.to != "mlflow":
-        raise EngineError("--uri", arguments.uri, expected="only with --to mlflow")
+        raise EngineError("--uri", expected="no address; it is only valid with --to mlflow")
     if arguments.offline and arguments.to != "wandb":
         raise EngineError("--offline", expected="only with --to wandb")
     files = RunFiles(Path(arguments.run))

@@ -158,7 +158,8 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: Console,
         print(json.dumps(to_json(folder, found)))
     else:
         _print(console, folder, found)
-    return 0
+    # Under a privacy unit the exit code is no result: it must not tell more than the model.
+    return 0 if folder.private or found.best is not None else 1
 
 
 def _opening(plan: Plan, search: Search) -> str:

@@ -7,6 +7,7 @@ number of trials is refused: the price of its best one is that of all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterator
@@ -34,11 +35,8 @@ def probabilities(mean: float, shape: float | None) -> Iterator[float]:
         shape: eta, 0 or more; None: Poisson.
     """
     if shape is None:
-        one, number = math.exp(-mean), 0
-        while True:
-            yield one
-            number += 1
-            one *= mean / number
+        for number in itertools.count():  # in logarithms: exp(-mean) of a large mean is 0 in float64
+            yield math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
     gamma = _gamma(mean, shape)
     first = (1 - gamma) / math.log(1 / gamma)
     if shape:

@@ -286,7 +286,7 @@ class CompressionSection(Section):
     """Updates in few bits: blocks of 2^14 values are rotated, scaled by what earlier rounds released, and rounded. A
     site adds what the rounding left out to its next update. The section may be empty: `[aggregation.compression]`."""
 
-    first_scale: Positive | None = None
+    first_scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Largest root mean square of a site's update that round 1 expects. None: the sum of the round's learning rates."""
 
 
@@ -543,7 +543,7 @@ class PoisonSection(Section):
     kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
     """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer or the
     class of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
-    factor: Positive = 1.0
+    factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """What the update of a poisoned site is multiplied by, with each kind."""
     trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
     """Text that opens the backdoor."""

@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
@@ -41,6 +41,14 @@ class InWords:
 
 
 S = TypeVar("S", bound=Section)
+
+_KINDS: dict[int | str, str] = {
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+}
+"""Kinds of values of a field that may have several, as Pydantic calls them, and in words."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Settings(Generic[S]):
         try:
             return self.section.model_validate_json(text)
         except ValidationError as error:
-            field, shown, expected, fix = self._first(error.errors(include_url=False)[0])
+            field, shown, expected, fix = self._first(error.errors(include_url=False))
             raise self.error(
                 f"{origin}: {field}" if origin else field, *shown, expected=expected, fix=fix
             ) from error
@@ -147,9 +155,15 @@ class Settings(Generic[S]):
             tree = below
         tree[keys[-1]] = value
 
-    def _first(self, error: ErrorDetails) -> tuple[str, tuple[Any, ...], str, str]:
-        """Pydantic's complaint in the section's words: field, its value if that helps, what was expected, fix."""
+    def _first(self, errors: Sequence[ErrorDetails]) -> tuple[str, tuple[Any, ...], str, str]:
+        """Pydantic's first complaint in the section's words: field, its value if that helps, what was expected, fix."""
+        error = errors[0]
         location, value = error["loc"], error["input"]
+        # Pydantic names each kind of value that a field may have as if it were a key of the field.
+        kinds = [each["loc"][-1] for each in errors if location and each["loc"][:-1] == location[:-1]]
+        if len(kinds) > 1 and all(kind in _KINDS for kind in kinds):
+            words = dict.fromkeys(_KINDS[kind] for kind in kinds)
+            return _dotted(location[:-1]), (value,), " or ".join(words), ""
         field = _dotted(location)
         match error["type"]:
             case "extra_forbidden":

@@ -177,10 +177,18 @@ def _check_sound(plan: Plan) -> None:
 
 
 def _check_poison(plan: Plan) -> None:
-    """Refuse poison that changes nothing."""
+    """Refuse poison that changes nothing, or under which an epsilon would not hold."""
     poison = plan.faults.poison
     if poison is None:
         return
+    if poison.kind == "label-flip" and plan.privacy.dpsgd:
+        raise PlanError(
+            "faults.poison.kind",
+            "label-flip",
+            expected=f'another kind with privacy.unit = "{plan.privacy.unit}": it gives a record the answer of the '
+            "next one, so a record that is added or removed changes others, and the stated epsilon would not hold",
+            fix='set faults.poison.kind = "backdoor", or privacy.unit = "site"',
+        )
     if poison.kind == "label-flip" and plan.data.format == "text" and plan.data.task != "classify":
         raise PlanError(
             "faults.poison.kind",

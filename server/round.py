@@ -104,9 +104,11 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             sites = total.opened.counters[WEIGHT]
             mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
         norm = float(np.linalg.norm(mean))
-        context.scales = _next_scales(context, total, mean)
+        scales = _next_scales(context, total, mean)
         # 8. Server step.
         refused = _step(context, number, mean, norm)
+        if not refused:
+            context.scales = scales
     # 9. Checkpoint, then journal.
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned

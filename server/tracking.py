@@ -235,8 +235,7 @@ def mlflow_run(experiment: str, address: str) -> Open:
         except ImportError as error:
             raise EngineError("--to", "mlflow", expected="its package", fix=_EXTRA) from error
         uri = address or os.environ.get("MLFLOW_TRACKING_URI", "")
-        if not uri:
-            raise EngineError("--uri", expected="the address of an MLflow server, or MLFLOW_TRACKING_URI")
+        _check_address(uri)
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         try:
             client = MlflowClient(tracking_uri=uri)
@@ -251,11 +250,26 @@ def mlflow_run(experiment: str, address: str) -> Open:
                 except MlflowException:
                     client.delete_run(id)  # the next call makes another
                     raise
-        except MlflowException as error:
+        except (MlflowException, ModuleNotFoundError) as error:
             raise _refused("mlflow", error, "see whether the server answers", address=uri) from error
         return _Mlflow(client, id, MlflowException, uri)
 
     return opener
+
+
+def _check_address(uri: str) -> None:
+    """Refuse an address that MLflow would not take for one, without a word of it: it may have a password."""
+    try:
+        address = urlsplit(uri)
+        of_server = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # brackets, port
+        of_server, address = False, urlsplit("")
+    if not (of_server or address.scheme in ("file", "sqlite")):
+        raise EngineError(
+            "--uri",
+            expected="the address of an MLflow server, such as http://127.0.0.1:5000, or MLFLOW_TRACKING_URI",
+            fix="file:FOLDER and sqlite:///FILE are valid too",
+        )
 
 
 class _Mlflow:

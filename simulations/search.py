@@ -18,12 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.errors import PlanError, SearchError
+from cloister.protocol.errors import CloisterError, PlanError, SearchError
 from cloister.protocol.plan import NO_EVALUATION, Count, Plan, SelectionSection
 from cloister.protocol.settings import Section, Settings
 from cloister.protocol.soundness import from_json
 
 Value = bool | int | float | str
+Bound = Annotated[int | float, Field(ge=-1e15, le=1e15)]
 Values = Mapping[str, Value]
 """By field of the plan, what a trial sets it to."""
 
@@ -66,13 +67,13 @@ class ParameterSection(Section):
     """The field, such as `local.learning_rate`."""
     choices: tuple[Value, ...] | None = None
     """What it may be; without `low` and `high`."""
-    low: int | float | None = None
+    low: Bound | None = None
     """The least number; with two whole bounds, and a whole step, the numbers are whole."""
-    high: int | float | None = None
-    """The largest number, which is included."""
+    high: Bound | None = None
+    """The largest number, which is included; with `step` the last step up to it is the largest."""
     log: bool = False
     """Draw the logarithm evenly, and not the number."""
-    step: int | float | None = None
+    step: Bound | None = None
     """Distance of the numbers from `low` on; None: any number, or of whole ones each."""
 
     @property
@@ -88,7 +89,7 @@ class ParameterSection(Section):
         step = self.step or (1 if self.whole and not self.log else None)
         if step is None:
             return ()
-        count = math.floor((high - low) / step + 1e-9) + 1
+        count = round((high - low) / step) + 1
         return tuple(low + number * step for number in range(min(count, LARGEST_GRID + 1)))
 
     def edges(self) -> tuple[Value, ...]:
@@ -96,10 +97,13 @@ class ParameterSection(Section):
         return self.choices if self.choices is not None else self.bounds()
 
     def bounds(self) -> tuple[int | float, int | float]:
-        """The bounds of a range."""
+        """The smallest and the largest number of a range."""
         assert self.low is not None, "it is a range"
         assert self.high is not None, "it is a range"
-        return self.low, self.high
+        steps = 0 if self.step is None else (self.high - self.low) / self.step
+        if self.step is None or abs(steps - round(steps)) < 1e-9:
+            return self.low, self.high
+        return self.low, self.low + self.step * math.floor(steps)
 
     def draw(self, source: random.Random) -> Value:
         """A value, drawn evenly from the choices, the steps or the range."""
@@ -107,7 +111,7 @@ class ParameterSection(Section):
             return source.choice(self.choices)
         low, high = self.bounds()
         if self.step is not None:
-            return low + self.step * source.randrange(math.floor((high - low) / self.step + 1e-9) + 1)
+            return low + self.step * source.randrange(round((high - low) / self.step) + 1)
         if not self.whole:
             return (
                 math.exp(source.uniform(math.log(low), math.log(high)))
@@ -235,6 +239,8 @@ def check(plan: Plan, search: Search) -> None:
         for value in parameter.edges():
             values = {parameter.field: value}
             tried = _tried(plan, values)
+            if parameter.field.startswith("model.config."):
+                _check_model(tried, values)
             if private:
                 _check_cost(plan, tried, parameter.field, value)
     if search.sampler == "grid":
@@ -278,10 +284,28 @@ def _tried(plan: Plan, values: Values) -> Plan:
     try:
         return trial_plan(plan, values)
     except PlanError as error:
-        shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
-        raise PlanError(
-            f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
-        ) from error
+        raise _of_trial(error, values) from error
+
+
+def _check_model(tried: Plan, values: Values) -> None:
+    """Refuse a trial whose model cannot be built.
+
+    Raises:
+        PlanError: its configuration is not one of a model.
+    """
+    from cloister.lm.model import count_parameters  # takes seconds to import
+
+    try:
+        count_parameters(tried)
+    except CloisterError as error:
+        raise _of_trial(error, values) from error
+
+
+def _of_trial(error: CloisterError, values: Values) -> PlanError:
+    shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
+    return PlanError(
+        f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
+    )
 
 
 def _check(search: Search) -> None:

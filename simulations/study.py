@@ -7,13 +7,14 @@ the trial's number: a search that was killed chooses what it would have chosen.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cloister.protocol.errors import EngineError
+from cloister.protocol.errors import EngineError, StorageError, one_line
 from cloister.simulations.search import ParameterSection, Search, Value, Values
 
 if TYPE_CHECKING:
@@ -38,6 +39,31 @@ class Trial:
     """Why it failed; empty if it did not."""
 
 
+@contextlib.contextmanager
+def stored(path: Path) -> Iterator[None]:
+    """Work with a study in a file.
+
+    Raises:
+        StorageError: SQLite refuses the file: it is damaged, or the disk is full.
+        EngineError: Optuna is not installed.
+    """
+    try:
+        from optuna.exceptions import OptunaError
+        from sqlalchemy.exc import SQLAlchemyError
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            "cloister tune", expected="optuna to be installed", fix="run: pip install 'cloister[tune]'"
+        ) from error
+    try:
+        yield
+    except (SQLAlchemyError, OptunaError) as error:
+        raise StorageError(
+            str(path),
+            expected=f"the study of a search ({one_line(error)})",
+            fix="free disk space, or restore it from a backup",
+        ) from error
+
+
 class Study:
     """The trials of a search, durable in an SQLite file.
 
@@ -45,18 +71,10 @@ class Study:
         path: The file; made if missing.
         search: The search.
         rounds: Rounds of a trial, as the plan has them.
-
-    Raises:
-        EngineError: Optuna is not installed.
     """
 
     def __init__(self, path: Path, search: Search, rounds: int) -> None:
-        try:
-            import optuna
-        except ModuleNotFoundError as error:
-            raise EngineError(
-                "cloister tune", expected="optuna to be installed", fix="run: pip install 'cloister[tune]'"
-            ) from error
+        import optuna
         from sqlalchemy import URL
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)

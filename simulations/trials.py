@@ -10,6 +10,7 @@ import fcntl
 import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
@@ -21,8 +22,11 @@ from typing import Literal
 
 from cloister.protocol import fork_server
 from cloister.protocol.errors import (
+    BudgetError,
     CloisterError,
     EngineError,
+    LedgerError,
+    QuorumError,
     RunFolderError,
     StorageError,
     one_line,
@@ -35,6 +39,12 @@ from cloister.simulations.process import environment
 
 _ENDING = StorageError, EngineError, RunFolderError
 """Errors that other trials would meet too: they end the search, which can be continued."""
+_SITES = QuorumError, LedgerError, BudgetError
+"""Errors that end a search under a privacy unit too: sites never fail by what they train there, so these are not of the
+trial's settings."""
+_PAUSE_S = 0.1
+_HELD_S = 60.0
+"""Seconds after which a trial of a search that was killed, and that still runs, is an error."""
 
 
 @dataclass(frozen=True)
@@ -162,23 +172,27 @@ def _work(theirs: Connection, path: Path, plan_json: str, engine: Engine, log: P
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    from cloister.protocol.soundness import from_json
+
+    plan = from_json(plan_json)
+    private = plan.privacy.unit != "none"
     try:
-        _simulate(theirs, path, plan_json, engine)
+        _simulate(theirs, path, plan, engine)
         theirs.send(("done", 0, math.nan, ""))
     except _PrunedError:
         theirs.send(("pruned", 0, math.nan, ""))
     except _ENDING as error:
         theirs.send(error)
     except CloisterError as error:
+        if private and isinstance(error, _SITES):
+            theirs.send(error)
+            return
         theirs.send(("failed", 0, math.nan, one_line(error)))
 
 
-def _simulate(theirs: Connection, path: Path, plan_json: str, engine: Engine) -> None:
-    from cloister.protocol.soundness import from_json
+def _simulate(theirs: Connection, path: Path, plan: Plan, engine: Engine) -> None:
     from cloister.simulations.federation import simulate
     from cloister.simulations.process import collect_rarely
-
-    plan = from_json(plan_json)
 
     def observe(event: Event) -> None:
         if isinstance(event, Evaluated) and 0 < event.round < plan.run.rounds:
@@ -199,14 +213,32 @@ def _simulate(theirs: Connection, path: Path, plan_json: str, engine: Engine) ->
         )
 
 
+def _wait_for(lock: Path) -> None:
+    """Wait for a trial of a search that was killed: it ends by itself, but not at once.
+
+    Raises:
+        RunFolderError: it has not ended after a minute.
+    """
+    until = time.monotonic() + _HELD_S
+    with lock.open("rb") as held:
+        while True:
+            try:
+                return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() > until:
+                    raise RunFolderError(
+                        str(lock.parent),
+                        expected="a trial that no other process works on",
+                        fix="end that process, or wait for it",
+                    ) from None
+                time.sleep(_PAUSE_S)
+
+
 def _opened(path: Path, plan: Plan) -> RunFolder:
     """The folder of a trial; without a plan it is what a process left that was killed as it made it."""
     files = RunFiles(path)
     if files.lock.exists():
-        with files.lock.open("rb") as held:
-            fcntl.flock(
-                held, fcntl.LOCK_EX
-            )  # a trial of a search that was killed ends by itself, but not at once
+        _wait_for(files.lock)
     if files.plan_file.exists():
         return RunFolder.reopen(path)
     shutil.rmtree(path, ignore_errors=True)

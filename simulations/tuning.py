@@ -10,7 +10,8 @@ Without a privacy unit all trials and the study stay in the folder. Under a priv
    that has finished, the untrained model is the result, in `untrained/`;
 5. `sealed/` is removed, with every other trial and score.
 
-A process that was killed goes on: it draws nothing again, and a trial is resumed as a run is. A trial in which a site
+A process that was killed goes on: it draws nothing again, and a trial is resumed as a run is. Where `sealed/` and the
+result are gone, the search is over: other trials would be a second search for the price of one. A trial in which a site
 was charged more than the plan says (it trained a round again after a crash) costs more than its price, so it is
 removed, unseen, and run again. Equal losses are decided by the order of the trials, which is exchangeable and so adds
 nothing to the theorem's total order. Refused: a fixed number of trials, whose best one costs what all of them cost.
@@ -48,7 +49,7 @@ from cloister.server.public import base_of, public_model
 from cloister.server.report import beyond_a_trial
 from cloister.simulations import search as searches
 from cloister.simulations.search import Search, Value, Values
-from cloister.simulations.study import State, Study, Trial
+from cloister.simulations.study import State, Study, Trial, stored
 from cloister.simulations.trials import Engine, Processes
 
 Told = Callable[[Trial], None]
@@ -92,6 +93,7 @@ class SearchFolder:
         self.plan = plan
         self.search = search
         self._lock = locked
+        self._drawn = path / "drawn"
 
     @classmethod
     def create(cls, path: Path, plan: Plan, search: Search) -> Self:
@@ -166,7 +168,9 @@ class SearchFolder:
 
     def begun(self) -> bool:
         """Whether it has a trial, or one may have been drawn."""
-        return any((self.path / name).exists() for name in ("study.sqlite", "sealed", "best", "untrained"))
+        return any(
+            (self.path / name).exists() for name in ("study.sqlite", "sealed", "drawn", "best", "untrained")
+        )
 
     def discard(self) -> None:
         """Remove the folder of a search that was refused before its first trial."""
@@ -176,6 +180,16 @@ class SearchFolder:
     def sealed(self) -> Path:
         """Under a privacy unit, the trials while the search goes on."""
         return self.path / "sealed"
+
+    @property
+    def drawn(self) -> bool:
+        """Under a privacy unit, whether trials were drawn: never a second time for the same price."""
+        return self._drawn.exists()
+
+    def keep_drawn(self) -> None:
+        """Keep, durably, that trials were drawn."""
+        if not self.drawn:
+            write_bytes(self._drawn, b"")
 
     @property
     def best(self) -> Path:
@@ -239,9 +253,11 @@ def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = l
         CloisterError: the search stopped; it can be continued.
     """
     if not folder.private:
-        study = Study(folder.path / "study.sqlite", folder.search, folder.plan.run.rounds)
-        _run(folder, engine, _Open(folder, study, told), folder.path / "trials.log")
-        trials = study.trials()
+        path = folder.path / "study.sqlite"
+        with stored(path):
+            study = Study(path, folder.search, folder.plan.run.rounds)
+            _run(folder, engine, _Open(folder, study, told), folder.path / "trials.log")
+            trials = study.trials()
         complete = [trial for trial in trials if trial.state == "complete"]
         best = min(complete, key=_rank, default=None)
         return Found(best, folder.trial(best.number) if best else None, trials)
@@ -343,12 +359,19 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
     drawn_file = folder.sealed / "drawn.json"
     terms, dataset = searches.terms(folder.plan), DatasetLedger.of(folder.plan)
     if not drawn_file.exists():
+        if folder.drawn:
+            raise RunFolderError(
+                str(folder.path),
+                expected="the result of this search or its trials, and they were moved or removed",
+                fix="begin a new search: it is charged, and this one cannot run twice for its price",
+            )
         if dataset is not None:
             dataset.pay_search(terms)
         folder.sealed.mkdir(mode=0o700, exist_ok=True)
         write_bytes(drawn_file, json.dumps(_draw(folder)).encode())
     elif dataset is not None:
         dataset.check_paid("", 0)
+    folder.keep_drawn()
     drawn: list[dict[str, Value]] = json.loads(drawn_file.read_bytes())
     source = _Sealed(folder, drawn, terms)
     _run(folder, engine, source, folder.sealed / "trials.log")

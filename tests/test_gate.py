@@ -87,6 +87,18 @@ def test_a_refused_round_leaves_the_momentum_as_it_was(run: Run, monkeypatch: py
     assert [row.get("refused", "") for row in rows[1:]] == ["", "as the test says", ""]
 
 
+def test_a_refused_round_leaves_the_bounds_of_compressed_updates_as_they_were(run: Run) -> None:
+    """A mean that is too large would make the next round's steps larger."""
+    compressed = ("aggregation.ring_bits=16", "aggregation.compression={}", "server.keep_checkpoints=4")
+    _, rows, out = run("run.rounds=1", "server.gate.norm=1e-9", *compressed)
+    before, after = (load_file(file) for file in sorted((out / "checkpoints").glob("*.safetensors")))
+    assert rows[1]["refused"]
+    assert set(before) == set(after)
+    assert any("scale" in name for name in before)
+    for name, tensor in before.items():
+        assert (after[name] == tensor).all()
+
+
 def test_a_refusal_is_said_and_charged(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +136,23 @@ def test_a_refusal_is_said_and_charged(
         (
             ["faults.poison.share=0.5", "faults.poison.kind=label-flip"],
             "faults.poison.kind is 'label-flip': expected another kind",
+        ),
+        (
+            [
+                *PUBLIC,
+                "faults.poison.share=0.5",
+                "faults.poison.kind=label-flip",
+                "data.format=prompt",
+                "privacy.unit=record",
+                "privacy.noise_multiplier=1.0",
+                "privacy.sampling_rate=0.5",
+                "aggregation.weighting=uniform",
+            ],
+            "faults.poison.kind is 'label-flip': expected another kind with privacy.unit = \"record\"",
+        ),
+        (
+            ["faults.poison.share=0.5", "faults.poison.kind=scale", "faults.poison.factor=1e7"],
+            "factor is 1000",
         ),
         (
             ["faults.poison.share=0.5", "faults.poison.kind=scale"],

@@ -118,6 +118,14 @@ def test_the_law_has_its_mean(mean: float, shape: float | None) -> None:
     assert (listed[0] > 0) == (shape is None)
 
 
+@pytest.mark.parametrize("shape", [None, 100.0])
+def test_the_law_of_the_largest_mean_is_whole(shape: float | None) -> None:
+    """exp(-1000) is 0 in float64, and gamma^-100 is 1e104."""
+    listed = list(itertools.islice(probabilities(1000.0, shape), 4000))
+    assert math.fsum(listed) == pytest.approx(1, abs=1e-9)
+    assert len({draw(1000.0, shape) for _ in range(20)}) > 5
+
+
 def test_known_laws() -> None:
     """The geometric law, and Poisson's, in closed form; the logarithmic law against scipy's."""
     from scipy.stats import geom, logser, poisson

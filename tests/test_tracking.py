@@ -152,6 +152,18 @@ def test_a_password_in_the_address_is_not_shown(
     assert "s3cret" not in line + (private / "tracking.json").read_text()
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["user:s3cret@127.0.0.1:9", "http://u:s3cret@[::1", "http://u:s3cret@h:x", "postgresql://u:s3cret@h/d"],
+)
+def test_what_is_no_address_is_refused_without_a_word_of_it(
+    private: Path, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    line = lone_refusal(capsys, "track", str(private), "--to", "mlflow", "--uri", address)
+    assert "--uri: expected the address of an MLflow server" in line
+    assert "s3cret" not in line
+
+
 def test_a_tracker_that_is_not_there_is_one_line(
     private: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +171,7 @@ def test_a_tracker_that_is_not_there_is_one_line(
     for given, field in (
         (["--to", "mlflow"], "--uri: expected the address of an MLflow server"),
         (["--to", "mlflow", "--offline"], "--offline: expected only with --to wandb"),
-        (["--to", "wandb", "--uri", "x"], "--uri is 'x': expected only with --to mlflow"),
+        (["--to", "wandb", "--uri", "x"], "--uri: expected no address; it is only valid with --to mlflow"),
         (
             ["--to", "mlflow", "--uri", "http://127.0.0.1:9"],
             "--to is 'mlflow': expected a tracker that accepts the run",

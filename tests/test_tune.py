@@ -211,17 +211,16 @@ def test_a_trial_that_fails_does_not_end_the_search(
     )
     both = f'[[parameter]]\nfield = "local.warmup_steps"\nchoices = [1]\n{rounds.replace("4", "1")}'
     out = tmp_path / "failed"
-    answer = found(
-        capsys,
-        *("tune", str(plan), str(write_search(tmp_path, f'sampler = "random"\ntrials = 1\n{both}'))),
-        *("--out", str(out)),
-    )
+    search = write_search(tmp_path, f'sampler = "random"\ntrials = 1\n{both}')
+    code, printed, _ = ran(capsys, "tune", str(plan), str(search), "--out", str(out), "--json")
+    assert code == 1
+    answer = json.loads(printed)
     assert (answer["best"], answer["trials"][0]["state"]) == (None, "failed")
     assert (
         "local.warmup_steps is 1: expected fewer than the run's 1 local steps"
         in answer["trials"][0]["reason"]
     )
-    assert "no trial has finished" in done(capsys, "tune", "--again", str(out))
+    assert "no trial has finished" in ran(capsys, "tune", "--again", str(out))[1]
 
 
 # Under a privacy unit.
@@ -285,7 +284,7 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     known = {number: loss for number, loss in losses.items() if loss is not None}
     assert len(known) == 2
     winner = min(known, key=lambda number: known[number])
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "best", "search.json"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "best", "drawn", "search.json"]
     answer = found(capsys, "tune", "--again", str(out))
     assert (answer["settings"], answer["loss"]) == (SETTINGS[winner], known[winner])
     assert read_plan(out / "best").local.learning_rate == SETTINGS[winner]["local.learning_rate"]
@@ -297,6 +296,53 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     for path in (path for path in out.rglob("*") if path.is_file()):
         assert b"sealed" not in path.read_bytes(), f"{path} says where the trial was"
     assert (out / "best" / "final" / "config.json").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder of trials"])
+def test_a_private_search_whose_result_is_gone_does_not_run_again_for_its_price(
+    left: str,
+    searched: tuple[Path, str, dict[int, float | None]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New draws would be a second search. Its best trial may be moved elsewhere, as a user may do."""
+
+    def redrawn(_folder: SearchFolder) -> list[dict[str, Any]]:
+        raise AssertionError("the trials were drawn before")
+
+    out = tmp_path / "out"
+    shutil.copytree(searched[0], out)
+    (out / "best").rename(tmp_path / "kept")
+    if left != "nothing":
+        (out / "sealed").mkdir()
+    monkeypatch.setattr(tuning, "_draw", redrawn)
+    line = refusal(capsys, "tune", "--again", str(out))
+    assert "expected the result of this search or its trials, and they were moved or removed" in line
+    assert "begin a new search: it is charged" in line
+    assert len(read_history(searched[0].parent / "over.sqlite").entries) == 1
+
+
+def test_a_private_search_stops_where_sites_fail_and_goes_on(
+    private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that is away makes all sites refuse. That says nothing of a trial, which is not a failed one for it."""
+    monkeypatch.setattr(tuning, "_draw", lambda _folder: SETTINGS[1:])
+    start, ledger, out = Processes.start, tmp_path / "over.sqlite", tmp_path / "out"
+
+    def without_ledger(processes: Processes, number: int, folder: Path, plan: Any) -> None:
+        ledger.rename(tmp_path / "away")
+        start(processes, number, folder, plan)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Processes, "start", without_ledger)
+        search = write_search(tmp_path, f"{LAW}{RANGE}")
+        refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--workers", "1")
+    assert not list((out / "sealed").glob("*/failed.json"))
+    (tmp_path / "away").rename(ledger)
+    answer = found(capsys, "tune", "--again", str(out), "--workers", "1")
+    assert answer["settings"] == SETTINGS[1]
+    assert len(read_history(ledger).entries) == 1
 
 
 def test_a_private_search_is_charged_once(searched: tuple[Path, str, dict[int, float | None]]) -> None:
@@ -386,7 +432,7 @@ def test_no_trial_gives_the_untrained_model(
     search = write_search(tmp_path, f"{LAW.replace('geometric', 'poisson')}{RANGE}")
     printed = done(capsys, "tune", str(private), str(search), "--out", str(out))
     assert f"no trial: the untrained model is in {out}/untrained/final" in printed
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "search.json", "untrained"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "drawn", "search.json", "untrained"]
     initial = facts_of(searched[0] / "best")[0]["params_sha256"]
     section = load(private).model.model_copy(update={"name": str(out / "untrained" / "final"), "config": {}})
     loaded = load_model(load(private).model_copy(update={"model": section}))
@@ -478,6 +524,16 @@ OPEN = f'sampler = "random"\ntrials = 2\n{RANGE}'
         (OPEN.replace("local.learning_rate", "privacy.clip"), ["privacy.clip", "there is no privacy unit"]),
         (OPEN.replace("low = 1e-4", "low = 0"), ["log is True", "low above 0"]),
         (OPEN.replace("high = 1e-1\n", ""), ["parameter[0]", "both low and high"]),
+        (
+            OPEN.replace("high = 1e-1", "high = 1e300"),
+            ["parameter[0].high is 1e+300", "less than or equal to"],
+        ),
+        (OPEN.replace("low = 1e-4", "low = true"), ["parameter[0].low is True: expected a number"]),
+        (GRID.replace("[0.1, 0.2]", "[[1, 2], 3]"), ["choices[0] is [1, 2]"]),
+        (
+            'sampler = "random"\ntrials = 1\n[[parameter]]\nfield = "model.config.hidden_size"\nchoices = [15]\n',
+            ["trial with model.config.hidden_size = 15: model.config", "that llama can be built from"],
+        ),
         (OPEN.replace("low = 1e-4", "low = 1"), ["low", "a number below high"]),
         (f"{OPEN}choices = [1]\n", ["either choices, or low and high"]),
         (f"{OPEN}{RANGE}", ["parameter[1].field", "each field once"]),
@@ -575,6 +631,15 @@ def test_a_process_that_is_killed_ends_the_search(
     with SearchFolder.reopen(out) as folder:
         (trial,) = Study(out / "study.sqlite", folder.search, 2).trials()
     assert trial.state == "running"
+
+
+def test_a_damaged_study_is_one_line(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SearchFolder.create(
+        tmp_path / "out", load(plan), searches.load_search(write_search(tmp_path, GRID))
+    ).__exit__()
+    (tmp_path / "out" / "study.sqlite").write_text("no database" * 100)
+    line = refusal(capsys, "tune", "--again", str(tmp_path / "out"))
+    assert "study.sqlite: expected the study of a search (DatabaseError: " in line
 
 
 def dead(*_arguments: object) -> None:
