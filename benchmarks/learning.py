@@ -7,7 +7,7 @@ each other one changes one thing of it. A synchronous run would exchange gradien
 
 Bytes are those of one site, both ways: it fetches the model as float32 and sends ring integers, in each round.
 
-    python benchmarks/learning.py [--json] [--steps N] [--only TEXT]
+    python benchmarks/learning.py [--json] [--steps N] [--only TEXT] [--plot FILE.svg]
 
 Keys of the JSON: `central`, the best loss of the central runs; `best`, that of the federated runs with at most a tenth
 of the bytes of a synchronous run; `gap` = best / central - 1; and `runs`.
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 from cloister.lm.model import count_parameters
 from cloister.protocol.plan import Plan
@@ -134,6 +137,37 @@ def run(settings: list[str]) -> dict[str, Any]:
     }
 
 
+def plot(runs: Sequence[Mapping[str, Any]], title: str) -> str:
+    """An SVG of runs: a row for each, the best first, with its loss as a point and its bytes."""
+    rows = sorted(runs, key=lambda found: found["loss"])
+    losses = [found["loss"] for found in rows]
+    low, high = math.floor(10 * losses[0]) / 10, math.ceil(10 * losses[-1]) / 10
+    left, right, top, step = 470, 780, 62, 22
+
+    def at(loss: float) -> float:
+        return left + (right - left) * (loss - low) / (high - low)
+
+    bottom = top + step * len(rows) - 8
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {bottom + 30}" font-size="12"',
+        ' font-family="DejaVu Sans, Helvetica, Arial, sans-serif" fill="#475569">',
+        f'<title>{escape(title)}</title><rect width="880" height="{bottom + 30}" fill="#ffffff"/>',
+        f'<text x="12" y="22" font-weight="bold" fill="#0f172a">{escape(title)}</text>',
+        '<text x="870" y="44" text-anchor="end">MB of a site</text>',
+    ]
+    for tenth in range(round(10 * low), round(10 * high) + 1):
+        x = at(tenth / 10)
+        drawn.append(f'<path d="M{x:.1f} {top - 12} V{bottom}" stroke="#e2e8f0"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tenth / 10:.1f}</text>')
+    for row, found in enumerate(rows):
+        y, color = top + step * row, "#b45309" if found["name"] in CENTRAL else "#1d4ed8"
+        drawn.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{escape(found["name"])}</text>')
+        drawn.append(f'<circle cx="{at(found["loss"]):.1f}" cy="{y}" r="4" fill="{color}"/>')
+        if found["name"] not in CENTRAL:
+            drawn.append(f'<text x="870" y="{y + 4}" text-anchor="end">{found["bytes"] / 1e6:.1f}</text>')
+    return "\n".join((*drawn, "</svg>", ""))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="held-out loss against bytes, beside one machine")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -141,6 +175,7 @@ def main() -> int:
         "--steps", type=int, default=200, help="steps of the largest batch, a multiple of 20 (default: 200)"
     )
     parser.add_argument("--only", default="", help="only the runs whose name has this text")
+    parser.add_argument("--plot", metavar="FILE", help="write an SVG with the losses")
     arguments = parser.parse_args()
     steps = arguments.steps
     every = {name: central(choice, steps) for name, choice in CENTRAL.items()}
@@ -166,6 +201,11 @@ def main() -> int:
         "synchronous_bytes": synchronous,
         "runs": runs,
     }
+    if arguments.plot and runs:
+        title = (
+            f"Held-out loss, nats per byte, after the tokens of {steps} steps of {SITES * BATCH} sequences"
+        )
+        Path(arguments.plot).write_text(plot(runs, title), encoding="utf-8")
     if arguments.json:
         print(json.dumps(result))
     else:
