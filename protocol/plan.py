@@ -42,7 +42,7 @@ MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
 MOST_CLASSES = 256
-"""Most classes of a classifier: a confusion matrix has the square of it, in each site's totals."""
+"""Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
 
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
@@ -149,6 +149,10 @@ class DataSection(Section):
     """Field that holds the prompt when format is `prompt`."""
     completion_field: str = "completion"
     """Field that holds the completion when format is `prompt`."""
+    choices: tuple[str, ...] = ()
+    """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
+    another one cannot be used. Training is as without choices; an evaluation also counts which choice is the most
+    probable after each prompt."""
     messages_field: str = "messages"
     """Field that holds the list of {role, content} when format is `messages`."""
     owner: str = ""
@@ -168,6 +172,16 @@ class DataSection(Section):
     def label(self) -> str:
         """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
         return "text" if self.task == "classify" else "token"
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """What the rows and columns of a confusion matrix stand for: classes or choices; empty without either."""
+        return self.classes or self.choices
+
+    @property
+    def counted(self) -> tuple[str, str]:
+        """What a confusion matrix counts, and by what: a `text` by its `class`, or a `prompt` by its `choice`."""
+        return ("text", "class") if self.task == "classify" else ("prompt", "choice")
 
 
 class LocalSection(Section):
@@ -435,7 +449,8 @@ class ServerSection(Section):
     evaluate_every: Count = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
     evaluation_sequences: Count | None = None
-    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
+    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones; and as many
+    prompts of which choices are compared. A fixed
     pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared; bits per byte are then
     an estimate. None: all of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2

@@ -32,6 +32,7 @@ _TYPES: dict[str, np.dtype[Any]] = {
     "positions": np.dtype(np.int32),
     "starts": np.dtype(np.int64),
     "shares": np.dtype(np.float32),
+    "answers": np.dtype(np.int32),
 }
 _INDEX = "index.json"
 
@@ -104,8 +105,14 @@ class Store:
         entry = self._index[index]
         if entry is None:
             return None
-        train, held_out = (self._sequences(entry[part]) for part in ("train", "held_out"))
-        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]))
+        parts = {name: self._sequences(part) for name, part in entry["parts"].items()}
+        return Prepared(
+            parts["train"],
+            parts["held_out"],
+            entry["records"],
+            Counter(entry["left_out"]),
+            parts.get("asked"),
+        )
 
     def _sequences(self, entry: dict[str, Any]) -> Sequences:
         arrays: dict[str, NDArray[Any]] = {}
@@ -119,6 +126,7 @@ class Store:
             entry["n_bytes"],
             arrays.get("starts"),
             arrays.get("shares"),
+            arrays.get("answers"),
         )
 
 
@@ -143,8 +151,8 @@ def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
     """Append the arrays of a site to the files, and return where they are."""
-    entry: dict[str, Any] = {"records": prepared.records, "left_out": dict(prepared.left_out)}
-    for name, part in (("train", prepared.train), ("held_out", prepared.held_out)):
+    parts: dict[str, dict[str, Any]] = {}
+    for name, part in prepared.parts():
         arrays = {}
         for kind, type_ in _TYPES.items():
             array = getattr(part, kind)
@@ -152,5 +160,5 @@ def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
                 file = files[kind]
                 arrays[kind] = (file.tell() // type_.itemsize, array.shape)
                 file.write(np.ascontiguousarray(array, type_).tobytes())
-        entry[name] = {"n_bytes": part.n_bytes, "arrays": arrays}
-    return entry
+        parts[name] = {"n_bytes": part.n_bytes, "arrays": arrays}
+    return {"records": prepared.records, "left_out": dict(prepared.left_out), "parts": parts}

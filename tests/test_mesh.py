@@ -248,9 +248,12 @@ def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
     job, _ = one_process(folder, *LLAMA)
     whole = score(None, job=replace(job, packed=True))
     assert whole.loss != pytest.approx(score(None, job=job).loss, abs=1e-4), "attention stays within a record"
+    given = np.array(whole.confusion).sum(0)
+    assert given.sum() == 5 > given.max()
     for found in on(mesh, folder).scores:
         assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
         assert (found.correct, found.tokens) == (whole.correct, whole.tokens)
+        assert found.confusion == whole.confusion
 
 
 @on_all
