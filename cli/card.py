@@ -152,6 +152,8 @@ def _data(plan: Plan, *, simulated: bool) -> Iterable[tuple[str, str]]:
     yield "format", f"{data.format}; learned from the field {_code(field)}"
     if data.task == "classify":
         yield "classes", f"{', '.join(map(_code, data.classes))}; by the field {_code(data.label_field)}"
+    if data.class_weights:
+        yield "weights of the classes in the loss", ", ".join(f"{weight:g}" for weight in data.class_weights)
     if data.choices:
         yield "choices", ", ".join(map(_code, data.choices))
     yield "tokens in a sequence", f"{data.sequence_length:,}"

@@ -297,7 +297,7 @@ def _check_task(plan: Plan) -> None:
             )
         _check_names("choices", data.choices)
     if data.task != "classify":
-        for name, default in (("classes", ()), ("label_field", "label")):
+        for name, default in (("classes", ()), ("class_weights", ()), ("label_field", "label")):
             if getattr(data, name) != default:
                 raise PlanError(
                     f"data.{name}",
@@ -314,6 +314,13 @@ def _check_task(plan: Plan) -> None:
             fix='set data.format = "text", data.text_field and data.label_field',
         )
     _check_names("classes", data.classes)
+    if data.class_weights and len(data.class_weights) != len(data.classes):
+        raise PlanError(
+            "data.class_weights",
+            len(data.class_weights),
+            expected=f"{len(data.classes)} weights, one for each of data.classes",
+            fix="list one for each class, or remove data.class_weights",
+        )
     if privacy.dpsgd and privacy.windows != PrivacySection().windows:
         raise PlanError(
             "privacy.windows",

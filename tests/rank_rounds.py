@@ -70,6 +70,11 @@ def some(n: int = 20) -> Sequences:
     return Sequences(tokens, labels, None, n_bytes=1)
 
 
+def classified(n: int = 20) -> Sequences:
+    """The same tokens, each sequence with one of three classes."""
+    return Sequences(some(n).tokens, np.arange(n, dtype=np.int32)[:, None] % 3, None, n_bytes=0)
+
+
 def packed(n: int = 20) -> Sequences:
     """The same tokens as two records in each sequence, which begin where the positions do."""
     begins = np.random.default_rng(1).integers(1, 16, (n, 1))
@@ -122,6 +127,8 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
             model = model_of(ranks, job)
             trainer = Trainer(from_json(job.plan), model, CPU, ranks)
             sequences = packed() if job.packed else some()
+            if json.loads(job.plan)["data"]["task"] == "classify":
+                sequences = classified()
             updates.append(
                 trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, state=job.state)
             )

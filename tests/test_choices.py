@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from cloister.cli.run_page import content
 from cloister.cli.view import Watched
 from cloister.lm.confusion import Confusion
 from cloister.lm.data import NOT_LEARNED, load_prepared, prepare, save_prepared
-from cloister.lm.evaluate import subset
-from cloister.lm.model import load_saved
+from cloister.lm.evaluate import compare, subset
+from cloister.lm.model import load_model, load_saved
 from cloister.lm.records import Unusable
 from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, PlanError
@@ -86,6 +87,7 @@ RECORD = (
 LONG = {"prompt": "a question of some words ", "completion": "no"}
 """With the longest choice it does not fit into a sequence, and with its own it does."""
 CAUSAL: Any = AutoModelForCausalLM  # transformers leaves its automatic classes untyped
+FAST: Any = PreTrainedTokenizerFast  # and this one
 
 
 def plan_of(*settings: str) -> Plan:
@@ -147,10 +149,20 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Made:
 # --- the choice of a model --------------------------------------------------------------------------------------------
 
 
-def log_p(module: Any, tokenizer: Any, prompt: str) -> list[float]:
+def random_model() -> Any:
+    """Weights so large that each token depends much on those before it."""
+    torch.manual_seed(0)
+    module = load_model(plan_of()).module
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return module.eval()
+
+
+def log_p(module: Any, tokenizer: Any, prompt: str, choices: Sequence[str] = CHOICES) -> list[float]:
     """For each choice the sum of log p over its tokens and the end of the text."""
     sums, before = [], len(tokenizer(prompt)["input_ids"])
-    for choice in CHOICES:
+    for choice in choices:
         ids = [*tokenizer(prompt + choice)["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
             logits = module(input_ids=torch.tensor([ids])).logits[0].double()
@@ -210,6 +222,27 @@ def test_masks_change_no_count_and_choices_nothing_else(secure: Made, tmp_path: 
         expected = [row[name] if choices else None for name in counted]
         assert [other.get(name) for name in counted] == expected
     assert (twin.answer["classification"] is None) != choices
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_each_token_of_a_choice_counts_and_the_end_of_the_text(batch_size: int) -> None:
+    """Choices of one length, so that no token can be missed unseen, by a model of random weights."""
+    module = random_model()
+    settings = ('data.choices=["aaab", "caab", "aaad"]', "data.completion_field=other")
+    records = [{"prompt": record["prompt"], "other": "caab"} for record in questions(20)]
+    made = prepare(records, byte_tokenizer(), plan_of(*settings).data, seed=0, evaluated=True)
+    assert made.asked is not None
+    expected = [0, 0, 0]
+    margins = []
+    for record in records:
+        sums = log_p(module, byte_tokenizer(), record["prompt"], ("aaab", "caab", "aaad"))
+        expected[int(np.argmax(sums))] += 1
+        *_, second, first = sorted(sums)
+        margins.append(first - second)
+    assert min(margins) > 1e-4, "float32 would not give another order"
+    found = compare(module, made.asked, 3, batch_size, torch.device("cpu"))
+    assert found.confusion == ((0, 0, 0), tuple(expected), (0, 0, 0))
+    assert (found.tokens, found.loss_nats) == (0, 0.0)
 
 
 def test_the_figures_are_shown_where_the_loss_is(secure: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +370,7 @@ def test_choices_that_a_tokenizer_joins_to_the_prompt_are_compared_from_the_same
     words = ["a", "b", ":", " ", "n", "o", "y", "e", "s", ": ", ": y", "<end>", "<pad>"]
     merges = [(":", " "), (": ", "y")]
     inner = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>")
+    tokenizer = FAST(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>")
     records = [{"prompt": "ab: ", "completion": "yes"}]
     data = plan_of('data.choices=["no", "yes"]').data
     made = prepare(records, tokenizer, data, seed=0, evaluated=True)
