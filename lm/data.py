@@ -39,7 +39,7 @@ from cloister.protocol.storage import disk_refusal, write_folder
 
 _NOTHING_LEARNABLE = "without a learnable token"
 _DUPLICATE = "equal to an earlier one"
-_NOT_COMPARED = "too long with one of data.choices, so in the loss alone"
+_NOT_COMPARED = "in comparing choices, because one does not fit or has no token before it"
 
 NOT_LEARNED = -100
 """The label that transformers' loss ignores."""

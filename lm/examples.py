@@ -188,7 +188,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
 
     Raises:
         DataError: it has no chat template, or cannot give the offsets of its tokens in a text, where the format needs
-            them.
+            them; or two choices have the same tokens, so that neither can be more probable.
     """
     if data.format == "messages" and not tokenizer.chat_template:
         raise DataError(
@@ -203,6 +203,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
             expected="'text', because the tokenizer cannot give the offsets of its tokens in a text",
             fix="set model.tokenizer to a fast tokenizer (of the tokenizers library)",
         )
+    known: dict[tuple[int, ...], str] = {}
+    for choice in data.choices:
+        other = known.setdefault(tuple(tokenizer(choice, add_special_tokens=False)["input_ids"]), choice)
+        if other != choice:
+            raise DataError(
+                "data.choices",
+                choice,
+                expected=f"other tokens than those of the choice {other!r}, which the tokenizer makes equal to it",
+                fix="keep one of the two, or set model.tokenizer to another one",
+            )
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:

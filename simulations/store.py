@@ -105,14 +105,9 @@ class Store:
         entry = self._index[index]
         if entry is None:
             return None
-        parts = {name: self._sequences(part) for name, part in entry["parts"].items()}
-        return Prepared(
-            parts["train"],
-            parts["held_out"],
-            entry["records"],
-            Counter(entry["left_out"]),
-            parts.get("asked"),
-        )
+        train, held_out = (self._sequences(entry[part]) for part in ("train", "held_out"))
+        asked = self._sequences(entry["asked"]) if "asked" in entry else None
+        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]), asked)
 
     def _sequences(self, entry: dict[str, Any]) -> Sequences:
         arrays: dict[str, NDArray[Any]] = {}
@@ -151,7 +146,7 @@ def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
     """Append the arrays of a site to the files, and return where they are."""
-    parts: dict[str, dict[str, Any]] = {}
+    entry: dict[str, Any] = {"records": prepared.records, "left_out": dict(prepared.left_out)}
     for name, part in prepared.parts():
         arrays = {}
         for kind, type_ in _TYPES.items():
@@ -160,5 +155,5 @@ def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
                 file = files[kind]
                 arrays[kind] = (file.tell() // type_.itemsize, array.shape)
                 file.write(np.ascontiguousarray(array, type_).tobytes())
-        parts[name] = {"n_bytes": part.n_bytes, "arrays": arrays}
-    return {"records": prepared.records, "left_out": dict(prepared.left_out), "parts": parts}
+        entry[name] = {"n_bytes": part.n_bytes, "arrays": arrays}
+    return entry

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cloister.aggregation.sums import evaluation_layout
@@ -224,22 +225,24 @@ def test_masks_change_no_count_and_choices_nothing_else(secure: Made, tmp_path: 
     assert (twin.answer["classification"] is None) != choices
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_each_token_of_a_choice_counts_and_the_end_of_the_text(batch_size: int) -> None:
-    """Choices of one length, so that no token can be missed unseen, by a model of random weights."""
-    module = random_model()
-    settings = ('data.choices=["aaab", "caab", "aaad"]', "data.completion_field=other")
-    records = [{"prompt": record["prompt"], "other": "caab"} for record in questions(20)]
+@pytest.mark.parametrize(("choices", "batch_size"), [(("aaab", "caab", "aaad"), 1), (("caab", "ca", "b"), 7)])
+def test_each_token_of_a_choice_counts_and_the_end_of_the_text(
+    choices: tuple[str, ...], batch_size: int
+) -> None:
+    """A model of random weights: choices of one length, and of others, of which a mean would take longer ones."""
+    module, others = random_model(), 0
+    settings = (f"data.choices={json.dumps(choices)}", "data.completion_field=other")
+    records = [{"prompt": record["prompt"], "other": choices[1]} for record in questions(20)]
     made = prepare(records, byte_tokenizer(), plan_of(*settings).data, seed=0, evaluated=True)
     assert made.asked is not None
     expected = [0, 0, 0]
-    margins = []
     for record in records:
-        sums = log_p(module, byte_tokenizer(), record["prompt"], ("aaab", "caab", "aaad"))
+        sums = np.array(log_p(module, byte_tokenizer(), record["prompt"], choices))
         expected[int(np.argmax(sums))] += 1
+        others += bool(np.argmax(sums) != np.argmax(sums / [len(choice) + 1 for choice in choices]))
         *_, second, first = sorted(sums)
-        margins.append(first - second)
-    assert min(margins) > 1e-4, "float32 would not give another order"
+        assert first - second > 1e-4, "float32 could give another order"
+    assert others > 0 or choices == ("aaab", "caab", "aaad")
     found = compare(module, made.asked, 3, batch_size, torch.device("cpu"))
     assert found.confusion == ((0, 0, 0), tuple(expected), (0, 0, 0))
     assert (found.tokens, found.loss_nats) == (0, 0.0)
@@ -344,7 +347,7 @@ def test_prompts_that_do_not_fit_with_each_choice_are_not_compared() -> None:
     assert made.asked.answers is not None
     assert made.asked.answers.tolist() == [CHOICES.index(record["completion"]) for record in questions(4)]
     assert (made.records, len(made.train)) == (6, 0)
-    assert made.left_out == {"too long with one of data.choices, so in the loss alone": 2}
+    assert made.left_out == {"in comparing choices, because one does not fit or has no token before it": 2}
 
 
 def test_a_subset_has_whole_prompts(tmp_path: Path) -> None:
@@ -365,18 +368,35 @@ def test_a_subset_has_whole_prompts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(subset(kept, 12, seed=3).tokens, made.asked.tokens)
 
 
-def test_choices_that_a_tokenizer_joins_to_the_prompt_are_compared_from_the_same_token() -> None:
-    """`: y` is one token, so a prompt that ends in `: ` ends one token earlier before `yes` than before `no`."""
-    words = ["a", "b", ":", " ", "n", "o", "y", "e", "s", ": ", ": y", "<end>", "<pad>"]
-    merges = [(":", " "), (": ", "y")]
+@pytest.mark.parametrize(
+    ("merges", "no", "yes"),
+    [
+        ([(":", " "), (": ", "y")], [": "], [": y"]),
+        ([(" ", "y"), (":", " ")], [": "], [":", " y"]),
+    ],
+)
+def test_choices_that_a_tokenizer_joins_to_the_prompt_are_compared_from_the_same_token(
+    merges: list[tuple[str, str]], no: list[str], yes: list[str]
+) -> None:
+    """A prompt that ends in `: ` has other tokens before `yes` than before `no`."""
+    words = [*"ab: noyes", *(one + other for one, other in merges), "<end>", "<pad>"]
+    words = list(dict.fromkeys(words))
     inner = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges))
     tokenizer = FAST(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>")
-    records = [{"prompt": "ab: ", "completion": "yes"}]
     data = plan_of('data.choices=["no", "yes"]').data
-    made = prepare(records, tokenizer, data, seed=0, evaluated=True)
+    made = prepare([{"prompt": "ab: ", "completion": "yes"}], tokenizer, data, seed=0, evaluated=True)
     assert made.asked is not None
     names = [[words[label] for label in row if label != NOT_LEARNED] for row in made.asked.labels]
-    assert names == [[": ", "n", "o", "<end>"], [": y", "e", "s", "<end>"]]
+    assert names == [[*no, "n", "o", "<end>"], [*yes, *"es", "<end>"]]
+
+
+def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+    with pytest.raises(
+        DataError, match=r"data.choices is 'No': expected other tokens than those of the choice 'no'"
+    ):
+        prepare(questions(4), tokenizer, plan_of('data.choices=["no", "yes", "No"]').data, seed=0)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
