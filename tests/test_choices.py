@@ -82,6 +82,8 @@ RECORD = (
     "privacy.noise_multiplier=0.5",
     "privacy.delta=1e-3",
     "privacy.windows=1",
+    "privacy.accountant=rdp",
+    "privacy.method=reference",
     "model.adapter.scheme=ffa-lora",
     "model.adapter.rank=2",
 )
