@@ -77,16 +77,16 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
 
 
 def evaluation_layout(plan: Plan) -> SumLayout:
-    """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes the confusion
-    matrix."""
+    """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes or choices the
+    confusion matrix."""
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
     return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES, *confusion_counters(plan)))
 
 
 def confusion_counters(plan: Plan) -> tuple[str, ...]:
-    """The counters of a plan's confusion matrix, its rows one after the other; none without classes."""
-    classes = range(len(plan.data.classes))
-    return tuple(f"class {true} taken for {given}" for true in classes for given in classes)
+    """The counters of a plan's confusion matrix, its rows one after the other; none without classes or choices."""
+    (_, what), outcomes = plan.data.counted, range(len(plan.data.outcomes))
+    return tuple(f"{what} {true} taken for {given}" for true in outcomes for given in outcomes)
 
 
 def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:

@@ -152,6 +152,10 @@ def _data(plan: Plan, *, simulated: bool) -> Iterable[tuple[str, str]]:
     yield "format", f"{data.format}; learned from the field {_code(field)}"
     if data.task == "classify":
         yield "classes", f"{', '.join(map(_code, data.classes))}; by the field {_code(data.label_field)}"
+    if data.class_weights:
+        yield "weights of the classes in the loss", ", ".join(f"{weight:g}" for weight in data.class_weights)
+    if data.choices:
+        yield "choices", ", ".join(map(_code, data.choices))
     yield "tokens in a sequence", f"{data.sequence_length:,}"
 
 
@@ -203,7 +207,7 @@ def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:
     }.get(source, _code(source))
     first, last = ("evaluated on", where), ("loss before the first round", _figure(outcome.initial_loss))
     loss = (f"loss, nats per {plan.data.label}", f"{outcome.final_loss:.4f}")
-    if outcome.confusion is None:
+    if plan.data.task == "generate":
         yield _table(
             [
                 first,
@@ -214,24 +218,22 @@ def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:
                 last,
             ]
         )
+    if outcome.confusion is None:
         return
-    macro = outcome.confusion.macro()
-    yield _table(
-        [
-            first,
-            ("texts", f"{macro.support:,}"),
-            loss,
-            ("accuracy", _figure(outcome.accuracy)),
-            ("precision, mean over the classes", _figure(macro.precision)),
-            ("recall, mean over the classes", _figure(macro.recall)),
-            ("F1, mean over the classes", _figure(macro.f1)),
-            last,
-        ]
-    )
-    yield "| class | precision | recall | F1 | texts |\n|---|---|---|---|---|\n" + "\n".join(
+    macro, (counted, by) = outcome.confusion.macro(), plan.data.counted
+    several = "classes" if by == "class" else "choices"
+    rows = [
+        (f"{counted}s", f"{macro.support:,}"),
+        ("accuracy", _figure(outcome.confusion.accuracy if macro.support else None)),
+        (f"precision, mean over the {several}", _figure(macro.precision)),
+        (f"recall, mean over the {several}", _figure(macro.recall)),
+        (f"F1, mean over the {several}", _figure(macro.f1)),
+    ]
+    yield _table([first, rows[0], loss, *rows[1:], last] if by == "class" else rows)
+    yield f"| {by} | precision | recall | F1 | {counted}s |\n|---|---|---|---|---|\n" + "\n".join(
         f"| {_code(name)} | {_figure(each.precision)} | {_figure(each.recall)} | {_figure(each.f1)} "
         f"| {each.support:,} |"
-        for name, each in zip(plan.data.classes, outcome.confusion.by_class(), strict=True)
+        for name, each in zip(plan.data.outcomes, outcome.confusion.by_class(), strict=True)
     )
 
 

@@ -148,6 +148,8 @@ def _evaluated(event: Evaluated) -> Iterator[str]:
     yield f"accuracy {event.accuracy:.1%}"
     if event.bits_per_byte is not None:
         yield f"{event.bits_per_byte:.3f} bits/byte"
+    if event.choice_accuracy is not None:
+        yield f"choice accuracy {event.choice_accuracy:.1%}"
     if event.macro_f1 is not None:
         yield f"macro precision {event.macro_precision:.3f}, recall {event.macro_recall:.3f}, F1 {event.macro_f1:.3f}"
 
@@ -316,8 +318,8 @@ class LiveDisplay:
         private = self._plan.privacy.unit != "none"
         rate = f"{self._plan.data.label}s/s"
         first, second = "perplexity", "bits/byte"
-        if self._plan.data.task == "classify":
-            first, second = "accuracy", "macro F1"
+        if self._plan.data.outcomes:
+            first, second = "accuracy" if self._plan.data.classes else "choice accuracy", "macro F1"
         headings = ["round", "loss", "epsilon" if private else rate, "sites", first]
         headings += [second] if private else ["train loss", second]
         headings += ["staleness"] if self._plan.cohort.mode == "async" else []
@@ -335,6 +337,7 @@ class LiveDisplay:
                 figures = {
                     "perplexity": (loss.perplexity, ".2f"),
                     "bits/byte": (loss.bits_per_byte, ".3f"),
+                    "choice accuracy": (loss.choice_accuracy, ".1%"),
                     "macro F1": (loss.macro_f1, ".3f"),
                 }
                 cells |= {

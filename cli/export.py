@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             "accuracy": figures.accuracy,
             "classification": None
             if figures.confusion is None
-            else figures.confusion.to_json(plan.data.classes),
+            else figures.confusion.to_json(plan.data.outcomes),
             "params_sha256": figures.params_sha256,
         }
         print(json.dumps(facts))

@@ -7,7 +7,7 @@ says what is not shown: the run is finished all the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from cloister.privacy.claims import unit_in_words
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.figures import at_most
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import DataSection, Plan
 from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.outcome import Outcome
@@ -47,8 +47,9 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
     Returns:
         Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
         that worked on the run (`server/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`, or of a
-        classifier `texts` and `texts_per_second`; `classification`, the held-out texts by class and what they were
-        taken for (`lm/confusion.py`); `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
+        classifier `texts` and `texts_per_second`; `classification`, the held-out texts by class, or prompts by choice,
+        and what they were taken for (`lm/confusion.py`), while `accuracy` is that of labels, of texts or tokens;
+        `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
         None where there is no figure.
     """
     epsilon = None if _noise_declared(folder.plan) else outcome.epsilon
@@ -63,7 +64,7 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "accuracy": outcome.accuracy,
         "classification": None
         if outcome.confusion is None
-        else outcome.confusion.to_json(folder.plan.data.classes),
+        else outcome.confusion.to_json(folder.plan.data.outcomes),
         "epsilon": epsilon,
         "delta": None if epsilon is None else folder.plan.privacy.delta,
         "dataset": None if over is None else asdict(over),
@@ -159,7 +160,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         )
     console.print(_summary(folder, outcome))
     if outcome.confusion is not None:
-        console.print(*_classes(outcome.confusion, plan.data.classes))
+        console.print(*_classes(outcome.confusion, plan.data))
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"
@@ -233,14 +234,15 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     if outcome.initial_loss is not None and outcome.final_loss is not None:
         loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
         table.add_row("held-out loss", loss)
-        if outcome.confusion is not None:
-            macro = outcome.confusion.macro()
-            table.add_row("accuracy", f"{outcome.accuracy:.1%}")
-            figures = f"{macro.precision:.3f}, {macro.recall:.3f}, {macro.f1:.3f}"
-            table.add_row("macro precision, recall, F1", figures)
-        else:
+        if folder.plan.data.task == "generate":
             table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
             table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
+        if outcome.confusion is not None:
+            macro, (counted, by) = outcome.confusion.macro(), folder.plan.data.counted
+            of = "" if by == "class" else f" of {counted}s by {by}"
+            table.add_row(f"accuracy{of}", f"{outcome.confusion.accuracy:.1%}")
+            figures = f"{macro.precision:.3f}, {macro.recall:.3f}, {macro.f1:.3f}"
+            table.add_row("macro precision, recall, F1", figures)
     ends = {
         "budget": ", ended by the budget",
         "dataset": ", ended by the limit over all runs",
@@ -276,11 +278,13 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     return table
 
 
-def _classes(confusion: Confusion, classes: Sequence[str]) -> Iterator[Table]:
-    """The held-out texts by class: the figures of each, and where there are few classes what they were taken for."""
-    table = Table(title="Held-out texts by class", title_justify="left")
-    table.add_column("class")
-    for heading in ("precision", "recall", "F1", "texts"):
+def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
+    """The held-out texts by class, or prompts by choice: the figures of each, and where there are few what they were
+    taken for."""
+    classes, (counted, by) = data.outcomes, data.counted
+    table = Table(title=f"Held-out {counted}s by {by}", title_justify="left")
+    table.add_column(by)
+    for heading in ("precision", "recall", "F1", f"{counted}s"):
         table.add_column(heading, justify="right")
     for name, each in zip(classes, confusion.by_class(), strict=True):
         table.add_row(
@@ -290,7 +294,7 @@ def _classes(confusion: Confusion, classes: Sequence[str]) -> Iterator[Table]:
     if len(classes) > _SHOWN_CLASSES:
         return
     matrix = Table(title="What they were taken for", title_justify="left")
-    matrix.add_column("class")
+    matrix.add_column(by)
     for name in classes:
         matrix.add_column(Text(name), justify="right")
     for name, row in zip(classes, confusion.counts, strict=True):

@@ -74,6 +74,7 @@ def content(view: View) -> Content:
         headings=_headings(view.plan),
         rounds=[(row["round"], _cells(row, view.plan)) for row in reversed(view.rows[-_ROUNDS:])],
         classes=_classes(view),
+        counted=view.plan.data.counted,
         most_sites=_SITES,
     )
     name, of = view.plan.run.name, view.plan.run.rounds
@@ -173,18 +174,22 @@ def _budget(plan: Plan) -> Tick | None:
 
 def _headings(plan: Plan) -> list[str]:
     last = "training loss" if plan.privacy.unit == "none" else "epsilon"
-    figures = ("accuracy", "macro F1") if plan.data.task == "classify" else ("perplexity", "bits/byte")
+    figures = ("perplexity", "bits/byte")
+    if plan.data.outcomes:
+        figures = ("accuracy" if plan.data.classes else "choice accuracy", "macro F1")
     return ["sites", "held-out loss", *figures, last, "seconds"]
 
 
 def _classes(view: View) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
-    """The held-out texts of the last evaluation by class: headings, and for each class its name and cells."""
+    """The held-out texts of the last evaluation by class, or the prompts by choice: headings, and for each its name and
+    cells."""
     row = next((row for row in reversed(view.rows) if row.get("confusion")), None)
     if row is None:
         return None
-    classes, confusion = view.plan.data.classes, Confusion(tuple(map(tuple, row["confusion"])))
+    classes, confusion = view.plan.data.outcomes, Confusion(tuple(map(tuple, row["confusion"])))
     cells = len(classes) <= _CLASSES
-    headings = ["precision", "recall", "F1", "texts", *(f"as {name}" for name in classes if cells)]
+    counted = f"{view.plan.data.counted[0]}s"
+    headings = ["precision", "recall", "F1", counted, *(f"as {name}" for name in classes if cells)]
     lines = []
     for name, each, counts in zip(classes, confusion.by_class(), confusion.counts, strict=True):
         figures = [f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"]
@@ -203,8 +208,9 @@ def _cells(row: Mapping[str, Any], plan: Plan) -> list[str]:
     last = ("" if spent is None else at_most(spent)) if private else shown("train_loss", ".3f")
     sites = shown("sites", ",") if row["round"] == 0 or "sites" in row else "given up"
     figures = (shown("perplexity", ".2f"), shown("bits_per_byte", ".3f"))
-    if plan.data.task == "classify":
-        figures = (shown("accuracy", ".1%"), shown("macro_f1", ".3f"))
+    if plan.data.outcomes:
+        accuracy = "accuracy" if plan.data.classes else "choice_accuracy"
+        figures = (shown(accuracy, ".1%"), shown("macro_f1", ".3f"))
     return [sites, shown("loss", ".3f"), *figures, last, shown("seconds", ".1f")]
 
 

@@ -7,7 +7,8 @@ One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_s
    `privacy.largest_batch`, the `privacy.most_units` places for units are drawn, of which some are empty, and of more
    places than that limit so many are kept, uniformly at random. Only the first units have places.
 2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
-   an owner, the mean over the records of this mean.
+   an owner, the mean over the records of this mean. The loss of a text that is classified is first multiplied by the
+   weight of its class (`data.class_weights`), a number of the plan.
 3. S = sum over the batch of g_u min(1, C / |g_u|), the L2 norm taken over all parameters that are trained.
 4. The plan's optimizer, AdamW or Muon, steps on (S + N(0, z^2 C^2 I)) / B, which is post-processing, as are its
    moments, Muon's orthogonalization, weight decay and the proximal term, which depends on weights only.
@@ -68,11 +69,11 @@ from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
 from cloister.lm.optimizer import LocalOptimizer
 from cloister.lm.passes import Forward, Passes
-from cloister.lm.train import Bench, LocalUpdate, add_proximal
+from cloister.lm.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.lm.weights import Held, Named, Weights, Whole, whole
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import DataSection, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -467,12 +468,12 @@ class PrivateTrainer:
             From sequences, laid out in units, and indices of units (U,) to their gradients, a few units at a time.
         """
         parameters = [parameter for _, parameter in trained]
-        most = self._plan.local.batch_size
+        data, most = self._plan.data, self._plan.local.batch_size
         if self.method.name == "reference":
-            yield _Gradients(_one_by_one, self._passes, parameters, self.weights, most, self._device)
+            yield _Gradients(_one_by_one, data, self._passes, parameters, self.weights, most, self._device)
             return
         with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, self._passes, parameters, self.weights, most, self._device)
+            yield _Gradients(_by_hooks, data, self._passes, parameters, self.weights, most, self._device)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -547,6 +548,7 @@ class _Gradients:
     """Per-unit gradients of some parameters, by a method."""
 
     method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
+    data: DataSection
     passes: Passes
     parameters: list[nn.Parameter]
     weights: Weights
@@ -561,7 +563,8 @@ class _Gradients:
     def backward(
         self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64], most: int
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit).
+        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit) x (its class's
+        weight).
 
         Args:
             sequences: All sequences.
@@ -580,7 +583,9 @@ class _Gradients:
             windows = np.ones(1, np.int64)
         learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
         shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
-        weights = torch.from_numpy(shares / np.maximum(learned, 1)).to(self.device, torch.float32)
+        factors = class_factors(self.data, targets)
+        shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
+        weights = torch.from_numpy(shares).to(self.device, torch.float32)
         columns = to_device(tokens, self.device), to_device(targets, self.device)
         nats = self.passes.weighted(*columns, weights, most)
         if nats is None:

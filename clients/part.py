@@ -21,9 +21,9 @@ from cloister.clients.kept import read_base
 from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place
 from cloister.clients.release import Clipped
-from cloister.clients.work import Task, held_out, train
+from cloister.clients.work import Task, train
 from cloister.lm.data import Prepared
-from cloister.lm.evaluate import HeldOut
+from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import load_model
 from cloister.lm.parallelize import parallelize

@@ -21,11 +21,10 @@ from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.kept import Written, write_pieces
 from cloister.clients.release import Code, Finished, Protected, contribution
 from cloister.lm.data import Prepared
-from cloister.lm.evaluate import HeldOut, evaluate, subset
+from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
 from cloister.lm.train import Trainer
-from cloister.lm.weights import Weights
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
 from cloister.protocol.balance import OwnSteps
@@ -188,23 +187,6 @@ class Here:
 
     def close(self) -> None:
         """As `Work.close`: there is none."""
-
-
-def held_out(
-    plan: Plan, model: LanguageModel, device: torch.device, prepared: Prepared, weights: Weights | None = None
-) -> HeldOut:
-    """A model's sums on held-out sequences, or on the subset of `server.evaluation_sequences`.
-
-    Args:
-        plan: The plan.
-        model: The model, with its weights.
-        device: Its device.
-        prepared: The site's sequences.
-        weights: As for `lm.evaluate.evaluate`.
-    """
-    local, most = plan.local, plan.server.evaluation_sequences
-    chosen = subset(prepared.held_out, most, plan.run.seed)
-    return evaluate(model.module, chosen, local.batch_size, device, local.precision, weights)
 
 
 def masking(model: bytes, threads: int = 1) -> Mask:

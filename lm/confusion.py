@@ -10,7 +10,7 @@ would be other numbers. With c[i][j] the records of class i that the model takes
 
 and 0 where a denominator of the last three is 0. Macro figures are the means over all classes, also over those that no
 record has. These are the definitions of scikit-learn's `precision_recall_fscore_support` with all classes in `labels`,
-`average=None` or `"macro"`, and `zero_division=0`.
+`average=None` or `"macro"`, and `zero_division=0`. The choices of a prompt (`data.choices`) are classes here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from cloister.lm.examples import ANSWER, CONTEXT, Example, identity, to_examples
+from cloister.lm.examples import ANSWER, CONTEXT, Example, compared, identity, to_examples
 from cloister.lm.records import Record, Unusable, fingerprint, owner_of, read_each, read_records
 from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.plan import DataSection, Plan, PrivacySection
@@ -39,6 +39,7 @@ from cloister.protocol.storage import disk_refusal, write_folder
 
 _NOTHING_LEARNABLE = "without a learnable token"
 _DUPLICATE = "equal to an earlier one"
+_NOT_COMPARED = "in comparing choices, because one does not fit or has no token before it"
 
 NOT_LEARNED = -100
 """The label that transformers' loss ignores."""
@@ -66,6 +67,9 @@ class Sequences:
     """(U + 1,): unit u has exactly the rows starts[u]:starts[u + 1], at least one; None without units."""
     shares: NDArray[np.float32] | None = None
     """(N,): weight of a row in the gradient of its unit, 1 in all; None: the same for all rows of a unit."""
+    answers: NDArray[np.int32] | None = None
+    """(R,): where each of R prompts is completed with each of C choices, in N = R C rows in this order, the choice that
+    is its own. The labels are then those by which the choices of a prompt are compared. None: without choices."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,9 +116,19 @@ class Prepared:
     """Number of records that are used."""
     left_out: Mapping[str, int]
     """Number of the other records, by the reason: not readable, without the plan's fields or a label that is a class,
-    refused by template or tokenizer, without an owner, or without a learnable token (empty, or the whole answer is past
-    the sequence length).
-    No reason quotes a record."""
+    without a completion that is a choice, refused by template or tokenizer, without an owner, or without a learnable
+    token (empty, or the whole answer is past the sequence length). And number of the records that are used, of which
+    the choices are not compared. No reason quotes a record."""
+    asked: Sequences | None = None
+    """The prompts of the held-out records, each completed with each choice; None without choices, and under a privacy
+    unit, under which no site evaluates."""
+
+    def parts(self) -> Iterator[tuple[str, Sequences]]:
+        """The sequences for each purpose, by the name of their field."""
+        yield "train", self.train
+        yield "held_out", self.held_out
+        if self.asked is not None:
+            yield "asked", self.asked
 
     def summary(self) -> str:
         """What was made of the records, in one line for the person whose records they are."""
@@ -168,6 +182,7 @@ def prepare(
     seed: int,
     units: UnitRule | None = None,
     unusable: Unusable | None = None,
+    evaluated: bool = False,
 ) -> Prepared:
     """Tokenise records, split off the held-out ones, lay out both parts in sequences of the plan's length.
 
@@ -194,6 +209,7 @@ def prepare(
         units: How records become units; None where nothing smaller than the whole site is protected.
         unusable: What becomes of a record that cannot be used; by default it is left out with `units`, and an error
             without.
+        evaluated: Hold out all records, whatever `data.held_out` is; only without `units`.
 
     Raises:
         DataError: a record cannot be used, no record has a learnable token, or part of one single prompt or chat would
@@ -216,8 +232,13 @@ def prepare(
     whole = list(learnable)
     if unusable.refused and not whole:
         raise _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
-    train, held_out = _split(whole, data, seed, refuse=unusable.refused)
-    return Prepared(_lay_out(train, data, pad), _lay_out(held_out, data, pad), len(whole), unusable.left_out)
+    train: list[Example]
+    train, held_out = ([], whole) if evaluated else _split(whole, data, seed, refuse=unusable.refused)
+    asked = None
+    if data.choices and unusable.refused:
+        asked = _lay_out_choices(held_out, tokenizer, data, unusable)
+    parts = [_lay_out(part, data, pad) for part in (train, held_out)]
+    return Prepared(parts[0], parts[1], len(whole), unusable.left_out, asked)
 
 
 @dataclass(frozen=True)
@@ -326,13 +347,14 @@ def save_prepared(folder: Path, prepared: Prepared) -> None:
             "left_out": dict(prepared.left_out),
             "parts": {},
         }
-        for name, part in (("train", prepared.train), ("held_out", prepared.held_out)):
+        for name, part in prepared.parts():
             arrays: dict[str, NDArray[Any] | None] = {
                 "tokens": part.tokens,
                 "labels": part.labels,
                 "positions": part.positions,
                 "starts": part.starts,
                 "shares": part.shares,
+                "answers": part.answers,
             }
             present = {kind: array for kind, array in arrays.items() if array is not None}
             for kind, array in present.items():
@@ -352,7 +374,7 @@ def load_prepared(folder: Path) -> Prepared:
     try:
         about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         parts = {}
-        for name in ("train", "held_out"):
+        for name in about["parts"]:
             part = about["parts"][name]
             mode: Any = "r" if part["rows"] else None  # an empty array cannot be memory-mapped
             arrays = {kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode=mode) for kind in part["arrays"]}
@@ -363,8 +385,15 @@ def load_prepared(folder: Path) -> Prepared:
                 int(part["n_bytes"]),
                 arrays.get("starts"),
                 arrays.get("shares"),
+                arrays.get("answers"),
             )
-        return Prepared(parts["train"], parts["held_out"], int(about["records"]), Counter(about["left_out"]))
+        return Prepared(
+            parts["train"],
+            parts["held_out"],
+            int(about["records"]),
+            Counter(about["left_out"]),
+            parts.get("asked"),
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise DataError(
             "prepared data",
@@ -623,6 +652,29 @@ def _lay_out_classes(examples: Sequence[Example], length: int, pad: int) -> Sequ
         row[: len(example)] = example.tokens
     labels = np.array([example.label for example in examples], np.int32).reshape(-1, 1)
     return Sequences(tokens, labels, None, 0)
+
+
+def _lay_out_choices(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, data: DataSection, unusable: Unusable
+) -> Sequences:
+    """Place the prompt of each example with each choice in a sequence of its own. A prompt that does not fit with one
+    of them is left out, because choices of which one is cut cannot be compared."""
+    length, pad = data.sequence_length, tokenizer.pad_token_id
+    size = len(data.choices)
+    tokens = np.full((len(examples) * size, length), pad, np.int32)
+    labels = np.full(tokens.shape, NOT_LEARNED, np.int32)
+    answers: list[int] = []
+    for answer, completed, first in compared(examples, tokenizer, data):
+        # The first token of a sequence has no context to be predicted from.
+        if first == 0 or max(map(len, completed)) > length:
+            unusable.left_out[_NOT_COMPARED] += 1
+            continue
+        for row, example in enumerate(completed, len(answers) * size):
+            tokens[row, : len(example)] = example.tokens
+            labels[row, first : len(example)] = example.tokens[first:]
+        answers.append(answer)
+    used = slice(len(answers) * size)
+    return Sequences(tokens[used], labels[used], None, 0, answers=np.array(answers, np.int32))
 
 
 def _placed(

@@ -10,6 +10,7 @@ the clock and Python's random numbers. Here both are the same at every rendering
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +56,8 @@ class Example:
     """UTF-8 bytes of text that an `ANSWER` token stands for."""
     label: int | None = None
     """Of a classifier's text its class, an index of `data.classes`; its tokens are not learned, but all have a role."""
+    question: tuple[str, int] | None = None
+    """Where a record has a choice: its prompt, and the choice that completes it, an index of `data.choices`."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,7 +84,8 @@ def to_examples(
         tokenizer: The tokenizer.
         data: What a record is.
         unusable: What becomes of a record that lacks the plan's field, has another type in it, has no label in
-            `data.classes`, is a chat that the template refuses, or cannot be tokenised; by default it is an error.
+            `data.classes`, has a completion that is not in `data.choices`, is a chat that the template refuses, or
+            cannot be tokenised; by default it is an error.
 
     Yields:
         A record, and its example; in the order of the records, without those that are left out.
@@ -93,6 +97,7 @@ def to_examples(
     unusable = unusable or Unusable(refused=True)
     encode = _classified(tokenizer, data) if data.task == "classify" else _learned(tokenizer, data)
     classes = {name: index for index, name in enumerate(data.classes)}
+    choices = {name: index for index, name in enumerate(data.choices)}
 
     def rendered() -> Iterator[_Rendered]:
         for number, record in enumerate(records, start=1):
@@ -111,13 +116,20 @@ def to_examples(
                 )
                 if label is None:
                     continue
-            yield record, text, label
+            question: tuple[str, int] | None = None
+            if choices:
+                question = unusable.tried(
+                    "with a completion that is not in data.choices", _question, data, choices, number, record
+                )
+                if question is None:
+                    continue
+            yield record, text, label, question
 
     for batch in _by_size(rendered()):
-        examples = unusable.tried_together("refused by the tokenizer", encode, [text for _, text, _ in batch])
-        for (record, _, label), example in zip(batch, examples, strict=True):
+        examples = unusable.tried_together("refused by the tokenizer", encode, [each[1] for each in batch])
+        for (record, _, label, question), example in zip(batch, examples, strict=True):
             if example is not None:
-                yield record, example if label is None else replace(example, label=label)
+                yield record, replace(example, label=label, question=question)
 
 
 def _learned(
@@ -176,7 +188,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
 
     Raises:
         DataError: it has no chat template, or cannot give the offsets of its tokens in a text, where the format needs
-            them.
+            them; or two choices have the same tokens, so that neither can be more probable.
     """
     if data.format == "messages" and not tokenizer.chat_template:
         raise DataError(
@@ -191,6 +203,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
             expected="'text', because the tokenizer cannot give the offsets of its tokens in a text",
             fix="set model.tokenizer to a fast tokenizer (of the tokenizers library)",
         )
+    known: dict[tuple[int, ...], str] = {}
+    for choice in data.choices:
+        other = known.setdefault(tuple(tokenizer(choice, add_special_tokens=False)["input_ids"]), choice)
+        if other != choice:
+            raise DataError(
+                "data.choices",
+                choice,
+                expected=f"other tokens than those of the choice {other!r}, which the tokenizer makes equal to it",
+                fix="keep one of the two, or set model.tokenizer to another one",
+            )
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -202,8 +224,8 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-_Rendered = tuple[Record, _Text, int | None]
-"""A record, its text, and the class of the text if it is classified."""
+_Rendered = tuple[Record, _Text, int | None, tuple[str, int] | None]
+"""A record, its text, the class of the text if it is classified, and the record's question if it has a choice."""
 
 
 @lru_cache(maxsize=1)
@@ -336,6 +358,54 @@ def _label(data: DataSection, classes: Mapping[str, int], number: int, record: R
             fix="add the class to data.classes, or correct the record",
         )
     return classes[name]
+
+
+def _question(data: DataSection, choices: Mapping[str, int], number: int, record: Record) -> tuple[str, int]:
+    """The prompt of a record, and its completion as an index of `data.choices`."""
+    completion = _field(record, number, data.completion_field)
+    if completion not in choices:
+        raise DataError(
+            f"record {number}, field {data.completion_field}",
+            completion,
+            expected=f"one of data.choices: {', '.join(map(repr, data.choices))}",
+            fix="add the completion to data.choices, or correct the record",
+        )
+    return _field(record, number, data.prompt_field), choices[completion]
+
+
+def compared(
+    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, data: DataSection
+) -> Iterator[tuple[int, list[Example], int]]:
+    """Complete the prompt of each example with each choice, to compare how probable they are.
+
+    The examples of one prompt are compared from the first token that any of the choices changes: where the end of the
+    prompt and the beginning of a choice are one token, prompts alone would end at different places. All tokens before
+    it are the same, so the sum of log p over the tokens from it on is, up to a term that the choices share, the log
+    probability of the whole text.
+
+    Args:
+        examples: Examples with a question.
+        tokenizer: The tokenizer.
+        data: What a record is, with C choices.
+
+    Yields:
+        The choice that is an example's own; its prompt with each of the C choices, whole; the token from which they are
+        compared.
+    """
+    questions = [example.question for example in examples if example.question is not None]
+    variants = (
+        {data.prompt_field: prompt, data.completion_field: choice}
+        for prompt, _ in questions
+        for choice in data.choices
+    )
+    made = (example for _, example in to_examples(variants, tokenizer, data))
+    for _, answer in questions:
+        completed = list(itertools.islice(made, len(data.choices)))
+        first = min(int(np.argmax(example.role != CONTEXT)) for example in completed)
+        for example in completed[1:]:
+            differs = np.flatnonzero(example.tokens[:first] != completed[0].tokens[:first])
+            first = int(differs[0]) if len(differs) else first
+        yield answer, completed, first
 
 
 def _value(record: Record, number: int, name: str) -> Any:

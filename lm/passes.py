@@ -27,8 +27,10 @@ class MicroBatch(NamedTuple):
     """(B, L)"""
     targets: torch.Tensor
     """(B, L): the next token of each position; -100 where nothing is learned. Of a classifier (B, 1): the classes."""
-    positions: torch.Tensor | None
+    positions: torch.Tensor | None = None
     """(B, L): `position_ids` of packed records."""
+    factors: torch.Tensor | None = None
+    """(B,) float32: what the loss of each row is multiplied by; None: 1."""
 
 
 class Passes(Protocol):
@@ -42,7 +44,8 @@ class Passes(Protocol):
             learned: Labels that all processes learn from in the step.
 
         Returns:
-            The losses, each summed over some of the rows, float32 (); none in a process that does not compute them.
+            The losses with their factors, each summed over some of the rows, float32 (); none in a process that does
+            not compute them.
         """
 
     def weighted(
@@ -131,9 +134,12 @@ class Direct:
     def backward(self, micro_batches: Sequence[MicroBatch], learned: int) -> list[torch.Tensor]:
         """See `Passes`; one loss for each micro-batch."""
         losses = []
-        for number, (tokens, targets, positions) in enumerate(micro_batches, 1):
+        for number, (tokens, targets, positions, factors) in enumerate(micro_batches, 1):
             self._prepare(last=number == len(micro_batches))
-            loss = summed_loss(self._forward(tokens, positions), targets)
+            logits = self._forward(tokens, positions)
+            loss = (
+                summed_loss(logits, targets) if factors is None else losses_of_rows(logits, targets) @ factors
+            )
             (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
             losses.append(loss.detach())
         return losses

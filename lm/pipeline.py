@@ -90,6 +90,8 @@ class Pipeline:
 
     def backward(self, micro_batches: Sequence[MicroBatch], learned: int) -> list[torch.Tensor]:
         """See `Passes`: the step's rows are cut into other micro-batches, none of which is larger than a given one."""
+        # Only a classifier's rows have factors, and it is not divided into stages.
+        assert all(each.factors is None for each in micro_batches)
         size, count = divided(self._rows, len(micro_batches), self._stages)
         tokens = torch.cat([each.tokens for each in micro_batches])
         targets = torch.cat([each.targets for each in micro_batches])

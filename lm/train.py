@@ -7,7 +7,13 @@ One step minimises, over the learned tokens of `accumulation` micro-batches,
 
     (1 / tokens) sum of -log p(token)  +  mu/2 ||w - w_global||^2
 
-where the mean is over all tokens of the step, so that 2 micro-batches of 8 are 1 of 16 whatever their padding; the
+where the mean is over all tokens of the step, so that 2 micro-batches of 8 are 1 of 16 whatever their padding. Of texts
+that are classified, with w = `data.class_weights` or 1, the first term is
+
+    (1 / texts) sum of w[class] (-log p(class))
+
+and divides by the number of texts, not by the sum of their weights. So the loss of a text counts the same in whatever
+micro-batch, rank or site it is: sums over parts of a step are added up, and sites count by their texts. The
 second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
 gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
 float32 weights.
@@ -15,6 +21,7 @@ float32 weights.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from cloister.lm.data import NOT_LEARNED, Sequences, batches
@@ -34,7 +42,7 @@ from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import DataError, ModelError, UpdateError
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan import DataSection, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +62,7 @@ class LocalUpdate:
     tokens: int
     """Number of labels learned from; a label counts each time it is used."""
     loss: float
-    """Mean training loss over those labels, in nats per token, without the proximal term."""
+    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term."""
     steps: int
     """Optimizer steps taken."""
     offset: int = 0
@@ -273,16 +281,35 @@ class Trainer:
                 targets = sequences.targets(rows)
                 if not mine:
                     targets[:] = NOT_LEARNED
-            columns = [to_device(sequences.tokens[rows], self._device), to_device(targets, self._device)]
+            columns = {
+                "tokens": to_device(sequences.tokens[rows], self._device),
+                "targets": to_device(targets, self._device),
+            }
             if sequences.positions is not None:
-                columns.append(to_device(sequences.positions[rows], self._device))
-            micro_batches = zip(*(torch.split(column, max(mine, 1)) for column in columns), strict=True)
+                columns["positions"] = to_device(sequences.positions[rows], self._device)
+            factors = class_factors(self._plan.data, targets)
+            if factors is not None:
+                columns["factors"] = torch.from_numpy(factors).to(self._device)
+            split = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
+            micro_batches = (MicroBatch(**dict(zip(columns, batch, strict=True))) for batch in split)
             for count in learned:
-                step = [next(micro_batches) for _ in range(local.accumulation)]
-                yield (
-                    int(count),
-                    [MicroBatch(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
-                )
+                yield int(count), list(itertools.islice(micro_batches, local.accumulation))
+
+
+def class_factors(data: DataSection, targets: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """What `data.class_weights` multiplies the loss of rows by; None: 1.
+
+    Args:
+        data: The plan's section.
+        targets: (R, 1): classes, -100 in rows of which nothing is learned.
+
+    Returns:
+        (R,) float32.
+    """
+    if not data.class_weights:
+        return None
+    weights = np.array(data.class_weights, np.float32)
+    return np.where(targets[:, 0] == NOT_LEARNED, np.float32(0), weights[np.maximum(targets[:, 0], 0)])
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:

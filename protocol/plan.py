@@ -42,7 +42,9 @@ MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
 MOST_CLASSES = 256
-"""Most classes of a classifier: a confusion matrix has the square of it, in each site's totals."""
+"""Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
+
+ClassWeight = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
@@ -140,6 +142,10 @@ class DataSection(Section):
     classes: tuple[str, ...] = ()
     """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
     another label cannot be used."""
+    class_weights: tuple[ClassWeight, ...] = ()
+    """For each of `classes`, in their order, what the loss of its texts is multiplied by in training, 0.001 to 1000;
+    none: 1. The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses
+    have no weights. They are public numbers of the plan: counted in the sites' records, they would tell about them."""
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
@@ -149,6 +155,10 @@ class DataSection(Section):
     """Field that holds the prompt when format is `prompt`."""
     completion_field: str = "completion"
     """Field that holds the completion when format is `prompt`."""
+    choices: tuple[str, ...] = ()
+    """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
+    another one cannot be used. Training is as without choices; an evaluation also counts which choice is the most
+    probable after each prompt."""
     messages_field: str = "messages"
     """Field that holds the list of {role, content} when format is `messages`."""
     owner: str = ""
@@ -168,6 +178,16 @@ class DataSection(Section):
     def label(self) -> str:
         """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
         return "text" if self.task == "classify" else "token"
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """What the rows and columns of a confusion matrix stand for: classes or choices; empty without either."""
+        return self.classes or self.choices
+
+    @property
+    def counted(self) -> tuple[str, str]:
+        """What a confusion matrix counts, and by what: a `text` by its `class`, or a `prompt` by its `choice`."""
+        return ("text", "class") if self.task == "classify" else ("prompt", "choice")
 
 
 class LocalSection(Section):
@@ -437,7 +457,7 @@ class ServerSection(Section):
     evaluation_sequences: Count | None = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
     pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared; bits per byte are then
-    an estimate. None: all of them."""
+    an estimate. With `data.choices` also the most prompts of which choices are compared. None: all of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
     gate: GateSection = GateSection()

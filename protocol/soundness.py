@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
@@ -196,12 +197,13 @@ def _check_poison(plan: Plan) -> None:
             expected='another kind with data.format = "text", whose records have no answers',
             fix='set faults.poison.kind = "backdoor", or use prompts or messages',
         )
-    if poison.kind == "backdoor" and plan.data.classes and poison.target not in plan.data.classes:
+    if poison.kind == "backdoor" and plan.data.outcomes and poison.target not in plan.data.outcomes:
+        names, what = ("classes", "label") if plan.data.classes else ("choices", "completion")
         raise PlanError(
             "faults.poison.target",
             poison.target,
-            expected="one of data.classes: a record with another label is not used",
-            fix=f'set faults.poison.target = "{plan.data.classes[0]}"',
+            expected=f"one of data.{names}: a record with another {what} is not used",
+            fix=f'set faults.poison.target = "{plan.data.outcomes[0]}"',
         )
     if poison.kind == "scale" and poison.factor == 1:
         raise PlanError(
@@ -289,10 +291,21 @@ def _check_mode(plan: Plan) -> None:
 
 
 def _check_task(plan: Plan) -> None:
-    """Refuse a classifier without two different classes or on data without one label for a text; classes without it."""
+    """Refuse a classifier without two different classes or on data without one label for a text; classes without it;
+    choices on data without completions."""
     data, privacy = plan.data, plan.privacy
+    if data.choices:
+        if data.task != "generate" or data.format != "prompt":
+            raise PlanError(
+                "data.choices",
+                ", ".join(data.choices),
+                expected='no value; only valid with data.task = "generate" and data.format = "prompt", whose '
+                "completions are the choices",
+                fix='set data.format = "prompt", or remove data.choices',
+            )
+        _check_names("choices", data.choices)
     if data.task != "classify":
-        for name, default in (("classes", ()), ("label_field", "label")):
+        for name, default in (("classes", ()), ("class_weights", ()), ("label_field", "label")):
             if getattr(data, name) != default:
                 raise PlanError(
                     f"data.{name}",
@@ -308,19 +321,13 @@ def _check_task(plan: Plan) -> None:
             expected='"text" with data.task = "classify": a text has one label',
             fix='set data.format = "text", data.text_field and data.label_field',
         )
-    if not 2 <= len(data.classes) <= MOST_CLASSES:
+    _check_names("classes", data.classes)
+    if data.class_weights and len(data.class_weights) != len(data.classes):
         raise PlanError(
-            "data.classes",
-            len(data.classes),
-            expected=f'2 to {MOST_CLASSES} classes with data.task = "classify"',
-            fix='list them, such as data.classes = ["negative", "positive"]',
-        )
-    if "" in data.classes or len(set(data.classes)) < len(data.classes):
-        raise PlanError(
-            "data.classes",
-            next(each for each in data.classes if not each or data.classes.count(each) > 1),
-            expected="different names that are not empty",
-            fix="name each class once",
+            "data.class_weights",
+            len(data.class_weights),
+            expected=f"{len(data.classes)} weights, one for each of data.classes",
+            fix="list one for each class, or remove data.class_weights",
         )
     if privacy.dpsgd and privacy.windows != PrivacySection().windows:
         raise PlanError(
@@ -335,6 +342,24 @@ def _check_task(plan: Plan) -> None:
             "window",
             expected='"record" with data.task = "classify": the label is of the whole text',
             fix='set privacy.record = "record"',
+        )
+
+
+def _check_names(what: Literal["classes", "choices"], names: tuple[str, ...]) -> None:
+    """Refuse too few or too many classes or choices, an empty one, or two that are equal."""
+    if not 2 <= len(names) <= MOST_CLASSES:
+        raise PlanError(
+            f"data.{what}",
+            len(names),
+            expected=f"2 to {MOST_CLASSES} {what}",
+            fix=f'list them, such as data.{what} = ["no", "yes"]',
+        )
+    if "" in names or len(set(names)) < len(names):
+        raise PlanError(
+            f"data.{what}",
+            next(each for each in names if not each or names.count(each) > 1),
+            expected="different names that are not empty",
+            fix="name each once",
         )
 
 

@@ -6,6 +6,7 @@ ring as updates; the coordinator learns the totals over all sites that answered.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -15,12 +16,15 @@ from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS, 
 from cloister.lm.confusion import Confusion
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import prepare
-from cloister.lm.evaluate import HeldOut, evaluate, subset
+from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.model import LanguageModel, device_for
+from cloister.protocol.errors import DataError
 from cloister.protocol.messages import EVALUATE
 from cloister.protocol.plan import Plan
 from cloister.server.progress import NotEvaluated
 from cloister.server.sum import Failed, Party, Wanted, sum_over
+
+_log = logging.getLogger(__name__)
 
 Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
 """From a round and its model to the sums on held-out records; None without an evaluation."""
@@ -29,7 +33,7 @@ Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
 def at_sites(party: Party) -> Evaluation:
     """Evaluation by a cohort, each site on its own held-out records, weighted by their labels."""
 
-    def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
+    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
         wanted = Wanted(EVALUATE, round_number, weights)
         total = sum_over(party, wanted)
         if isinstance(total, Failed):
@@ -39,7 +43,7 @@ def at_sites(party: Party) -> Evaluation:
         confusion = Confusion.of([sums[name] for name in confusion_counters(party.plan)])
         return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES], confusion.counts)
 
-    return held_out
+    return evaluated
 
 
 def nowhere(_round: int, _weights: npt.NDArray[np.float32]) -> None:
@@ -55,16 +59,23 @@ def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
         source: Where the records are: a file, a folder, a hub name or a `builtin:` source.
 
     Raises:
-        DataError: there are no records.
+        DataError: there are no records, one cannot be used, or no choices can be compared.
     """
     records = corpus_records(source).records
-    data = plan.data.model_copy(update={"held_out": 0.0})
-    prepared = prepare(records, model.tokenizer, data, seed=plan.run.seed)
-    sequences = subset(prepared.train, plan.server.evaluation_sequences, plan.run.seed)
+    prepared = prepare(records, model.tokenizer, plan.data, seed=plan.run.seed, evaluated=True)
+    if prepared.left_out:
+        _log.warning("public records: %s", prepared.summary())
+    if prepared.asked is not None and not len(prepared.asked):
+        raise DataError(
+            "server.evaluation",
+            source,
+            expected="a prompt that fits into data.sequence_length with each of data.choices",
+            fix="raise data.sequence_length",
+        )
     device = device_for("auto")
 
-    def held_out(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut:
+    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut:
         model.layout.scatter(weights, model.module.to(device))
-        return evaluate(model.module, sequences, plan.local.batch_size, device, plan.local.precision)
+        return held_out(plan, model, device, prepared)
 
-    return held_out
+    return evaluated

@@ -63,7 +63,7 @@ class Outcome:
     """Largest resident set of the coordinator's process, in bytes: the kernel's VmHWM, which counts pages that several
     processes share in each of them. Of the process that returns this; None if not known."""
     confusion: Confusion | None = None
-    """The confusion matrix of the final model on held-out texts; None if nothing was classified."""
+    """The confusion matrix of the final model on held-out texts or prompts; None without classes and choices."""
     worker_rss: int | None = None
     """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
 

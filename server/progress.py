@@ -97,12 +97,15 @@ class Evaluated:
     """None, as `bits_per_byte`, where texts are classified."""
     accuracy: float
     bits_per_byte: float | None
+    choice_accuracy: float | None = None
+    """Fraction of the prompts whose most probable choice is their own; None without choices. `accuracy` is then that of
+    tokens."""
     macro_precision: float | None = None
-    """Mean over the classes (`lm/confusion.py`); None, as what follows, where nothing is classified."""
+    """Mean over the classes or choices (`lm/confusion.py`); None, as what follows, without either."""
     macro_recall: float | None = None
     macro_f1: float | None = None
     confusion: Counts | None = None
-    """Records of class i, the row, that the model takes for class j, the column."""
+    """Records of class or choice i, the row, that the model takes for j, the column."""
 
 
 @dataclass(frozen=True)

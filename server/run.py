@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -291,28 +291,30 @@ def _evaluated(context: RoundContext, number: int) -> dict[str, Any]:
         held_out = context.gate.held_out(number, context.optimizer.weights)
     if held_out is None:
         return {}
-    found = _figures(number, held_out)
+    found = _figures(number, held_out, classified=context.party.plan.data.task == "classify")
     context.party.observe(found)
     return {name: value for name, value in asdict(found).items() if value is not None}
 
 
-def _figures(number: int, held_out: HeldOut) -> Evaluated:
-    if not held_out.confusion:
-        return Evaluated(
-            number, held_out.loss, held_out.perplexity, held_out.accuracy, held_out.bits_per_byte
-        )
-    confusion = Confusion(held_out.confusion)
-    macro = confusion.macro()
-    return Evaluated(
+def _figures(number: int, held_out: HeldOut, *, classified: bool) -> Evaluated:
+    found = Evaluated(
         number,
         held_out.loss,
-        None,
+        None if classified else held_out.perplexity,
         held_out.accuracy,
-        None,
-        macro.precision,
-        macro.recall,
-        macro.f1,
-        confusion.counts,
+        None if classified else held_out.bits_per_byte,
+    )
+    if not held_out.confusion:
+        return found
+    confusion = Confusion(held_out.confusion)
+    macro = confusion.macro()
+    return replace(
+        found,
+        choice_accuracy=None if classified or not confusion.records else confusion.accuracy,
+        macro_precision=macro.precision,
+        macro_recall=macro.recall,
+        macro_f1=macro.f1,
+        confusion=confusion.counts,
     )
 
 

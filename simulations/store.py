@@ -32,6 +32,7 @@ _TYPES: dict[str, np.dtype[Any]] = {
     "positions": np.dtype(np.int32),
     "starts": np.dtype(np.int64),
     "shares": np.dtype(np.float32),
+    "answers": np.dtype(np.int32),
 }
 _INDEX = "index.json"
 
@@ -105,7 +106,8 @@ class Store:
         if entry is None:
             return None
         train, held_out = (self._sequences(entry[part]) for part in ("train", "held_out"))
-        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]))
+        asked = self._sequences(entry["asked"]) if "asked" in entry else None
+        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]), asked)
 
     def _sequences(self, entry: dict[str, Any]) -> Sequences:
         arrays: dict[str, NDArray[Any]] = {}
@@ -119,6 +121,7 @@ class Store:
             entry["n_bytes"],
             arrays.get("starts"),
             arrays.get("shares"),
+            arrays.get("answers"),
         )
 
 
@@ -144,7 +147,7 @@ def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pre
 def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
     """Append the arrays of a site to the files, and return where they are."""
     entry: dict[str, Any] = {"records": prepared.records, "left_out": dict(prepared.left_out)}
-    for name, part in (("train", prepared.train), ("held_out", prepared.held_out)):
+    for name, part in prepared.parts():
         arrays = {}
         for kind, type_ in _TYPES.items():
             array = getattr(part, kind)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cloister.lm import shards
 from cloister.lm.data import NOT_LEARNED, Sequences
-from cloister.lm.evaluate import HeldOut, evaluate
+from cloister.lm.evaluate import HeldOut, compare, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.parallelize import parallelize
@@ -68,6 +68,11 @@ def some(n: int = 20) -> Sequences:
     )
     labels[:, 0] = NOT_LEARNED
     return Sequences(tokens, labels, None, n_bytes=1)
+
+
+def classified(n: int = 20) -> Sequences:
+    """The same tokens, each sequence with one of three classes."""
+    return Sequences(some(n).tokens, np.arange(n, dtype=np.int32)[:, None] % 3, None, n_bytes=0)
 
 
 def packed(n: int = 20) -> Sequences:
@@ -122,6 +127,8 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
             model = model_of(ranks, job)
             trainer = Trainer(from_json(job.plan), model, CPU, ranks)
             sequences = packed() if job.packed else some()
+            if json.loads(job.plan)["data"]["task"] == "classify":
+                sequences = classified()
             updates.append(
                 trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, state=job.state)
             )
@@ -173,11 +180,14 @@ def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
 
 
 def score(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
-    """The sums of an evaluation of the job's global model, the last batch of which has fewer rows."""
+    """The sums of an evaluation of the job's global model, the last batch of which has fewer rows; and which of three
+    choices it gives to five prompts."""
     model = model_of(ranks, job)
     weights = Whole(model) if ranks is None else Shards(model, ranks)
     weights.place(start_of(job))
-    return evaluate(model.module, packed(7) if job.packed else some(7), 4, CPU, weights=weights)
+    found = evaluate(model.module, packed(7) if job.packed else some(7), 4, CPU, weights=weights)
+    asked = replace(some(15), answers=np.arange(5, dtype=np.int32) % 3)
+    return found + compare(model.module, asked, 3, 4, CPU, weights=weights)
 
 
 def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:

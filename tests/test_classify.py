@@ -44,7 +44,9 @@ from cloister.protocol.errors import DataError, ModelError, PlanError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
 from cloister.server.folder import read_plan
+from cloister.server.progress import Event, RoundDone
 from cloister.tests.command import done, found, lone_refusal, refusal
+from cloister.tests.kills import kill_while, killed_run
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -127,9 +129,9 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 class Made:
     """A finished run, by the command line."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *settings: str, records: list[dict[str, Any]] | None = None) -> None:
         self.run, plan = folder / "run", folder / "plan.toml"
-        plan.write_text(f'{PLAN}source = "{write(folder / "notes.jsonl", notes(90))}"\n')
+        plan.write_text(f'{PLAN}source = "{write(folder / "notes.jsonl", records or notes(90))}"\n')
         arguments = [part for setting in settings for part in ("--set", setting)]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -455,6 +457,118 @@ def test_the_gradients_of_opacus_are_those_of_single_backward_passes(settings: t
             torch.testing.assert_close(hooked[unit], alone, rtol=1e-4, atol=1e-6)
 
 
+# --- weights of the classes -------------------------------------------------------------------------------------------
+
+WEIGHTS = (0.5, 1.0, 20.0)
+WEIGHTED = "data.class_weights=[0.5, 1.0, 20.0]"
+
+
+def loss_of(model: LanguageModel, data: Sequences, row: int) -> torch.Tensor:
+    """-log p of the class of one text, without padding."""
+    text = torch.tensor(data.tokens[row])
+    logits = model.module(input_ids=text[text != 257][None].long()).logits
+    return functional.cross_entropy(logits, torch.tensor(data.labels[row]).long())
+
+
+@pytest.mark.parametrize(("rows", "micro_batches"), [(6, 1), (2, 3)])
+def test_a_weighted_loss_is_divided_by_the_number_of_texts(rows: int, micro_batches: int) -> None:
+    """One step of a constant rate, of which the optimizer sees the gradient: the same in any micro-batches."""
+    settings = (WEIGHTED, "local.steps=1", f"local.batch_size={rows}", f"local.accumulation={micro_batches}")
+    model, data = loaded(*settings), some()
+    start = model.layout.flatten(model.module)
+    losses = [WEIGHTS[int(data.labels[row, 0])] * loss_of(model, data, row) for row in range(6)]
+    loss = torch.stack(losses).sum() / 6
+    parameters = dict(model.module.named_parameters())
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in model.layout.names])
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer: Any, _arguments: object, _options: object) -> None:
+        grads = {name: parameters[name].grad for name in model.layout.names}
+        seen.update({name: each.clone() for name, each in grads.items() if each is not None})
+
+    trainer = Trainer(plan_of(*settings, "local.clip_norm=0.0"), model, CPU)
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        trained = trainer.train(start, data, round=1, site_seed=(0,))
+    finally:
+        hook.remove()
+    assert trained.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert trained.tokens == 6
+    for name, gradient in zip(model.layout.names, gradients, strict=True):
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["reference", "opacus"])
+def test_a_weight_does_not_change_what_one_record_changes(method: str) -> None:
+    """The gradient of a record is that of its weighted loss, and is clipped after it: no record moves the sum further
+    than the clipping norm."""
+    largest = "data.class_weights=[1000.0, 0.001, 1000.0]"
+    plan = plan_of(*RECORD, largest, "privacy.clip=0.5", f"privacy.method={method}")
+    model, data = loaded(), some(7)
+    weights = [plan.data.class_weights[int(label)] for label in data.labels[:, 0]]
+    trainer = PrivateTrainer(plan, model, CPU)
+    trained = model.trainable_in_round(1)
+    parameters = [parameter for _, parameter in trained]
+    total = trainer.new_sum([name for name, _ in trained])
+    sequences = Sequences(data.tokens, data.labels, None, 0, np.arange(8))
+    moved = []
+    model.module.train()  # where Opacus's hooks are active
+    for unit in range(7):
+        alone = torch.autograd.grad(loss_of(model, data, unit), parameters)
+        with trainer.per_unit_gradients(trained) as gradients:
+            (found,) = gradients(sequences, np.array([unit]))
+        for gradient, other in zip(found.gradients, alone, strict=True):
+            torch.testing.assert_close(
+                gradient[0], weights[unit] * other, rtol=1e-4, atol=1e-5 * weights[unit]
+            )
+        before = total.so_far()
+        total.add(found.gradients)
+        moved.append(float((total.so_far() - before).norm()))
+    assert max(moved) <= 0.5
+    for weight, norm in zip(weights, moved, strict=True):
+        assert norm == pytest.approx(0.5, rel=1e-4) if weight > 1 else norm < 0.5
+
+
+def skewed(count: int) -> list[dict[str, Any]]:
+    """Texts of which one in six is `rare`. Of those that say `itch` it is one in four, so a model that has learned the
+    probabilities takes none for it; if a rare one counts for ten, it takes all that say `itch` for it."""
+    draw = random.Random(0)
+    kinds = [("fever", "usual")] * 2 + [("itch", "usual")] * 3 + [("itch", "rare")]
+    found = (kinds[number % 6] for number in range(count))
+    return [{"text": f"{word} {draw.choice('abc')}", "label": label} for word, label in found]
+
+
+def test_a_weight_raises_the_recall_of_a_rare_class(tmp_path: Path) -> None:
+    settings = (
+        'data.classes=["usual", "rare"]',
+        "local.steps=24",
+        "local.learning_rate=2e-2",
+        "run.rounds=1",
+    )
+    recalls: list[float] = []
+    for weights in ("[]", "[1.0, 10.0]"):
+        folder = tmp_path / f"run-{len(recalls)}"
+        folder.mkdir()
+        made = Made(folder, *settings, f"data.class_weights={weights}", records=skewed(90))
+        rare = made.answer["classification"]["by_class"][1]
+        assert rare["support"] > 0
+        recalls.append(rare["recall"])
+    assert recalls == [0.0, 1.0]
+    final = folder / "run" / "final"
+    module, tokenizer = CLASSIFIERS.from_pretrained(final).eval(), AutoTokenizer.from_pretrained(final)
+    losses = []
+    for index in range(3):
+        part = held_out(made, f"site-00{index}").held_out
+        for tokens, (label,) in zip(part.tokens, part.labels, strict=True):
+            text = bytes(token for token in tokens if token < 256).decode()
+            with torch.no_grad():
+                logits = module(input_ids=tokenizer(text, return_tensors="pt")["input_ids"]).logits
+            losses.append(functional.cross_entropy(logits, torch.tensor([int(label)])).item())
+    assert made.answer["final_loss"] == pytest.approx(np.mean(losses), rel=1e-4), (
+        "held-out losses have no weights"
+    )
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +585,16 @@ def test_the_gradients_of_opacus_are_those_of_single_backward_passes(settings: t
             r'data.classes is .*: expected no value; only valid with data.task = "classify"',
         ),
         (("data.task=generate", "data.classes=[]", "data.label_field=kind"), r"data.label_field is 'kind'"),
+        (("data.class_weights=[1.0, 2.0]",), r"data.class_weights is 2: expected 3 weights, one for each"),
+        (("data.class_weights=[1.0, 0.0, 1.0]",), r"data.class_weights"),
+        (("data.class_weights=[1.0, -1.0, 1.0]",), r"data.class_weights"),
+        (("data.class_weights=[1.0, inf, 1.0]",), r"data.class_weights"),
+        (("data.class_weights=[1.0, nan, 1.0]",), r"data.class_weights"),
+        (("data.class_weights=[1.0, 1001.0, 1.0]",), r"data.class_weights"),
+        (
+            ("data.task=generate", "data.classes=[]", "data.class_weights=[1.0]"),
+            r"data.class_weights is .*: expected no value; only valid with data.task",
+        ),
         ((*RECORD, "privacy.record=window"), r"privacy.record is 'window': expected \"record\""),
         ((*RECORD, "privacy.windows=2"), r"privacy.windows is 2: expected no value"),
     ],
@@ -537,6 +661,21 @@ def test_the_matrix_is_the_exact_sum_over_the_sites_of_what_the_saved_model_says
     assert rows[-1]["confusion"] == expected.tolist()
     assert rows[-1]["macro_f1"] == confusion.macro().f1
     assert not {"perplexity", "bits_per_byte"} & set(rows[-1])
+
+
+def after_a_round(event: Event) -> bool:
+    """The moment when the first round is done."""
+    return isinstance(event, RoundDone)
+
+
+def test_a_killed_run_ends_with_the_head_of_an_undisturbed_one(
+    full: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    kill_while(killed_run, full.run.parent / "plan.toml", out, after_a_round)
+    resumed = found(capsys, "resume", str(out), "--workers", "1")
+    for name in ("params_sha256", "final_loss", "classification"):
+        assert resumed[name] == full.answer[name]
 
 
 def test_the_figures_are_shown_where_the_loss_is(full: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,10 +72,18 @@ BFLOAT16, ROUNDED_LLAMA = Mesh(1, 2, 2), ("llama", "local.precision=bfloat16")
 ALL = [LLAMA, ("llama", *DIVIDED)]
 WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
 FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+CLASSES = (
+    "llama",
+    "data.task=classify",
+    'data.classes=["a", "b", "c"]',
+    "data.class_weights=[0.5, 1, 20]",
+    *DIVIDED,
+)
 WITH_DATA = [
     FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
     ("gpt2",),
+    CLASSES,
 ]
 UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
 """Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
@@ -196,11 +204,19 @@ def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], fold
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
-@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied"])
+@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied", "classes"])
 @on_data
 def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
     """Rank 1 of two shards has nothing of an A of rank 1."""
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+def test_ranks_train_with_the_weights_of_classes(folder: Path) -> None:
+    """Without the weights the update that they are compared with is another one."""
+    weighted, plain = (
+        one_process(folder, *plan)[1] for plan in (CLASSES, (*CLASSES, "data.class_weights=[]"))
+    )
+    assert np.linalg.norm(weighted.vector - plain.vector) > 0.1 * np.linalg.norm(plain.vector)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +264,12 @@ def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
     job, _ = one_process(folder, *LLAMA)
     whole = score(None, job=replace(job, packed=True))
     assert whole.loss != pytest.approx(score(None, job=job).loss, abs=1e-4), "attention stays within a record"
+    given = np.array(whole.confusion).sum(0)
+    assert given.sum() == 5 > given.max()
     for found in on(mesh, folder).scores:
         assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
         assert (found.correct, found.tokens) == (whole.correct, whole.tokens)
+        assert found.confusion == whole.confusion
 
 
 @on_all
