@@ -452,7 +452,7 @@ class Site:
 
         layout = training_layout(plan, size)
         if request.control is not None:
-            return self._controlled(plan, layout, request, partial(made, None), durable=durable)
+            return self._controlled(plan, layout, request, partial(made, None))
         blocks = layout.blocks
         if blocks is None or bounds is None:
             return made(None)
@@ -469,10 +469,11 @@ class Site:
         layout: SumLayout,
         request: Contribute,
         made: Callable[[Vector], Written],
-        *,
-        durable: bool,
     ) -> Written:
-        """Make the update of the round with the site's control variate, and keep what this becomes if it is summed."""
+        """Make the update of the round with the site's control variate, and keep what this becomes if it is summed.
+
+        It is always synced: an update could be made again after a power cut, but not what earlier ones have left here.
+        """
         control, round_number = request.control, request.sum.round
         assert control is not None, "_check_control has found it"
         assert layout.heaviest == 1, "a plan with control variates weighs all sites alike"
@@ -486,7 +487,7 @@ class Site:
             span = slice(offset, offset + values.size)
             update = layout.ring.decode(values).astype(np.float32)
             move(own[span], control.common[span], update, step_sizes(plan, round_number))
-        variates.write(round_number, control.summed, own, durable=durable)
+        variates.write(round_number, control.summed, own)
         return written
 
     def _summed(self, plan: Plan, run: str, round_number: int) -> bool:

@@ -76,14 +76,13 @@ class Variates:
         own: Vector = found.numpy()
         return own
 
-    def write(self, round_number: int, base: int, own: Vector, *, durable: bool) -> None:
-        """Keep the control variate of a round, and remove all but this and the one that its update was made with.
+    def write(self, round_number: int, base: int, own: Vector) -> None:
+        """Keep the control variate of a round, synced, and remove all but this and the one its update was made with.
 
         Args:
             round_number: The round.
             base: The round of that one; 0: zeros.
             own: (d,) float32.
-            durable: Sync it before this returns.
 
         Raises:
             StorageError: the disk is full.
@@ -93,7 +92,7 @@ class Variates:
             temporary.touch(0o600)
             save_file({_NAME: own}, temporary, metadata=self._made_by)
 
-        write_file(self.path(round_number), fill, durable=durable)
+        write_file(self.path(round_number), fill)
         needed = (self.path(round_number), self.path(base))
         for old in self._state.glob(f"{_NAME}-*.safetensors"):
             if old not in needed:

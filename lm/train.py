@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cloister.lm.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
@@ -284,10 +284,15 @@ class Trainer:
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
-        drawn = batches(len(sequences), per_step, seeds)
+        most, lengths, buckets = self._plan.data.length_buckets, None, None
+        if most is not None:
+            lengths = sequences.lengths(self._bench.model.tokenizer.pad_token_id)
+            buckets = length_buckets(lengths, most)
+        drawn = batches(len(sequences), per_step, seeds, buckets)
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
+            longest = None if lengths is None else lengths[rows].reshape(-1, local.batch_size).max(axis=1)
             targets = sequences.targets(rows)
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
@@ -300,12 +305,19 @@ class Trainer:
             if sequences.positions is not None:
                 columns.append(to_device(sequences.positions[rows], self._device))
             micro_batches = zip(*(torch.split(column, max(mine, 1)) for column in columns), strict=True)
+            if longest is not None:
+                micro_batches = map(_cut, micro_batches, longest.tolist())
             for count in learned:
                 step = [next(micro_batches) for _ in range(local.accumulation)]
                 yield (
                     int(count),
                     [MicroBatch(batch[0], batch[1], batch[2] if len(batch) > 2 else None) for batch in step],
                 )
+
+
+def _cut(columns: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Tensor, ...]:
+    """Rows without the padding after their first `length` columns; one that has a single column keeps it."""
+    return tuple(column[:, :length] for column in columns)
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:

@@ -161,6 +161,11 @@ class DataSection(Section):
     of several equal windows."""
     packing: bool = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
+    length_buckets: Count | None = None
+    """Draw each step's batch from records of similar length: of so many buckets of equally many records, by length.
+    Batches are then cut to their longest record, so that less padding is computed. For records that are padded: texts
+    that are classified, and others with `packing = false`; not with a privacy unit. None: batches of any lengths, all
+    as long as `sequence_length`."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
 
@@ -307,6 +312,9 @@ class AggregationSection(Section):
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
+    temperature: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
+    counts for more; 1: the tokens themselves. A large T is nearly `uniform`."""
     ring_bits: Literal[8, 16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0

@@ -94,9 +94,17 @@ def _check_sound(plan: Plan) -> None:
             if plan.aggregation.compression is None
             else "set aggregation.ring_bits = 16, or lower cohort.fraction",
         )
+    if plan.aggregation.temperature != 1 and plan.aggregation.weighting != "tokens":
+        raise PlanError(
+            "aggregation.temperature",
+            plan.aggregation.temperature,
+            expected='no value; only valid with aggregation.weighting = "tokens", which no privacy unit allows',
+            fix='remove aggregation.temperature, or set aggregation.weighting = "tokens"',
+        )
     _check_compression(plan)
     _check_mode(plan)
     _check_task(plan)
+    _check_length_buckets(plan)
     if plan.aggregation.secure:
         _check_secure(plan)
     if plan.privacy.unit == "none":
@@ -329,6 +337,30 @@ def _check_task(plan: Plan) -> None:
             "window",
             expected='"record" with data.task = "classify": the label is of the whole text',
             fix='set privacy.record = "record"',
+        )
+
+
+def _check_length_buckets(plan: Plan) -> None:
+    """Refuse buckets where nothing is padded, or where batches may not depend on what records are like."""
+    data, unit = plan.data, plan.privacy.unit
+    if data.length_buckets is None:
+        return
+    if unit != "none":
+        why = "the time of a round would depend on the lengths of records, which no charge covers"
+        if plan.privacy.dpsgd:
+            why = "each unit is drawn independently of what it holds and of the others (Poisson sampling)"
+        raise PlanError(
+            "data.length_buckets",
+            data.length_buckets,
+            expected=f'no value with privacy.unit = "{unit}": {why}',
+            fix='remove data.length_buckets, or set privacy.unit = "none"',
+        )
+    if data.packing and data.task != "classify":
+        raise PlanError(
+            "data.length_buckets",
+            data.length_buckets,
+            expected="no value with data.packing = true, where sequences have several records and hardly any padding",
+            fix="remove data.length_buckets, or set data.packing = false",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from cloister.server.checkpoint import Checkpoint, Checkpoints
 from cloister.server.cost import cost
 from cloister.server.gate import Gate
 from cloister.server.progress import AttemptFailed, Event, RoundDone, SiteAnswered
+from cloister.tests.command import found
 from cloister.tests.federation import RUN, Federation, tiny
 from cloister.tests.test_compressed_run import Run, StoppedError, final
 from cloister.tests.test_site import Attack
@@ -106,8 +108,8 @@ def gradients(
     )
     parameters = dict(module.named_parameters())
     names = model.layout.names
-    found = torch.autograd.grad(loss, [parameters[name] for name in names])
-    flat = np.concatenate([each.numpy().ravel() for each in found])
+    each = torch.autograd.grad(loss, [parameters[name] for name in names])
+    flat = np.concatenate([part.numpy().ravel() for part in each])
     norm = math.sqrt(float(np.square(flat, dtype=np.float64).sum()))
     assert norm > plan.local.clip_norm  # so that the test covers it
     return flat * np.float32(plan.local.clip_norm / norm)
@@ -179,6 +181,76 @@ def test_a_run_is_the_algorithm_as_it_is_published(tmp_path: Path) -> None:
     for name, found_here in own(run, 3).items():
         np.testing.assert_allclose(found_here, variates[name], rtol=0, atol=1e-4 * np.abs(c).max())
     check_mean(run, 3)
+
+
+SKEWED = """
+[model.config]
+hidden_size = 16
+intermediate_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+
+[model.adapter]
+scheme = "ffa-lora"
+rank = 1
+alpha = 1e-3
+
+[data]
+task = "classify"
+classes = ["yes", "no"]
+sequence_length = 4
+held_out = 0.2
+
+[run]
+rounds = 4
+
+[local]
+steps = 10
+batch_size = 2
+optimizer = "sgd"
+learning_rate = 0.1
+schedule = "constant"
+clip_norm = 0
+
+[cohort]
+sites = 4
+
+[aggregation]
+weighting = "uniform"
+
+[server]
+evaluate_every = 4
+
+[simulation]
+partition = "natural"
+field = "site"
+durable = false
+"""
+"""Logistic regression, but for a factor of an adapter that hardly counts: all texts are equal, three sites say yes and
+one says no. A site's own optimum is at infinity."""
+
+
+def test_on_skewed_data_many_local_steps_end_at_a_lower_loss_than_fedavg(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best model says yes with probability 3/4, and has the entropy of that as its loss. FedAvg ends where the
+    site that says no has moved as far as the others together, which overstates them."""
+    records = [
+        {"text": "same", "label": label, "site": f"{number}"}
+        for number, label in enumerate(["yes", "yes", "yes", "no"])
+        for _ in range(10)
+    ]
+    source, plan = tmp_path / "records.jsonl", tmp_path / "plan.toml"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plan.write_text(f'{SKEWED}source = "{source}"\n')
+    excess = {}
+    for setting in ("false", "true"):
+        name = ["--out", str(tmp_path / setting), "--set", f"local.control_variates={setting}"]
+        answer = found(capsys, "simulate", str(plan), *name, "--workers", "1")
+        excess[setting] = answer["final_loss"] + 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
+    assert excess["false"] > 0.04
+    assert 0 < excess["true"] < excess["false"] / 4
 
 
 # Attempts, dropouts, stops
