@@ -49,7 +49,7 @@ def weight_of(tokens: int, heaviest: int, temperature: float) -> int:
     """
     if temperature == 1 or not tokens:
         return tokens
-    return max(1, round(heaviest * (tokens / heaviest) ** (1 / temperature)))
+    return max(1, round(heaviest * math.pow(tokens / heaviest, 1 / temperature)))
 
 
 @dataclass(frozen=True)

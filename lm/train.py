@@ -304,9 +304,8 @@ class Trainer:
             columns = [to_device(sequences.tokens[rows], self._device), to_device(targets, self._device)]
             if sequences.positions is not None:
                 columns.append(to_device(sequences.positions[rows], self._device))
-            micro_batches = zip(*(torch.split(column, max(mine, 1)) for column in columns), strict=True)
-            if longest is not None:
-                micro_batches = map(_cut, micro_batches, longest.tolist())
+            parts = zip(*(torch.split(column, max(mine, 1)) for column in columns), strict=True)
+            micro_batches = parts if longest is None else map(_cut, parts, longest.tolist())
             for count in learned:
                 step = [next(micro_batches) for _ in range(local.accumulation)]
                 yield (

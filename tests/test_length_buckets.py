@@ -25,6 +25,7 @@ from cloister.tests.federation import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+LETTERS = "the quick brown fox jumps over the lazy dog"
 Rows = npt.NDArray[np.int64]
 PADDED = ["data.sequence_length=32", "data.packing=false", "data.held_out=0", "server.evaluation=none"]
 PROMPT = [*PADDED, "data.format=prompt"]
@@ -35,7 +36,7 @@ STEPS = ["local.steps=6", "local.batch_size=4"]
 def records(count: int = 48) -> list[dict[str, Any]]:
     """Records whose texts have 1 to 28 bytes, in an order that does not follow their length."""
     return [
-        {"prompt": "q", "completion": "x" * length, "text": "x" * length, "label": "ab"[length % 2]}
+        {"prompt": "q", "completion": LETTERS[:length], "text": LETTERS[:length], "label": "ab"[length % 2]}
         for length in (1 + 11 * number % 28 for number in range(count))
     ]
 

@@ -413,6 +413,16 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
     )
 
 
+def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
+    settings = ["aggregation.compression={}", "aggregation.ring_bits=8", "aggregation.temperature=2"]
+    plan = parse("", settings)
+    remainders = Remainders(np.ones(1, np.float32), None, tmp_path / "after")
+    code = code_for(plan, None, 3, rounding=0, clip_norm=0.0, noise=None, remainders=remainders)
+    counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
+    expected = weight_of(256, plan.most_labels(), 2.0)
+    assert counters[code.layout.counters.index(WEIGHT)] == expected > 256
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -437,7 +437,7 @@ def test_control_variates_that_are_not_as_they_should_be_are_refused(tmp_path: P
     for control, words in (
         (None, "missing"),
         (replace(zero, hash=bytes(32)), "expected the one with the hash 00"),
-        (told(federation, np.inf), "non-finite"),
+        (told(federation, np.inf), "^control variate is 'non-finite'"),
         (ControlVariate(vector_hash(short), short, 0), "of shape"),
         (replace(zero, summed=1), "1: expected 0 to 0"),
         (replace(zero, summed=-1), "-1: expected 0 to 0"),
