@@ -8,6 +8,7 @@ not grow with the number of sites, and a site sends no figures outside of the ve
     mean = (sum_i w_i x_i) / (sum_i w_i)        (McMahan et al. 2017, algorithm 1)
 
 with weights represented as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
+Weights are whole numbers, so that the sum of them is exact (`weight_of`).
 
 With `aggregation.compression` the update is rotated and coded in blocks (`compression.py`); the rest is the same.
 
@@ -33,6 +34,22 @@ from cloister.protocol.errors import UpdateError
 
 WEIGHT = "weight"
 CLIPPED = "clipped"
+
+
+def weight_of(tokens: int, heaviest: int, temperature: float) -> int:
+    """A site's weight by its tokens n: n^(1/T), in units in which the largest possible n has the weight n.
+
+    It is rounded to a whole number, n itself for T = 1, and at least 1 for a site with a token. Arivazhagan et al. 2019
+    ("Massively multilingual neural machine translation in the wild", section 4.2) sample languages by such powers.
+
+    Args:
+        tokens: n, 0 or more.
+        heaviest: The largest n that a site can have.
+        temperature: T, 1 or more.
+    """
+    if temperature == 1 or not tokens:
+        return tokens
+    return max(1, round(heaviest * math.pow(tokens / heaviest, 1 / temperature)))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 In round 1 all blocks have the bound 3 s, where s, `aggregation.compression.first_scale`, is by default the sum of the
 round's learning rates. A step of AdamW (and of Muon, which is scaled to it) moves a coordinate by about its learning
-rate at most, so s bounds the root mean square of an update, which the rotation does not change.
+rate at most, so s bounds the root mean square of an update, which the rotation does not change. A step of SGD is as
+long as its learning rate times `local.clip_norm` at most, so s is that of d parameters over sqrt(d).
 
 After a round with the released mean m, the total weight W of n sites and the largest weight w_max, block j gets
 
@@ -32,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.rotation import ROTATED, Floats, rotated_blocks
-from cloister.lm.optimizer import learning_rate
+from cloister.lm.optimizer import step_sizes
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -73,8 +74,9 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
-            steps = plan.run.rounds * local.steps
-            scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
+            scale = step_sizes(plan, 1)
+            if local.optimizer == "sgd":
+                scale *= local.clip_norm / math.sqrt(parameters)
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
         return cls(_within(bounds, plan.aggregation.bound), 0.0)
 

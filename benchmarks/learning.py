@@ -140,7 +140,7 @@ def run(settings: list[str]) -> dict[str, Any]:
 def plot(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     """An SVG of runs: a row for each, the best first, with its loss as a point and its bytes."""
     rows = sorted(runs, key=lambda found: found["loss"])
-    losses = [found["loss"] for found in rows]
+    losses: list[float] = [found["loss"] for found in rows]
     low, high = math.floor(10 * losses[0]) / 10, math.ceil(10 * losses[-1]) / 10
     left, right, top, step = 470, 780, 62, 22
 

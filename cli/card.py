@@ -183,7 +183,11 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
         ),
     )
     yield "sequences in a step", f"{local.batch_size * local.accumulation:,}"
-    yield "optimizers", f"{local.optimizer} at the sites, {plan.server.optimizer} at the coordinator"
+    corrected = " with control variates (SCAFFOLD)" if local.control_variates else ""
+    yield (
+        "optimizers",
+        f"{local.optimizer}{corrected} at the sites, {plan.server.optimizer} at the coordinator",
+    )
     yield (
         "trained",
         (

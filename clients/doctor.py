@@ -254,6 +254,7 @@ def site_bytes(plan: Plan) -> int:
       + 4 T  the global model of the round
       + 2 U  the coded update, which is written beside that of the round before
       + 16 T where `local.optimizer_state` is `keep`: two moments, of this round and of the one before
+      + 16 T with `local.control_variates`: c, and two of the site's own beside the one that is written
 
     Raises:
         ModelError: the plan's model does not exist.
@@ -263,7 +264,7 @@ def site_bytes(plan: Plan) -> int:
 
     _, trained = count_parameters(plan)
     update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
-    kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
+    kept = 16 * trained if plan.local.optimizer_state == "keep" or plan.local.control_variates else 0
     return 8 * trained + 2 * update + kept
 
 

@@ -43,7 +43,7 @@ def mesh_for(
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and plan.model.adapter.base_precision == "float32":
+    elif len(here) > 1 and plan.model.adapter.base_precision == "float32" and _divides(plan):
         everything, trained = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
@@ -60,6 +60,20 @@ def mesh_for(
             mesh.degrees(),
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
+        )
+    if plan.local.control_variates:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because local.control_variates is true: ranks do not divide a control variate",
+            fix="remove the site's mesh, or use a plan with local.control_variates = false",
+        )
+    if plan.data.length_buckets is not None:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because data.length_buckets is set: ranks and compiled blocks take one length",
+            fix="remove the site's mesh, or use a plan without data.length_buckets",
         )
     for name in ("tensor", "pipeline"):
         if plan.data.task == "classify" and getattr(mesh, name) > 1:
@@ -90,6 +104,11 @@ def mesh_for(
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def _divides(plan: Plan) -> bool:
+    """Whether several devices may divide the work of a plan."""
+    return not plan.local.control_variates and plan.data.length_buckets is None
 
 
 def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:

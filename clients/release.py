@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
+from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
@@ -67,6 +67,8 @@ class InClear:
     """Seed of the stochastic rounding: public, so that a retry rounds in the same way. The mask hides the vector."""
     weighted: bool
     """Weigh the update by the site's tokens; otherwise by 1."""
+    temperature: float = 1.0
+    """T of the weight by tokens (`weight_of`)."""
 
     def release(
         self,
@@ -109,7 +111,7 @@ class InClear:
         )
 
     def _weight(self, tokens: int) -> int:
-        return tokens if self.weighted else 1
+        return weight_of(tokens, self.layout.heaviest, self.temperature) if self.weighted else 1
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ class Compressed:
     """The remainder of the site's last update that was summed; None: there is none."""
     after: Path
     """File of the remainder of this update, of its full size (`feedback.allocate`)."""
+    temperature: float = 1.0
+    """As in `InClear`."""
 
     def release(
         self,
@@ -221,10 +225,12 @@ class Compressed:
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
         """As `InClear.tail`."""
-        return InClear(self.layout, self.rounding, self.weighted).tail(clipped, tokens, loss)
+        return InClear(self.layout, self.rounding, self.weighted, self.temperature).tail(
+            clipped, tokens, loss
+        )
 
     def _weight(self, tokens: int) -> int:
-        return tokens if self.weighted else 1
+        return weight_of(tokens, self.layout.heaviest, self.temperature) if self.weighted else 1
 
 
 Code: TypeAlias = InClear | Compressed | Protected
@@ -266,11 +272,11 @@ def code_for(
     if terms is not None and terms.mechanism is not None:
         assert noise is not None, "a plan with a unit has noise"
         return Protected(layout, terms.mechanism, clip_norm, noise)
-    weighted = plan.aggregation.weighting == "tokens"
+    weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
         assert remainders is not None, "a plan with compression has scales and remainders"
-        return Compressed(layout, rounding, weighted, *remainders)
-    return InClear(layout, rounding, weighted)
+        return Compressed(layout, rounding, weighted, *remainders, temperature)
+    return InClear(layout, rounding, weighted, temperature)
 
 
 def contribution(code: Code, update: Finished) -> RingVector:

@@ -52,6 +52,8 @@ class Task:
     """How the update becomes ring integers."""
     noise: NoiseStream | None
     """The secret stream of batches and noise of this update, with a privacy unit."""
+    correction: Vector | None = None
+    """(d,) float32: c - c_i, with `local.control_variates`."""
 
 
 class Work(Protocol):
@@ -137,6 +139,7 @@ def train(
                 site_seed=task.seed,
                 state=task.state,
                 steps=task.own.steps,
+                correction=task.correction,
             )
     except UpdateError as error:
         if not protected:

@@ -13,6 +13,9 @@ scalable for LLM training", eq. 4), so one learning rate and one weight decay se
 AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not weights of a layer, and
 neither source covers them: with an adapter a plan cannot ask for Muon.
 
+`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state: what the control
+variates of SCAFFOLD are derived for (`aggregation/variates.py`).
+
 The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
 fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
 """
@@ -60,7 +63,9 @@ class LocalOptimizer:
         if matrices:
             self._parts.append(_muon(matrices, local))
         if others:
-            self._parts.append(_adamw(others, local, device))
+            self._parts.append(
+                _sgd(others, local) if local.optimizer == "sgd" else _adamw(others, local, device)
+            )
 
     def step(self, number: float) -> None:
         """Step with the learning rate of the plan's local step `number` of the run, from 0; drop the gradients."""
@@ -158,8 +163,22 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
+def step_sizes(plan: Plan, round: int) -> float:
+    """The sum of the learning rates of a round's local steps, of a site that takes `local.steps`.
+
+    Args:
+        plan: The plan.
+        round: The round, from 1.
+    """
+    local, before = plan.local, (round - 1) * plan.local.steps
+    total = plan.run.rounds * local.steps
+    return math.fsum(learning_rate(local, before + step, total) for step in range(local.steps))
+
+
 def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:
     """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
+    if plan.local.optimizer == "sgd":
+        return 0
     by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
     return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
 
@@ -192,18 +211,26 @@ def _muon(matrices: list[nn.Parameter], local: LocalSection) -> torch.optim.Muon
 
 
 def _adamw(parameters: list[nn.Parameter], local: LocalSection, device: torch.device) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": local.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        _decayed(parameters, local),
         lr=local.learning_rate,
         betas=local.betas,
         fused=device.type in ("cpu", "cuda"),
     )
+
+
+def _sgd(parameters: list[nn.Parameter], local: LocalSection) -> torch.optim.SGD:
+    # Without momentum, torch's weight decay is the decoupled one: it is added to a gradient that was clipped before.
+    return torch.optim.SGD(_decayed(parameters, local), lr=local.learning_rate)
+
+
+def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[str, Any]]:
+    """Groups of parameters: those of two or more dimensions have weight decay."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": local.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {

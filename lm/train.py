@@ -16,14 +16,15 @@ and divides by the number of texts, not by the sum of their weights. So the loss
 micro-batch, rank or site it is: sums over parts of a step are added up, and sites count by their texts. The
 second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
 gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
-float32 weights.
+float32 weights. With `local.control_variates` (SCAFFOLD) c - c_i is added to the clipped gradient before the step
+(`aggregation/variates.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -33,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cloister.lm.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
@@ -188,6 +189,7 @@ class Trainer:
         steps: int | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
+        correction: Vector | None = None,
     ) -> LocalUpdate:
         """Train from `start` and return the update.
 
@@ -204,6 +206,7 @@ class Trainer:
             steps_before: Local steps of the run before this round, for the learning rate; by default
                 (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
+            correction: (layout.size,) float32, added to each clipped gradient: c - c_i of SCAFFOLD. Of one process.
 
         Raises:
             DataError: there are no sequences.
@@ -222,7 +225,16 @@ class Trainer:
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             with seeded("train", *seeds, *self.weights.draws, device=self._device):
-                tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
+                tokens, loss = self._steps(
+                    sequences,
+                    trained,
+                    optimizer,
+                    taken,
+                    before,
+                    seeds,
+                    progress,
+                    self._corrections(correction),
+                )
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
@@ -239,6 +251,7 @@ class Trainer:
         steps_before: int,
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
+        corrections: Mapping[str, torch.Tensor],
     ) -> tuple[int, float]:
         """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
         local = self._plan.local
@@ -254,11 +267,21 @@ class Trainer:
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 self.weights.clip(parameters, local.clip_norm)
+            if corrections:
+                _correct(trained, corrections)
             optimizer.step(steps_before + step * local.steps / steps)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
+
+    def _corrections(self, correction: Vector | None) -> dict[str, torch.Tensor]:
+        """By parameter what is added to its gradients; empty if nothing is."""
+        if correction is None:
+            return {}
+        assert isinstance(self.weights, Whole), "a site with a mesh refuses control variates"
+        parts = self._bench.model.layout.split(correction)
+        return {name: torch.from_numpy(part.copy()).to(self._device) for name, part in parts.items()}
 
     def _micro_batches(
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
@@ -269,10 +292,15 @@ class Trainer:
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
-        drawn = batches(len(sequences), per_step, seeds)
+        most, lengths, buckets = self._plan.data.length_buckets, None, None
+        if most is not None:
+            lengths = sequences.lengths(self._bench.model.tokenizer.pad_token_id)
+            buckets = length_buckets(lengths, most)
+        drawn = batches(len(sequences), per_step, seeds, buckets)
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
+            longest = None if lengths is None else lengths[rows].reshape(-1, local.batch_size).max(axis=1)
             targets = sequences.targets(rows)
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
@@ -291,7 +319,8 @@ class Trainer:
             if factors is not None:
                 columns["factors"] = torch.from_numpy(factors).to(self._device)
             split = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
-            micro_batches = (MicroBatch(**dict(zip(columns, batch, strict=True))) for batch in split)
+            parts = split if longest is None else map(_cut, split, longest.tolist())
+            micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
             for count in learned:
                 yield int(count), list(itertools.islice(micro_batches, local.accumulation))
 
@@ -312,12 +341,25 @@ def class_factors(data: DataSection, targets: NDArray[np.int64]) -> NDArray[np.f
     return np.where(targets[:, 0] == NOT_LEARNED, np.float32(0), weights[np.maximum(targets[:, 0], 0)])
 
 
+def _cut(columns: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Tensor, ...]:
+    """Rows without the padding after their first `length` columns; one that has a single column keeps it, and so does
+    one number for each row."""
+    return tuple(column[:, :length] if column.ndim > 1 else column for column in columns)
+
+
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:
     """Add FedProx's mu (w - w_global) to the gradients; do nothing without anchors."""
     with torch.no_grad():
         for parameter, anchor in zip(parameters, anchors, strict=False):
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - anchor, alpha=mu)
+
+
+def _correct(trained: Named, corrections: Mapping[str, torch.Tensor]) -> None:
+    """Add to the gradients; a parameter that the step did not use has a gradient of zero."""
+    for name, parameter in trained:
+        correction = corrections[name].view_as(parameter)
+        parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
 
 
 def _not_finite(round: int, what: str) -> UpdateError:

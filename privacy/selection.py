@@ -37,6 +37,7 @@ def probabilities(mean: float, shape: float | None) -> Iterator[float]:
     if shape is None:
         for number in itertools.count():  # in logarithms: exp(-mean) of a large mean is 0 in float64
             yield math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
+        return
     gamma = _gamma(mean, shape)
     first = (1 - gamma) / math.log(1 / gamma)
     if shape:

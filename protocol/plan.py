@@ -171,6 +171,11 @@ class DataSection(Section):
     of several equal windows."""
     packing: bool = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
+    length_buckets: Count | None = None
+    """Draw each step's batch from records of similar length: of so many buckets of equally many records, by length.
+    Batches are then cut to their longest record, so that less padding is computed. For records that are padded: texts
+    that are classified, and others with `packing = false`; not with a privacy unit. None: batches of any lengths, all
+    as long as `sequence_length`."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
 
@@ -209,9 +214,9 @@ class LocalSection(Section):
     """Sequences in a micro-batch."""
     accumulation: Count = 1
     """Micro-batches whose gradients are averaged for an optimizer step."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
-    and biases; needs `model.adapter.scheme = "full"`."""
+    and biases; needs `model.adapter.scheme = "full"`; `sgd`: SGD without momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's, so that one rate serves both."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -219,7 +224,7 @@ class LocalSection(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Muon's Nesterov momentum."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of AdamW and Muon, on parameters of two or more dimensions."""
+    """Decoupled weight decay, on parameters of two or more dimensions."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Local steps, counted over the whole run, in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -232,6 +237,10 @@ class LocalSection(Section):
     """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
+    control_variates: bool = False
+    """SCAFFOLD: correct each gradient by the control variates c - c_i, so that the steps of a site with skewed data do
+    not drift to its own optimum; needs `optimizer = "sgd"` and `aggregation.weighting = "uniform"`, without a privacy
+    unit."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
     """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
     `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
@@ -323,6 +332,9 @@ class AggregationSection(Section):
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
+    temperature: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
+    counts for more; 1: the tokens themselves. A large T is nearly `uniform`."""
     ring_bits: Literal[8, 16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0

@@ -162,8 +162,8 @@ class Settings(Generic[S]):
         # Pydantic names each kind of value that a field may have as if it were a key of the field.
         kinds = [each["loc"][-1] for each in errors if location and each["loc"][:-1] == location[:-1]]
         if len(kinds) > 1 and all(kind in _KINDS for kind in kinds):
-            words = dict.fromkeys(_KINDS[kind] for kind in kinds)
-            return _dotted(location[:-1]), (value,), " or ".join(words), ""
+            told = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
+            return _dotted(location[:-1]), (value,), told, ""
         field = _dotted(location)
         match error["type"]:
             case "extra_forbidden":

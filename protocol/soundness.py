@@ -95,9 +95,17 @@ def _check_sound(plan: Plan) -> None:
             if plan.aggregation.compression is None
             else "set aggregation.ring_bits = 16, or lower cohort.fraction",
         )
+    if plan.aggregation.temperature != 1 and plan.aggregation.weighting != "tokens":
+        raise PlanError(
+            "aggregation.temperature",
+            plan.aggregation.temperature,
+            expected='no value; only valid with aggregation.weighting = "tokens", which no privacy unit allows',
+            fix='remove aggregation.temperature, or set aggregation.weighting = "tokens"',
+        )
     _check_compression(plan)
     _check_mode(plan)
     _check_task(plan)
+    _check_length_buckets(plan)
     if plan.aggregation.secure:
         _check_secure(plan)
     if plan.privacy.unit == "none":
@@ -137,6 +145,8 @@ def _check_sound(plan: Plan) -> None:
         )
     _check_balance(plan)
     _check_muon(plan)
+    _check_sgd(plan)
+    _check_control_variates(plan)
     _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
         raise PlanError(
@@ -363,6 +373,30 @@ def _check_names(what: Literal["classes", "choices"], names: tuple[str, ...]) ->
         )
 
 
+def _check_length_buckets(plan: Plan) -> None:
+    """Refuse buckets where nothing is padded, or where batches may not depend on what records are like."""
+    data, unit = plan.data, plan.privacy.unit
+    if data.length_buckets is None:
+        return
+    if unit != "none":
+        why = "the time of a round would depend on the lengths of records, which no charge covers"
+        if plan.privacy.dpsgd:
+            why = "each unit is drawn independently of what it holds and of the others (Poisson sampling)"
+        raise PlanError(
+            "data.length_buckets",
+            data.length_buckets,
+            expected=f'no value with privacy.unit = "{unit}": {why}',
+            fix='remove data.length_buckets, or set privacy.unit = "none"',
+        )
+    if data.packing and data.task != "classify":
+        raise PlanError(
+            "data.length_buckets",
+            data.length_buckets,
+            expected="no value with data.packing = true, where sequences have several records and hardly any padding",
+            fix="remove data.length_buckets, or set data.packing = false",
+        )
+
+
 def _check_compression(plan: Plan) -> None:
     """Refuse few bits where they would destroy the updates, save nothing, or break a guarantee."""
     aggregation, unit = plan.aggregation, plan.privacy.unit
@@ -506,6 +540,99 @@ def _check_muon(plan: Plan) -> None:
             expected='no value; only valid with local.optimizer = "muon"',
             fix='remove local.momentum, or set local.optimizer = "muon"',
         )
+
+
+def _check_sgd(plan: Plan) -> None:
+    """Refuse settings of other optimizers, which have no effect on SGD, and scales of updates that nothing bounds."""
+    local, compression = plan.local, plan.aggregation.compression
+    if local.optimizer != "sgd":
+        return
+    default = LocalSection()
+    for name in ("betas", "optimizer_state"):
+        if getattr(local, name) != getattr(default, name):
+            raise PlanError(
+                f"local.{name}",
+                getattr(local, name),
+                expected='no value with local.optimizer = "sgd", which keeps no moments',
+                fix=f'remove local.{name}, or set local.optimizer = "adamw"',
+            )
+    if compression is not None and compression.first_scale is None and not local.clip_norm:
+        raise PlanError(
+            "aggregation.compression.first_scale",
+            expected='a value with local.optimizer = "sgd" and local.clip_norm = 0: nothing else bounds the updates of '
+            "round 1",
+            fix="set local.clip_norm = 1.0, or aggregation.compression.first_scale",
+        )
+
+
+def _check_control_variates(plan: Plan) -> None:
+    """Refuse control variates where they would not be the mean gradients of the sites, or would be used unprotected."""
+    local = plan.local
+    if not local.control_variates:
+        return
+    if plan.privacy.unit != "none":
+        raise PlanError(
+            "local.control_variates",
+            True,
+            expected=f'false with privacy.unit = "{plan.privacy.unit}": the correction has gradients of earlier '
+            "rounds, for which no noise of the round is scaled",
+            fix='set local.control_variates = false, or privacy.unit = "none"',
+        )
+    compressed = plan.aggregation.compression is not None
+    asynchronous, rolora = plan.cohort.mode == "async", plan.model.adapter.scheme == "rolora"
+    for wrong, field, value, expected, fix in (
+        (
+            local.optimizer != "sgd",
+            "local.optimizer",
+            local.optimizer,
+            '"sgd" with local.control_variates = true: only its steps add up to the gradients that they are made of',
+            'set local.optimizer = "sgd"',
+        ),
+        (
+            local.proximal > 0,
+            "local.proximal",
+            local.proximal,
+            "0 with local.control_variates = true: the two corrections of drift were not tried together",
+            "remove local.proximal",
+        ),
+        (
+            local.balance != "fixed",
+            "local.balance",
+            local.balance,
+            '"fixed" with local.control_variates = true: c follows from the mean update if all sites take equal steps',
+            'set local.balance = "fixed"',
+        ),
+        (
+            plan.aggregation.weighting != "uniform",
+            "aggregation.weighting",
+            plan.aggregation.weighting,
+            '"uniform" with local.control_variates = true: c is the mean over the sites, each counted once',
+            'set aggregation.weighting = "uniform"',
+        ),
+        (
+            compressed,
+            "aggregation.compression",
+            "set",
+            "no compression with local.control_variates = true: a summed update has what earlier ones left out",
+            "remove [aggregation.compression]",
+        ),
+        (
+            asynchronous,
+            "cohort.mode",
+            "async",
+            '"sync" with local.control_variates = true: the updates of a buffer were corrected by different c',
+            'set cohort.mode = "sync"',
+        ),
+        (
+            rolora,
+            "model.adapter.scheme",
+            "rolora",
+            "another scheme with local.control_variates = true: in each round one factor has no gradients",
+            'set model.adapter.scheme = "ffa-lora"',
+        ),
+    ):
+        if wrong:
+            raise PlanError(field, value, expected=expected, fix=fix)
 
 
 def _check_base_precision(plan: Plan) -> None:

@@ -31,7 +31,7 @@ class Cost:
     cohort: int
     """Sites in a round."""
     bytes_down: int
-    """Bytes to one site in a round: the global model, and the scales of a compressed update."""
+    """Bytes to one site in a round: the global model, and the scales of a compressed update or the control variate."""
     bytes_up: int
     """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
@@ -56,14 +56,15 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
     vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
     vectors += plan.aggregation.ring_bits < 32  # otherwise the sum becomes the mean in its own memory
     vectors += bool(plan.public.source)
+    controlled = int(plan.local.control_variates)
     return Cost(
         parameters=parameters,
         trained_parameters=trained,
         cohort=plan.cohort.size(),
-        bytes_down=(trained + scales) * _FLOAT,
+        bytes_down=((1 + controlled) * trained + scales) * _FLOAT,
         bytes_up=up,
         coordinator_bytes=(parameters - trained) * _FLOAT
-        + vectors * trained * _FLOAT
+        + (vectors + controlled) * trained * _FLOAT
         + buffers * trained * _DOUBLE
         + asynchronous * trained
         + up,

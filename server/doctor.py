@@ -162,6 +162,7 @@ def coordinator_bytes(plan: Plan) -> int:
     sites in a cohort and K = `server.keep_checkpoints`:
 
         12 T (K + 2)  checkpoints with at most two vectors of the optimizer: K, the initial one, the one being written
+      + 4 T (K + 2)   the control variate in them, with `local.control_variates`
       + 4 P           the final model
       + N U           uploads of a round, until they are summed
 
@@ -174,4 +175,5 @@ def coordinator_bytes(plan: Plan) -> int:
     everything, trained = count_parameters(plan)
     update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
     kept = plan.server.keep_checkpoints + 2
-    return 12 * trained * kept + 4 * everything + plan.cohort.size() * update
+    each = 16 if plan.local.control_variates else 12
+    return each * trained * kept + 4 * everything + plan.cohort.size() * update

@@ -12,7 +12,7 @@
    noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
    after a crash gets the same.
 8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
-   model and optimizer as they were (`gate.py`).
+   model, optimizer and control variates as they were (`gate.py`).
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
@@ -35,6 +35,7 @@ from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
+from cloister.lm.optimizer import step_sizes
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -47,6 +48,7 @@ from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, Total, Wanted, sum_over
+from cloister.server.variates import ControlVariates
 
 
 @dataclass
@@ -66,6 +68,8 @@ class RoundContext:
     """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
     scales: Scales | None = None
     """The bounds of the next round's compressed updates, with `aggregation.compression`."""
+    controls: ControlVariates | None = None
+    """The control variates of the next round, with `local.control_variates`."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -83,7 +87,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     cohort = party.cohort(TRAIN, number)
     # 2 to 7.
     clip = context.clip
-    wanted = Wanted(TRAIN, number, context.optimizer.weights, clip, scales=context.scales)
+    wanted = Wanted(
+        TRAIN, number, context.optimizer.weights, clip, scales=context.scales, controls=context.controls
+    )
     total = sum_over(party, wanted)
     if isinstance(total, Failed) and not total.bound:
         refusing = sorted(party.refused.intersection(cohort))
@@ -106,7 +112,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         norm = float(np.linalg.norm(mean))
         scales = _next_scales(context, total, mean)
         # 8. Server step.
-        refused = _step(context, number, mean, norm)
+        refused = _step(context, number, mean, norm, total.names)
         if not refused:
             context.scales = scales
     # 9. Checkpoint, then journal.
@@ -146,26 +152,35 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
-        digest = context.checkpoints.save(number, weights, state, asdict(done), context.scales)
+        digest = context.checkpoints.save(
+            number, weights, state, asdict(done), context.scales, context.controls
+        )
         done = replace(done, params_sha256=digest)
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done
 
 
-def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float) -> str:
-    """8. Step by the mean, which is overwritten; returns why the gate refused it, with the model unchanged, or ''."""
+def _step(
+    context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float, sites: tuple[str, ...]
+) -> str:
+    """8. Step by the mean of sites, which is overwritten; returns why the gate refused it, with model and control
+    variates unchanged, or ''."""
     gate, optimizer, phases = context.gate, context.optimizer, context.party.phases
     if refused := gate.of_mean(norm):
         return refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
+    if context.controls is not None:
+        plan = context.party.plan
+        context.controls.add(number, mean, sites, step_sizes(plan, number), plan.cohort.sites)
     optimizer.step(mean)
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)
     if refused:  # the step was made in the only copy of the model
         before = context.checkpoints.load(number - 1)
         optimizer.restore(before.weights, before.optimizer)
+        context.controls = before.controls
     return refused
 
 

@@ -57,6 +57,7 @@ from cloister.server.round import RoundContext, run_round
 from cloister.server.spending import Spending
 from cloister.server.sum import Party
 from cloister.server.tracking import scalars
+from cloister.server.variates import ControlVariates
 
 
 def run(
@@ -117,19 +118,21 @@ def run(
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         scales = None if plan.aggregation.compression is None else Scales.first(plan, model.layout.size)
+        controls = ControlVariates.first(model.layout.size) if plan.local.control_variates else None
         if done is None:
             weights = (
                 model.layout.flatten(model.module) if public is None or base is not None else public.copy()
             )
             with phases.during(Phase.CHECKPOINT):
-                initial = {"round": 0, "params_sha256": checkpoints.save(0, weights, {}, scales=scales)}
+                digest = checkpoints.save(0, weights, {}, scales=scales, controls=controls)
+                initial = {"round": 0, "params_sha256": digest}
                 journal.record(0, 1, steps.DONE, initial)
             optimizer = ServerOptimizer(plan.server, weights)
         else:
             checkpoint = checkpoints.load(done.round)
             weights = checkpoint.weights
             optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
-            scales = checkpoint.scales
+            scales, controls = checkpoint.scales, checkpoint.controls
             clip = done.detail.get("clip") or clip
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
@@ -177,7 +180,7 @@ def run(
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
         clip = clip if mechanism else 0.0
-        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, scales)
+        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, scales, controls)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)

@@ -84,6 +84,7 @@ from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.speeds import Measured, speed_of
 from cloister.server.spending import Spending
+from cloister.server.variates import ControlVariates
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
 
@@ -148,8 +149,8 @@ class Total:
     """A sum that was opened."""
 
     opened: Opened
-    sites: int
-    """Sites whose vectors are in it."""
+    names: tuple[str, ...]
+    """Sites whose vectors are in it, sorted."""
     cohort: int
     """Sites that were drawn; in an asynchronous round those whose request has ended in it."""
     attempts: int
@@ -161,6 +162,11 @@ class Total:
     """In an asynchronous round, by site the server steps since the model of each of its updates in the sum."""
     too_stale: int = 0
     """Updates that exceeded `cohort.staleness`, in all attempts of this process."""
+
+    @property
+    def sites(self) -> int:
+        """The number of sites whose vectors are in it."""
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,9 @@ class Wanted:
     """Local steps of each site of the cohort; empty where all take those of the plan. `sum_over` decides them."""
     scales: Scales | None = None
     """The bounds of a compressed update's blocks; otherwise None."""
+    controls: ControlVariates | None = None
+    """The control variates of updates with `local.control_variates`; otherwise None. They do not change during the
+    sum."""
 
 
 def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
@@ -261,9 +270,8 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         seconds = party.clock() - started
         staleness = under_way.staleness
         drawn = len(cohort) if staleness is None else len(under_way.heard)
-        return Total(
-            opened, len(under_way.folded), drawn, attempt, seconds, wanted.steps, staleness, too_stale
-        )
+        names = tuple(sorted(under_way.folded))
+        return Total(opened, names, drawn, attempt, seconds, wanted.steps, staleness, too_stale)
 
 
 def _begun(journal: Journal, purpose: Purpose, number: int) -> Entry | None:
@@ -322,6 +330,7 @@ class _Plain:
         self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
         self.bounds = wanted.scales.bounds if wanted.scales else None
         self.scales = wanted.scales.to_bytes() if wanted.scales else b""
+        self.controls = {} if wanted.controls is None else wanted.controls.messages(sites)
 
     def run(self, needed: int) -> Opened:
         """Run the attempt.
@@ -374,7 +383,14 @@ class _Plain:
             self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
         requests = {
             site: Contribute(
-                self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps, self.scales
+                self.sum_id,
+                self.model_hash,
+                wanted.clip,
+                inbox,
+                wanted.model,
+                wanted.steps,
+                self.scales,
+                self.controls.get(site),
             )
             for site, inbox in inboxes.items()
         }
@@ -518,7 +534,8 @@ class _Masked(_Plain):
             layout.size,
             layout.digest() + party.base_hash.hex(),
         )
-        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales)
+        control = next((told.hash for told in self.controls.values()), b"")
+        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales, control)
         coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(

@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
+from cloister.aggregation.average import weight_of
 from cloister.lm.layout import Layout
 from cloister.lm.model import load_model
 from cloister.protocol.plan import MeshSection, Plan
@@ -67,5 +68,7 @@ def _updates(folder: RunFolder, plan: Plan) -> list[tuple[float, Vector]]:
         update = trained.load(folder.sites.state(site_name(index)), plan.run.rounds)
         if update is not None:
             tokens, vector = update
-            found.append((float(tokens) if plan.aggregation.weighting == "tokens" else 1.0, vector))
+            aggregation = plan.aggregation
+            by_tokens = weight_of(tokens, plan.most_labels(), aggregation.temperature)
+            found.append((float(by_tokens) if aggregation.weighting == "tokens" else 1.0, vector))
     return found

@@ -50,6 +50,7 @@ _SECTIONS = {
         "clip_norm",
         "optimizer_state",
         "proximal",
+        "control_variates",
     ),
     "cohort": ("fraction", "buffer", "staleness"),
     "privacy": ("clip",),

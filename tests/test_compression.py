@@ -258,6 +258,15 @@ def test_the_first_scales_are_those_of_the_learning_rates() -> None:
     plan = scales_plan("local.steps=10", "local.learning_rate=2e-3", "local.schedule=constant")
     found = Scales.first(plan, ROTATED + 1)
     np.testing.assert_allclose(found.bounds, [3 * 10 * 2e-3] * 2, rtol=1e-6)
+    # The steps of SGD are as long as the rates times the norm to which gradients are clipped.
+    sgd = scales_plan(
+        "local.steps=10",
+        "local.learning_rate=2e-3",
+        "local.schedule=constant",
+        "local.optimizer=sgd",
+        "local.clip_norm=5",
+    )
+    np.testing.assert_allclose(Scales.first(sgd, 100).bounds, [3 * 10 * 2e-3 * 5 / 10], rtol=1e-6)
     chosen = scales_plan("aggregation.compression.first_scale=0.01")
     np.testing.assert_allclose(Scales.first(chosen, 1).bounds, [0.03], rtol=1e-6)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from cloister.aggregation.average import WEIGHT, PlainSum, SumLayout
+from cloister.aggregation.average import WEIGHT, PlainSum, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, training_layout
@@ -39,7 +39,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
 from cloister.protocol.blocks import BLOCK, Span, tile
-from cloister.protocol.errors import UpdateError
+from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.messages import TRAIN, Advertise, Confirm, Reveal, Shares
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.protocol.soundness import parse
@@ -369,3 +369,75 @@ def test_a_span_beyond_the_update_is_refused_in_clear() -> None:
     code = code_of("none", 100, 32)
     with pytest.raises(UpdateError, match="a span of a vector of 100 values"):
         code.release(zeros(60), 1, 41)
+
+
+# Weights
+
+
+def test_a_weight_by_temperature_is_a_power_of_the_tokens() -> None:
+    most = 20 * 16 * 128
+    for tokens in (0, 1, 7, 1000, most):
+        assert weight_of(tokens, most, 1.0) == tokens  # as without a temperature
+    for temperature in (1.5, 2.0, 5.0):
+        weights = {tokens: weight_of(tokens, most, temperature) for tokens in (100, 1000, most)}
+        assert weights[most] == most  # the heaviest site has the whole range of the ring
+        assert weights[1000] / weights[100] == pytest.approx(10 ** (1 / temperature), rel=2e-3)
+    assert weight_of(0, most, 2.0) == 0  # a site that has learned from nothing is refused, as without
+    assert weight_of(1, most, 1e6) == most
+    assert weight_of(1, 2**40, 1.0001) == 1
+
+
+def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
+    """Two sites of a plan, with 256 and 4096 tokens and T = 2: weights of 1 and 4; other plans have the same bytes."""
+    tokens, values = (256, 4096), (0.5, -0.25)
+
+    def mean_of(*settings: str) -> tuple[Floats, list[bytes]]:
+        plan = parse("", ["aggregation.secure=false", *settings])
+        total = PlainSum(training_layout(plan, 3))
+        sent = []
+        for number, (count, value) in enumerate(zip(tokens, values, strict=True)):
+            code = code_for(plan, None, 3, rounding=number, clip_norm=0.0, noise=None)
+            sent.append(contribution(code, Finished(np.full(3, value, np.float32), count, 1.0)))
+            total.add([(0, sent[-1])])
+        opened = total.open()
+        assert opened.counters["tokens"] == sum(tokens)
+        return opened.mean, [each.tobytes() for each in sent]
+
+    plain, as_ever = mean_of()
+    np.testing.assert_allclose(plain, (0.5 * 1 - 0.25 * 16) / 17, atol=1e-6)
+    np.testing.assert_allclose(mean_of("aggregation.temperature=2")[0], (0.5 * 1 - 0.25 * 4) / 5, atol=5e-5)
+    assert mean_of("aggregation.temperature=1")[1] == as_ever
+    few = ["aggregation.ring_bits=16"]
+    np.testing.assert_allclose(
+        mean_of("aggregation.temperature=2", *few)[0], (0.5 * 1 - 0.25 * 4) / 5, atol=3e-3
+    )
+
+
+def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
+    settings = ["aggregation.compression={}", "aggregation.ring_bits=8", "aggregation.temperature=2"]
+    plan = parse("", settings)
+    remainders = Remainders(np.ones(1, np.float32), None, tmp_path / "after")
+    code = code_for(plan, None, 3, rounding=0, clip_norm=0.0, noise=None, remainders=remainders)
+    counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
+    expected = weight_of(256, plan.most_labels(), 2.0)
+    assert counters[code.layout.counters.index(WEIGHT)] == expected > 256
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["aggregation.weighting=uniform"],
+        [
+            "privacy.unit=site",
+            "privacy.noise_multiplier=1.0",
+            "aggregation.weighting=uniform",
+            "server.evaluation=none",
+        ],
+    ],
+)
+def test_a_temperature_without_weights_is_refused(settings: list[str]) -> None:
+    with pytest.raises(PlanError, match=r"^aggregation\.temperature is 2.0.*which no privacy unit allows"):
+        parse("", [*settings, "aggregation.temperature=2"])
+    for wrong in ("0.5", "nan", "inf"):
+        with pytest.raises(PlanError, match=r"^aggregation\.temperature"):
+            parse("", [f"aggregation.temperature={wrong}"])
