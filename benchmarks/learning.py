@@ -2,8 +2,8 @@
 
 All runs learn from the same number of tokens of `builtin:python-docs` and are evaluated on the same public records,
 which no site has. A central run has one site, one round, and the batches of all sites together in each step. A
-federated run has eight sites, divided by topic. The first one is `BASE`, which the shipped plan `not-private` follows;
-each other one changes one thing of it. A synchronous run would exchange gradients in every step of the largest batch.
+federated run has eight sites, divided by topic. The first one is `BASE`; the others change what their name says. A
+synchronous run would exchange gradients in every step of the largest batch.
 
 Bytes are those of one site, both ways: it fetches the model as float32 and sends ring integers, in each round.
 
@@ -87,6 +87,9 @@ FEDERATED = {
     "state reset": replace(BASE, state="reset"),
     "Nesterov 0.7, 0.6": replace(BASE, server=NESTEROV),
     "a round every 20 steps": replace(BASE, every=20),
+    "rate 0.001": replace(BASE, rate=1e-3),
+    "rate 0.002, batch 2": replace(BASE, rate=2e-3, batch=2),
+    "rate 0.002, 8 bits, a round every 7 steps": replace(BASE, rate=2e-3, ring=EIGHT_BITS, every=7),
     "8 bits": replace(BASE, ring=EIGHT_BITS),
     "8 bits, a round every 7 steps": replace(BASE, ring=EIGHT_BITS, every=7),
     "Muon": replace(BASE, optimizer="muon"),

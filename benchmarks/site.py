@@ -390,6 +390,8 @@ def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
         f"run.rounds={arguments.repeats + 1}",
         f"local.steps={arguments.steps}",
         "local.warmup_steps=0",
+        "local.batch_size=8",
+        "local.optimizer_state=reset",
     ]
     settings += sized(arguments.params) if arguments.params else []
     scheme = [] if arguments.scheme == "full" else [*ADAPTER, f"model.adapter.scheme={arguments.scheme}"]
