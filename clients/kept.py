@@ -269,14 +269,28 @@ def checked_base(request: Join) -> Vector | None:
     """
     if not request.base_hash:
         return None
-    own = vector_hash(request.base)
-    if own != request.base_hash:
-        raise UpdateError(
-            "base model", own.hex(), expected=f"the model with the hash {request.base_hash.hex()}"
-        )
-    if not all_finite(request.base):
-        raise UpdateError("base model", "non-finite", expected="finite weights")
+    check_sent("base model", request.base, request.base_hash)
     return request.base
+
+
+def check_sent(what: str, vector: Vector, named: bytes) -> None:
+    """Check a vector that every site of a sum gets, before any record is used.
+
+    What is trained from a non-finite one would depend on records; its hash binds the masks to it.
+
+    Args:
+        what: What errors call it.
+        vector: (d,) float32.
+        named: The hash that the request names.
+
+    Raises:
+        UpdateError: it has another hash, or is non-finite.
+    """
+    own = vector_hash(vector)
+    if own != named:
+        raise UpdateError(what, own.hex(), expected=f"the one with the hash {named.hex()}")
+    if not all_finite(vector):
+        raise UpdateError(what, "non-finite", expected="finite numbers")
 
 
 def update_path(state: Path, round_number: int) -> Path:

@@ -43,7 +43,7 @@ from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
 from cloister.clients.feedback import Feedback
-from cloister.clients.kept import Kept, Written, checked_base, write_pieces
+from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.release import Finished, Remainders, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
@@ -59,8 +59,7 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
-from cloister.protocol.blocks import all_finite
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import basis
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
@@ -211,7 +210,7 @@ class Site:
         demands.check_unpaid(plan, purpose)
         demands.check_policy(plan, request.sum.run, loaded.terms)
         demands.check_round(plan, purpose, request.sum.round)
-        _check_model(request.model, request.model_hash)
+        check_sent("global model", request.model, request.model_hash)
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         bounds = _checked_scales(loaded, request)
         _check_control(loaded, request)
@@ -524,18 +523,6 @@ def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenize
     return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
-def _check_model(model: Vector, named: bytes) -> None:
-    """Check the global model and its hash, which binds the masks to the model.
-
-    A non-finite model is refused before any record is used: the result of training from it would depend on records.
-    """
-    own = vector_hash(model)
-    if own != named:
-        raise UpdateError("global model", own.hex(), expected=f"the model with the hash {named.hex()}")
-    if not all_finite(model):
-        raise UpdateError("global model", "non-finite", expected="finite weights")
-
-
 def _checked_scales(loaded: Loaded, request: Contribute) -> Floats | None:
     """The bounds of the blocks of a compressed update; None for what is not compressed.
 
@@ -571,13 +558,7 @@ def _check_control(loaded: Loaded, request: Contribute) -> None:
     if control is None:
         raise UpdateError("control variate", "missing", expected="c, with local.control_variates = true")
     loaded.model.layout.check(control.common)
-    own = vector_hash(control.common)
-    if own != control.hash:
-        raise UpdateError(
-            "control variate", own.hex(), expected=f"the one with the hash {control.hash.hex()}"
-        )
-    if not all_finite(control.common):
-        raise UpdateError("control variate", "non-finite", expected="finite numbers")
+    check_sent("control variate", control.common, control.hash)
     if not 0 <= control.summed < request.sum.round:
         raise UpdateError(
             "round of the control variate", control.summed, expected=f"0 to {request.sum.round - 1}"

@@ -10,7 +10,7 @@ import fcntl
 import math
 import os
 import shutil
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, get_context
@@ -42,7 +42,6 @@ _ENDING = StorageError, EngineError, RunFolderError
 _SITES = QuorumError, LedgerError, BudgetError
 """Errors that end a search under a privacy unit too: sites never fail by what they train there, so these are not of the
 trial's settings."""
-_PAUSE_S = 0.1
 _HELD_S = 60.0
 """Seconds after which a trial of a search that was killed, and that still runs, is an error."""
 
@@ -219,19 +218,17 @@ def _wait_for(lock: Path) -> None:
     Raises:
         RunFolderError: it has not ended after a minute.
     """
-    until = time.monotonic() + _HELD_S
     with lock.open("rb") as held:
-        while True:
-            try:
-                return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > until:
-                    raise RunFolderError(
-                        str(lock.parent),
-                        expected="a trial that no other process works on",
-                        fix="end that process, or wait for it",
-                    ) from None
-                time.sleep(_PAUSE_S)
+        # In a thread, because flock has no timeout; this process ends with the error, and the thread with it.
+        waiting = threading.Thread(target=fcntl.flock, args=(held.fileno(), fcntl.LOCK_EX), daemon=True)
+        waiting.start()
+        waiting.join(_HELD_S)
+        if waiting.is_alive():
+            raise RunFolderError(
+                str(lock.parent),
+                expected="a trial that no other process works on",
+                fix="end that process, or wait for it",
+            )
 
 
 def _opened(path: Path, plan: Plan) -> RunFolder:

@@ -203,7 +203,7 @@ def test_what_leaves_under_masks_is_not_the_update(federation: Federation) -> No
 def test_a_site_hashes_the_model_it_received_itself(federation: Federation, purpose: Purpose) -> None:
     """Masks are bound to the hash: otherwise a coordinator would have sites train from models of their own."""
     request = federation.request(purpose=purpose)
-    with pytest.raises(UpdateError, match=r"global model .* expected the model with the hash"):
+    with pytest.raises(UpdateError, match=r"global model .* expected the one with the hash"):
         federation.joined().contribute(dataclasses.replace(request, model=federation.model + 1))
 
 
@@ -220,7 +220,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
         raise AssertionError("a record was used")
 
     monkeypatch.setattr("cloister.clients.site.preparation_of", used)
-    with pytest.raises(UpdateError, match="finite weights"):
+    with pytest.raises(UpdateError, match="finite numbers"):
         site.contribute(federation.request(model=crafted, purpose=purpose))
 
 

@@ -19,8 +19,9 @@ from cloister.privacy.events import Gaussian, SampledGaussian, Selection, from_j
 from cloister.privacy.figures import at_most
 from cloister.privacy.ledger import Charge, Ledger, read_history
 from cloister.privacy.report import verdict
-from cloister.protocol.errors import LedgerError
+from cloister.protocol.errors import LedgerError, RunFolderError
 from cloister.protocol.soundness import load
+from cloister.protocol.storage import lock
 from cloister.server.folder import RunFiles, read_plan
 from cloister.server.journal import DONE, Journal
 from cloister.server.report import gather
@@ -631,6 +632,18 @@ def test_a_process_that_is_killed_ends_the_search(
     with SearchFolder.reopen(out) as folder:
         (trial,) = Study(out / "study.sqlite", folder.search, 2).trials()
     assert trial.state == "running"
+
+
+def test_a_trial_that_another_process_holds_is_waited_for_within_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = lock(tmp_path / ".lock", "the test's own")
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, "_HELD_S", 0.01)
+        with pytest.raises(RunFolderError, match="a trial that no other process works on"):
+            trials._wait_for(tmp_path / ".lock")
+    held.close()
+    trials._wait_for(tmp_path / ".lock")
 
 
 def test_a_damaged_study_is_one_line(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
