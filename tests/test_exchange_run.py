@@ -29,6 +29,9 @@ from cloister.tests.exchange_parties import (
     Moment,
     SiteProcesses,
 )
+from cloister.tests.federation import tiny, write_records
+from cloister.tests.test_compressed_run import FOUR_ROUNDS, Run, final
+from cloister.tests.test_variates import ROUNDS
 
 STEPS = ("advertise", "share", "update", "confirm", "unmask")
 
@@ -52,12 +55,12 @@ class Federation:
         RunFolder.create(self.run, plan).close()
         self.spool = path / "spool"
 
-    def assert_undisturbed(self, whole: dict[str, Any]) -> None:
+    def assert_undisturbed(self, params_sha256: str) -> None:
         """The run ended as if nothing had happened: each round in its first attempt, each update trained once."""
         with RunFolder.reopen(self.run) as folder, Journal(folder.journal) as journal:
             end = journal.newest(FINISHED)
             assert end is not None
-            assert end.detail["params_sha256"] == whole["params_sha256"]
+            assert end.detail["params_sha256"] == params_sha256
             done = run_history(folder).done
             numbers = list(range(1, self.plan.run.rounds + 1))
             assert [(done[number]["attempts"], done[number]["sites"]) for number in numbers] == [
@@ -110,7 +113,7 @@ def test_sites_that_are_killed_at_every_step_lose_nothing(
             processes.join()
     killed = -signal.SIGKILL
     assert processes.codes == [[killed, 0], [killed] * 5 + [0], [killed] * 2 + [0], [0]]
-    federation.assert_undisturbed(whole)
+    federation.assert_undisturbed(whole["params_sha256"])
     # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also those that
     # were killed.
     _, parameters = count_parameters(plan)
@@ -128,7 +131,7 @@ def test_a_coordinator_that_is_killed_at_every_step_loses_nothing(
     finally:
         processes.join()
     assert processes.codes == [[0]] * 4
-    federation.assert_undisturbed(whole)
+    federation.assert_undisturbed(whole["params_sha256"])
     join = ("", 0, "join")
     for before, after, moment in zip(asked, asked[1:], moments, strict=False):
         assert before[-1].moment == moment
@@ -150,3 +153,36 @@ def test_a_coordinator_that_is_killed_at_every_step_loses_nothing(
 def one_of(asked: list[Asked], moment: Moment) -> Asked:
     (found,) = (each for each in asked if each.moment == moment)
     return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept_files"), [(FOUR_ROUNDS, "residual-*.json"), (ROUNDS, "variate-*.safetensors")]
+)
+def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
+    settings: list[str], kept_files: str, tmp_path: Path
+) -> None:
+    """What the code of a compressed update has left out, and control variates: a site is killed when it has written
+    them, and when it has revealed shares; the coordinator when some sites have answered."""
+    undisturbed = Run(tmp_path / "undisturbed", *settings)
+    undisturbed.go()
+    plan = tiny(*settings, f"simulation.source={write_records(tmp_path / 'records.jsonl')}")
+    federation = Federation(tmp_path, plan)
+    moments: dict[int, list[Moment]] = {
+        0: [(TRAIN, 2, "update")],
+        1: [(TRAIN, 2, "unmask"), (TRAIN, 3, "update")],
+    }
+    coordinator = CoordinatorProcesses(
+        federation.run, federation.sites, [(TRAIN, 2, "update"), (TRAIN, 3, "unmask")]
+    )
+    processes = SiteProcesses(coordinator.invite, federation.configs, moments)
+    try:
+        coordinator.run()
+    finally:
+        processes.join()
+    killed = -signal.SIGKILL
+    assert processes.codes == [[killed, 0], [killed, killed, 0], [0], [0]]
+    federation.assert_undisturbed(final(undisturbed))
+    for config, state in zip(federation.configs, undisturbed.states.values(), strict=True):
+        kept = sorted(config.parent.rglob(kept_files))
+        assert [path.name for path in kept] == sorted(path.name for path in state.glob(kept_files))
+        assert kept

@@ -141,6 +141,26 @@ def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
     assert len(set(kept[0])) > 100, "there is noise in it"
 
 
+@pytest.mark.parametrize("mesh", ["replicate", "shard"])
+def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
+    mesh: str, tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    """Each rank rotates and codes its own blocks; the second update has what the first one's code left out."""
+    compressed = ["aggregation.ring_bits=8", "aggregation.compression={}", *ONE_ROW[:2]]
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, *compressed)))
+    left = []
+    for name, section in (("one", MeshSection()), ("several", MESHES[mesh])):
+        state = tmp_path / name
+        site = open_site(federation, section, state=str(state), secure=False)
+        sent = [whole_vector(site.contribute(federation.request(number=number))) for number in (1, 2)]
+        residuals = [(state / f"residual-{number:05d}").read_bytes() for number in (1, 2)]
+        left.append(([each.tobytes() for each in sent], residuals))
+    assert left[0] == left[1]
+    (first, second), (remainder, _) = left[0]
+    assert first != second
+    assert len(set(remainder[len(federation.scales()) :])) > 50
+
+
 @pytest.mark.parametrize("moment", ["Train", "Mask"])
 def test_a_killed_rank_costs_no_attempt_and_no_charge_for_a_kept_update(
     moment: str, tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
