@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm import frozen, saved
 from cloister.lm.layout import Layout, Vector
+from cloister.lm.parts import parts_of
 from cloister.lm.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import AdapterSection, ModelSection, Plan
@@ -127,14 +128,27 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     return LanguageModel(module, tokenizer, layout, plan.model, own)
 
 
-def count_parameters(plan: Plan) -> tuple[int, int]:
-    """Count the parameters of the plan's model with its adapter, and the trained ones; allocates no weights.
+class Counts(NamedTuple):
+    """Numbers of parameters of a model."""
+
+    parameters: int
+    """All, with those of its adapter."""
+    trained: int
+    """Those that some round trains."""
+    summed: int
+    """The most that one round sums (`parts.py`)."""
+
+
+def count_parameters(plan: Plan) -> Counts:
+    """Count the parameters of the plan's model with its adapter; allocates no weights.
 
     Raises:
         ModelError: as `load_model`, for everything that can be checked without the weights.
+        PlanError: as `parts_of`.
     """
     model = outline(plan)
-    return sum(parameter.numel() for parameter in model.module.parameters()), model.layout.size
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    return Counts(parameters, model.layout.size, parts_of(plan, model.layout).largest)
 
 
 def outline(plan: Plan) -> LanguageModel:
