@@ -692,6 +692,11 @@ class Plan(Section):
         needed = self.cohort.needed()
         return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
 
+    def phases(self) -> int:
+        """Phases of the run, each with an adapter of its own, with `model.adapter.redraw`; otherwise 1."""
+        redraw = self.model.adapter.redraw
+        return 1 if redraw is None else -(-self.run.rounds // redraw)
+
     @property
     def in_parts(self) -> str:
         """The field by which a round sums only a part of the trained parameters; empty if each sums all of them."""
