@@ -38,14 +38,13 @@ REDRAWN = [
     "model.adapter.scheme=ffa-lora",
     "model.adapter.rank=2",
     "model.adapter.alpha=3",
-    "model.adapter.redraw=2",
-    "run.rounds=5",
+    "model.adapter.redraw=1",
+    "run.rounds=3",
     "local.steps=1",
     "server.evaluation=none",
     "server.optimizer=nesterov",
 ]
 CLEAR = [*REDRAWN, "aggregation.secure=false"]
-PHASES = [0, 0, 1, 1, 2]
 
 
 def weights(run: Run, number: int) -> Floats:
@@ -71,17 +70,18 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(masked: Run, tmp_p
 def test_each_round_sums_and_changes_the_factors_of_its_phase_alone(masked: Run) -> None:
     layout = load_model(masked.plan).layout
     parts = parts_of(masked.plan, layout)
-    assert [parts.spans.index(parts.of(number)) for number in range(1, 6)] == PHASES
+    slower = parts_of(tiny(*REDRAWN, "run.rounds=5", "model.adapter.redraw=2"), layout)
+    assert [slower.spans.index(slower.of(number)) for number in range(1, 6)] == [0, 0, 1, 1, 2]
+    assert [parts.spans.index(parts.of(number)) for number in range(1, 4)] == [0, 1, 2]
     assert [phase_of(name) for name in layout.names] == sorted(phase_of(name) for name in layout.names)
     assert [span.size * 3 for span in parts.spans] == [layout.size] * 3
     assert not weights(masked, 0).any()
-    for number, phase in enumerate(PHASES, 1):
+    for number, span in enumerate(parts.spans, 1):
         moved = np.flatnonzero(weights(masked, number) != weights(masked, number - 1))
-        span = parts.spans[phase]
         assert moved.size
         assert span.start <= moved[0]
         assert moved[-1] < span.stop
-    sent = (next(iter(masked.states.values())) / "update-00005.ring").stat().st_size
+    sent = (next(iter(masked.states.values())) / "update-00003.ring").stat().st_size
     assert 4 * parts.largest < sent < 4 * parts.largest + 100  # and counters
 
 
@@ -115,7 +115,7 @@ def dense(run: Run) -> torch.nn.Module:
     """The base with s B A of all phases added to its weights, computed here in float64."""
     model = load_model(run.plan)
     parameters = {name: each.detach() for name, each in model.module.named_parameters()}
-    for name, part in model.layout.split(weights(run, 5)).items():
+    for name, part in model.layout.split(weights(run, 3)).items():
         parameters[name] = torch.from_numpy(part.copy())
     adapter = run.plan.model.adapter
     state = {}
@@ -152,8 +152,8 @@ def test_the_saved_model_is_one_adapter_that_adds_up_all_phases(masked: Run, tmp
 def test_a_run_that_stopped_goes_on_to_the_same_weights(masked: Run, tmp_path: Path) -> None:
     Run(tmp_path, *REDRAWN, "server.keep_checkpoints=9")
     for moment in (
-        lambda event: isinstance(event, RoundDone) and event.round == 2,
-        lambda event: isinstance(event, SiteAnswered) and event.round == 3,
+        lambda event: isinstance(event, RoundDone) and event.round == 1,
+        lambda event: isinstance(event, SiteAnswered) and event.round == 2,
     ):
 
         def stop(event: Event, moment: Callable[[Event], bool] = moment) -> None:
@@ -173,16 +173,16 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(masked: Run, tmp_path: P
 def test_unit_site_clips_the_update_of_the_phase(tmp_path: Path) -> None:
     federation = Federation(tmp_path, tiny(*REDRAWN, *CENTRAL, "local.learning_rate=50"))
     plan, parts, site = federation.plan, parts_of(federation.plan, federation.layout), federation.joined()
-    for number in (1, 3):
+    for number in (1, 2):
         sent = whole(site.contribute(federation.request(number=number)))
         coded = training_layout(plan, parts.of(number).size, parts.largest)
         norm = float(np.linalg.norm(coded.open(sent).mean))  # in clipping norms
         assert norm == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("unit", [SKELLAM, RECORD])
+@pytest.mark.parametrize("unit", [SKELLAM, [*RECORD, "privacy.accountant=rdp", "privacy.method=reference"]])
 def test_a_private_run_noises_the_factors_of_the_phase_alone(unit: list[str], tmp_path: Path) -> None:
-    run = Run(tmp_path, *REDRAWN, *unit, "run.rounds=3", "server.keep_checkpoints=9")
+    run = Run(tmp_path, *REDRAWN, *unit, "model.adapter.redraw=2", "server.keep_checkpoints=9")
     outcome = run.go()
     parts = parts_of(run.plan, load_model(run.plan).layout)
     terms = terms_of(run.plan, parts.largest)
@@ -190,8 +190,10 @@ def test_a_private_run_noises_the_factors_of_the_phase_alone(unit: list[str], tm
     assert outcome.epsilon == pytest.approx(terms.epsilon(3), rel=1e-9)
     for number, phase in enumerate((0, 0, 1), 1):
         moved = np.flatnonzero(weights(run, number) != weights(run, number - 1))
-        assert moved[0] == parts.spans[phase].start
-        assert moved[-1] == parts.spans[phase].stop - 1
+        span = parts.spans[phase]
+        assert moved.size > 0.5 * span.size
+        assert span.start <= moved[0]
+        assert moved[-1] < span.stop
 
 
 def test_gradients_of_single_records_are_those_of_the_phase_by_both_methods(tmp_path: Path) -> None:
@@ -206,8 +208,8 @@ def test_gradients_of_single_records_are_those_of_the_phase_by_both_methods(tmp_
         trainer = PrivateTrainer(plan, load_model(plan), torch.device("cpu"))
         assert trainer.method.name == method
         noise = NoiseStream.from_declared_seed(5)
-        updates.append(trainer.train(start, sequences, round=3, noise=noise, noise_multiplier=1e-6).vector)
-    span = parts_of(federation.plan, federation.layout).of(3)
+        updates.append(trainer.train(start, sequences, round=2, noise=noise, noise_multiplier=1e-6).vector)
+    span = parts_of(federation.plan, federation.layout).of(2)
     np.testing.assert_allclose(updates[0], updates[1], rtol=0, atol=1e-6)
     assert np.abs(span.of(updates[0])).max() > 1e-4
     span.of(updates[0])[:] = 0
@@ -221,7 +223,7 @@ def test_gradients_of_single_records_are_those_of_the_phase_by_both_methods(tmp_
     ("settings", "said"),
     [
         (["model.adapter.scheme=lora"], "only valid with"),
-        (["model.adapter.redraw=5"], "1 to 4 for 5 rounds"),
+        (["model.adapter.redraw=3"], "1 to 2 for 3 rounds"),
         (["run.rounds=1000"], "16 to 999 for 1000 rounds"),
         (["local.optimizer_state=keep"], "trains another factor in each phase"),
         (["aggregation.compression={}", "aggregation.ring_bits=8"], "scales and remainders"),
