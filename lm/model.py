@@ -568,7 +568,7 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
         with seeded("adapter", plan.run.seed, number):
             adapted.add_adapter(name, copy.copy(config))
     if more:
-        adapted.base_model.set_adapter(["default", *more])
+        cast(Any, adapted.base_model).set_adapter(["default", *more])
     trained = ".lora_B." if adapter.scheme == "ffa-lora" else ".lora_"
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_(trained in name or HEAD in name)
