@@ -11,6 +11,7 @@ from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
+from cloister.protocol.blocks import Span
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
@@ -34,21 +35,27 @@ def count_of_loss(nats: float) -> int:
     return min(round(nats * LOSS_SCALE), _LARGEST_LOSS) if math.isfinite(nats) else _LARGEST_LOSS
 
 
-def training_layout(plan: Plan, parameters: int) -> SumLayout:
+def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
     """The layout of a round's sum: the weighted updates, and totals of tokens, losses and clipped values.
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
     the site, values are in clipping norms, in the steps of the site-level mechanism, which also sets their number.
     With `aggregation.compression` the update has whole rotated blocks.
 
+    Args:
+        plan: The plan.
+        parameters: Trained parameters that the round sums (`lm/parts.py`).
+        largest: Those of the round that sums the most of them, for which noise is priced; None: this round.
+
     Raises:
         PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
-    terms = terms_of(plan, parameters)
+    terms = terms_of(plan, largest or parameters)
     if terms is not None and terms.mechanism is not None:
-        bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
-        extra = terms.mechanism.size - parameters
+        mechanism = terms.mechanism.on(parameters)
+        bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
+        extra = mechanism.size - parameters
         layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
     else:
         heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
@@ -89,15 +96,22 @@ def confusion_counters(plan: Plan) -> tuple[str, ...]:
     return tuple(f"{what} {true} taken for {given}" for true in outcomes for given in outcomes)
 
 
-def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:
-    """The layout of a sum of that purpose, `train` or `evaluate`."""
-    return training_layout(plan, parameters) if purpose == TRAIN else evaluation_layout(plan)
+def layout_for(purpose: Purpose, plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
+    """The layout of a sum of that purpose, `train` or `evaluate`; arguments as for `training_layout`."""
+    return training_layout(plan, parameters, largest) if purpose == TRAIN else evaluation_layout(plan)
 
 
 def contract_for(
-    purpose: Purpose, plan: Plan, roster: Roster, run: str, parameters: int, model: str
+    purpose: Purpose,
+    plan: Plan,
+    roster: Roster,
+    run: str,
+    parameters: int,
+    model: str,
+    part: Span | None = None,
+    largest: int | None = None,
 ) -> Contract:
-    """The contract of the secure sums of one purpose in a run.
+    """The contract of the secure sums of one purpose in a run, or in its rounds that sum one part of the vector.
 
     Args:
         purpose: `train` or `evaluate`; each has attempts of its own.
@@ -106,8 +120,11 @@ def contract_for(
         run: Identity of the run.
         parameters: Number of trained parameters.
         model: Digest of the trained parameters' names and shapes.
+        part: The span of them that the rounds sum; None: all of them.
+        largest: As for `training_layout`.
     """
-    layout = layout_for(purpose, plan, parameters)
+    span = part if part is not None and purpose == TRAIN else Span(0, parameters)
+    layout = layout_for(purpose, plan, span.size, largest)
     ring = layout.ring
     meaning = pack(
         purpose,
@@ -119,6 +136,7 @@ def contract_for(
         float(ring.bound).hex(),
         model,
         *(("rotated blocks", layout.values, layout.blocks.seed) if layout.blocks is not None else ()),
+        *(("part", span.start, span.stop) if span.size < parameters else ()),
     )
     return Contract(
         run=f"{run}/{purpose}",

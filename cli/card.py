@@ -193,10 +193,15 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
         (
             "every parameter"
             if adapter.scheme == "full"
-            else f"LoRA, {adapter.scheme}, rank {adapter.rank}, over a base in {adapter.base_precision}"
+            else f"LoRA, {adapter.scheme}, rank {adapter.rank}{_redrawn(plan)}, over a base in {adapter.base_precision}"
         ),
     )
     yield "sum of the updates", "secure sum, under masks" if plan.aggregation.secure else "in clear"
+
+
+def _redrawn(plan: Plan) -> str:
+    redraw, phases = plan.model.adapter.redraw, plan.phases()
+    return "" if redraw is None else f" in each of {phases} phases of {redraw:,} rounds, which add up"
 
 
 def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:

@@ -44,7 +44,7 @@ def mesh_for(
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
     elif len(here) > 1 and plan.model.adapter.base_precision == "float32" and _divides(plan):
-        everything, trained = count_parameters(plan)
+        everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
         if mesh.shard > 1 and plan.local.optimizer == "muon":
@@ -67,6 +67,14 @@ def mesh_for(
             mesh.degrees(),
             expected=f"{_ALONE}, because local.control_variates is true: ranks do not divide a control variate",
             fix="remove the site's mesh, or use a plan with local.control_variates = false",
+        )
+    if plan.in_parts:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because {plan.in_parts} is set: ranks divide the whole vector, not the part that a "
+            "round sums",
+            fix=f"remove the site's mesh, or use a plan without {plan.in_parts}",
         )
     if plan.data.length_buckets is not None:
         raise ModelError(
@@ -108,7 +116,7 @@ def mesh_for(
 
 def _divides(plan: Plan) -> bool:
     """Whether several devices may divide the work of a plan."""
-    return not plan.local.control_variates and plan.data.length_buckets is None
+    return not (plan.local.control_variates or plan.in_parts) and plan.data.length_buckets is None
 
 
 def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:

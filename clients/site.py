@@ -42,6 +42,7 @@ from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
+from cloister.clients.drift import Drift, drifts
 from cloister.clients.feedback import Feedback
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.release import Finished, Remainders, code_for
@@ -54,6 +55,7 @@ from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
 from cloister.lm.optimizer import step_sizes
+from cloister.lm.parts import parts_of
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -293,7 +295,11 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
-        contract = contract_for(purpose, plan, demands.roster(), sum_id.run, layout.size, model)
+        parts = parts_of(plan, layout)
+        part, largest = parts.of(sum_id.round), parts.largest
+        contract = contract_for(
+            purpose, plan, demands.roster(), sum_id.run, layout.size, model, part, largest
+        )
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum())
         return Attempts(folder, contract, member, loaded.live, self._agreements)
@@ -380,7 +386,8 @@ class Site:
                 variate.
         """
         plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
-        layout = layout_for(purpose, plan, loaded.model.layout.size)
+        parts = parts_of(plan, loaded.model.layout)
+        layout = layout_for(purpose, plan, parts.of(round_number).size, parts.largest)
         facts = {
             "plan": plan.digest(),
             "run": request.sum.run,
@@ -430,33 +437,48 @@ class Site:
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
-        size = loaded.model.layout.size
+        parts = parts_of(plan, loaded.model.layout)
+        part, whole = parts.of(round_number), loaded.model.layout.size
         own = replace(own, factor=own.factor * self._scale)
 
-        def made(remainders: Remainders | None, correction: Vector | None = None) -> Written:
+        def made(
+            remainders: Remainders | None, correction: Vector | None = None, drift: Drift | None = None
+        ) -> Written:
             code = code_for(
                 plan,
                 terms,
-                size,
+                part.size,
                 rounding=rounding,
                 clip_norm=request.clip,
                 noise=noise,
                 remainders=remainders,
             )
             opener, state = self._opener(loaded), self.config.folder
-            task = Task(round_number, opener, state, own, seed, code, noise, correction)
+            of = None if part.size == whole else part
+            task = Task(round_number, opener, state, own, seed, code, noise, correction, of, drift)
             started = self._clock()
             written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
             return replace(written, seconds=self._clock() - started)
 
-        layout = training_layout(plan, size)
+        run, digest, summed = request.sum.run, plan.digest(), partial(self._summed, plan, request.sum.run)
+        if plan.aggregation.fragments > 1:
+            carried = drifts(self.config.folder, run, digest, whole)
+            base = carried.base(round_number, summed)
+
+            def drifting(after: Path) -> Written:
+                return made(None, drift=Drift.of(carried, base, round_number, parts, after))
+
+            return carried.keep(round_number, base, drifting, durable=durable)
+        if part.size < whole:
+            return made(None)
+        layout = training_layout(plan, whole)
         if request.control is not None:
             return self._controlled(plan, layout, request, partial(made, None))
         blocks = layout.blocks
         if blocks is None or bounds is None:
             return made(None)
-        feedback = Feedback(self.config.folder, request.sum.run, plan.digest(), blocks)
-        base = feedback.base(round_number, partial(self._summed, plan, request.sum.run))
+        feedback = Feedback(self.config.folder, run, digest, blocks)
+        base = feedback.base(round_number, summed)
         before = feedback.path(base) if base else None
         return feedback.write(
             round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
@@ -490,7 +512,7 @@ class Site:
         return written
 
     def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
-        """Whether the site's update of a round is in its sum, as far as the site knows (`feedback.py`)."""
+        """Whether the site's update of a round is in its sum, as far as the site knows (`carried.py`)."""
         if not plan.aggregation.secure:
             return True
         with AttemptFiles.turn(self._attempts_folder(TRAIN, run), run) as files:

@@ -230,13 +230,13 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             f"{limit}Its gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
             "deviation of C times the noise multiplier is added to every coordinate of the sum. The sum "
             f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects, "
-            "and not by the size of the batch that was drawn."
+            f"and not by the size of the batch that was drawn.{_sent_later(plan)}"
         )
     noise = terms.mechanism
     if noise.variance:
         honest = plan.honest()
         text = (
-            "Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
+            f"Each site clips its whole {_update(plan)} to the L2 norm C, rounds it to integers of bounded norm "
             f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
             f"each of them; the secure sum carries the total. At least {honest} honest sites are in "
             f"every sum, and the noise of {honest} sites together has a standard deviation of "
@@ -246,10 +246,12 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         text = _correlated(plan, noise.correlation, noise.deviation)
     else:
         text = (
-            "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise with "
+            f"Each site clips its whole {_update(plan)} to the L2 norm C. The coordinator adds Gaussian noise with "
             f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
             "anything else is computed from it."
         )
+    if plan.in_parts:
+        text += " Every round is charged as one that sums the largest part."
     if local.balance != "fixed":
         text = (
             "Each site first scales its update by the mean of the cohort's local steps over its own: the numbers "
@@ -262,6 +264,27 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             "and its cost is part of the same charge."
         )
     return text
+
+
+def _update(plan: Plan) -> str:
+    """What unit `site` clips and noises in a round."""
+    if plan.aggregation.fragments > 1:
+        return (
+            f"change of the round's fragment, one of {plan.aggregation.fragments} of the model in turn, since it sent "
+            "that one last,"
+        )
+    return "update" if not plan.in_parts else "update, which is of the factors of the round's phase alone,"
+
+
+def _sent_later(plan: Plan) -> str:
+    """What the units `record` and `owner` have for rounds that sum a fragment of the model; otherwise empty."""
+    fragments = plan.aggregation.fragments
+    if fragments == 1:
+        return ""
+    return (
+        f" A round sums one of {fragments} fragments of the model, and a site sends the change of that one by all its "
+        "steps since it was sent last: post-processing of steps that are noised and charged, each in its own round."
+    )
 
 
 def _correlated(plan: Plan, blt: Blt, deviation: float) -> str:

@@ -41,6 +41,9 @@ SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
+MOST_PHASES = 64
+"""Most phases of a run with `model.adapter.redraw`: each adds an adapter that every forward pass computes."""
+
 MOST_CLASSES = 256
 """Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
 
@@ -88,6 +91,10 @@ class AdapterSection(Section):
     """LoRA's scale is alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
+    redraw: Count | None = None
+    """Rounds of a phase, with scheme `ffa-lora`: each phase draws another A from the plan's seed and trains a new B,
+    while B A of the phases before it stays added to the base. A round then sums the B of its phase alone, and the run
+    ends with one adapter whose rank is that of all phases together. None: one A for the whole run."""
     base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
     """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
     linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
@@ -339,7 +346,10 @@ class AggregationSection(Section):
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
-    it is the largest bound of a block."""
+    it is the largest bound of a block. With `fragments` the change is that since a site sent the fragment last."""
+    fragments: Count = 1
+    """Fragments of whole layers into which the trained parameters are cut (Streaming DiLoCo). A round sums one of them,
+    in turn. Sites train all parameters in each round, and keep their change of a fragment until its turn."""
     compression: CompressionSection | None = None
     """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
 
@@ -681,6 +691,18 @@ class Plan(Section):
         more."""
         needed = self.cohort.needed()
         return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
+
+    def phases(self) -> int:
+        """Phases of the run, each with an adapter of its own, with `model.adapter.redraw`; otherwise 1."""
+        redraw = self.model.adapter.redraw
+        return 1 if redraw is None else -(-self.run.rounds // redraw)
+
+    @property
+    def in_parts(self) -> str:
+        """The field by which a round sums only a part of the trained parameters; empty if each sums all of them."""
+        if self.aggregation.fragments > 1:
+            return "aggregation.fragments"
+        return "" if self.model.adapter.redraw is None else "model.adapter.redraw"
 
     def evaluates(self, number: int) -> bool:
         """Whether the model after a round is due for evaluation; 0 is the initial model."""

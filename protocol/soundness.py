@@ -17,6 +17,7 @@ from cloister.protocol.plan import (
     LARGEST_CLIP,
     MOST_CLASSES,
     MOST_CORRELATED,
+    MOST_PHASES,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
     SMALLEST_CLIP,
@@ -147,6 +148,8 @@ def _check_sound(plan: Plan) -> None:
     _check_muon(plan)
     _check_sgd(plan)
     _check_control_variates(plan)
+    _check_fragments(plan)
+    _check_redraw(plan)
     _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
         raise PlanError(
@@ -633,6 +636,132 @@ def _check_control_variates(plan: Plan) -> None:
     ):
         if wrong:
             raise PlanError(field, value, expected=expected, fix=fix)
+
+
+def _check_fragments(plan: Plan) -> None:
+    """Refuse fragments that are never sent, and what does not fit a site that trains from a model of its own."""
+    fragments = plan.aggregation.fragments
+    if fragments == 1:
+        return
+    if fragments > plan.run.rounds:
+        raise PlanError(
+            "aggregation.fragments",
+            fragments,
+            expected=f"at most {plan.run.rounds}, the rounds of the run: each sums one fragment, and the others "
+            "would stay as they began",
+            fix="lower aggregation.fragments, or raise run.rounds",
+        )
+    for wrong, field, value, expected, fix in (
+        *_not_in_parts(plan),
+        (
+            plan.local.proximal > 0,
+            "local.proximal",
+            plan.local.proximal,
+            "0 with aggregation.fragments: its anchor would be the model from which a site starts, not the global one",
+            "remove local.proximal or aggregation.fragments",
+        ),
+        (
+            plan.local.balance != "fixed",
+            "local.balance",
+            plan.local.balance,
+            '"fixed" with aggregation.fragments: a site sends steps of several rounds at once, each of another number',
+            'set local.balance = "fixed", or remove aggregation.fragments',
+        ),
+        (
+            plan.model.adapter.scheme == "rolora",
+            "model.adapter.scheme",
+            "rolora",
+            "another scheme with aggregation.fragments: the factor that a round freezes would keep an unsent change",
+            'set model.adapter.scheme = "ffa-lora", or remove aggregation.fragments',
+        ),
+        (
+            plan.model.adapter.redraw is not None,
+            "model.adapter.redraw",
+            plan.model.adapter.redraw,
+            "no value with aggregation.fragments: each is a schedule of what rounds sum, and a run has one",
+            "remove model.adapter.redraw or aggregation.fragments",
+        ),
+    ):
+        if wrong:
+            raise PlanError(field, value, expected=expected, fix=fix)
+
+
+def _check_redraw(plan: Plan) -> None:
+    """Refuse phases that change nothing, that are too many, or that do not train their own factor alone."""
+    redraw, rounds = plan.model.adapter.redraw, plan.run.rounds
+    if redraw is None:
+        return
+    if plan.model.adapter.scheme != "ffa-lora":
+        raise PlanError(
+            "model.adapter.redraw",
+            redraw,
+            expected=f'no value with model.adapter.scheme = "{plan.model.adapter.scheme}"; only valid with "ffa-lora", '
+            "whose A is drawn from the seed",
+            fix='set model.adapter.scheme = "ffa-lora", or remove model.adapter.redraw',
+        )
+    if not redraw < rounds <= redraw * MOST_PHASES:
+        least = -(-rounds // MOST_PHASES)
+        raise PlanError(
+            "model.adapter.redraw",
+            redraw,
+            expected=f"{least} to {rounds - 1} for {rounds} rounds: two phases at least, and {MOST_PHASES} at most, "
+            "because every forward pass computes the adapters of all phases",
+            fix="change model.adapter.redraw or run.rounds",
+        )
+    for wrong, field, value, expected, fix in (
+        *_not_in_parts(plan),
+        (
+            plan.data.task == "classify",
+            "data.task",
+            "classify",
+            '"generate" with model.adapter.redraw: a classifier\'s head is trained in every round, and is of no phase',
+            "remove model.adapter.redraw",
+        ),
+        (
+            plan.local.optimizer_state == "keep",
+            "local.optimizer_state",
+            "keep",
+            '"reset" with model.adapter.redraw, which trains another factor in each phase',
+            'set local.optimizer_state = "reset"',
+        ),
+    ):
+        if wrong:
+            raise PlanError(field, value, expected=expected, fix=fix)
+
+
+def _not_in_parts(plan: Plan) -> tuple[tuple[bool, str, object, str, str], ...]:
+    """What is not for rounds that sum a part of the vector: whether it is set, and the fields of its refusal."""
+    field = plan.in_parts
+    return (
+        (
+            plan.aggregation.compression is not None,
+            "aggregation.compression",
+            "set",
+            f"no compression with {field}: scales and remainders are those of the vector that the round before summed",
+            f"remove [aggregation.compression] or {field}",
+        ),
+        (
+            plan.local.control_variates,
+            "local.control_variates",
+            True,
+            f"false with {field}: c follows from mean updates of all parameters",
+            f"set local.control_variates = false, or remove {field}",
+        ),
+        (
+            plan.cohort.mode == "async",
+            "cohort.mode",
+            "async",
+            f'"sync" with {field}: the updates of a buffer would be of different parts of the model',
+            f'set cohort.mode = "sync", or remove {field}',
+        ),
+        (
+            plan.privacy.correlated is not None,
+            "privacy.correlated",
+            "set",
+            f"no value with {field}: noise of one round is cancelled by that of later ones on the same parameters only",
+            f"remove [privacy.correlated] or {field}",
+        ),
+    )
 
 
 def _check_base_precision(plan: Plan) -> None:

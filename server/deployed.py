@@ -80,7 +80,7 @@ def coordinate(
         new_certificate(list(dict.fromkeys(names))),
         folder.spool,
         sites=len(federation.sites),
-        most_bytes=most_bytes_of(plan, count_parameters(plan)[1]),
+        most_bytes=most_bytes_of(plan, count_parameters(plan).summed),
         bind=bind,
         advertised=newest.exchange,
         cards=federation.roster.cards,

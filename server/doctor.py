@@ -172,8 +172,8 @@ def coordinator_bytes(plan: Plan) -> int:
     from cloister.aggregation.sums import training_layout
     from cloister.lm.model import count_parameters
 
-    everything, trained = count_parameters(plan)
-    update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
+    everything, trained, summed = count_parameters(plan)
+    update = math.ceil(training_layout(plan, summed).length * plan.aggregation.ring_bits / 8)
     kept = plan.server.keep_checkpoints + 2
     each = 16 if plan.local.control_variates else 12
     return each * trained * kept + 4 * everything + plan.cohort.size() * update

@@ -11,8 +11,9 @@
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
    after a crash gets the same.
-8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
-   model, optimizer and control variates as they were (`gate.py`).
+8. Server step: the mean is a pseudo-gradient for the server's optimizer, which steps on the part of the model that the
+   round sums (`lm/parts.py`). A mean that the plan's gate refuses leaves model, optimizer and control variates as they
+   were (`gate.py`).
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
@@ -36,6 +37,7 @@ from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
 from cloister.lm.optimizer import step_sizes
+from cloister.lm.parts import parts_of
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -107,8 +109,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     if not isinstance(total, Failed):
         mean = total.opened.mean
         if context.mechanism is not None:
-            sites = total.opened.counters[WEIGHT]
-            mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))
+            sites, part = total.opened.counters[WEIGHT], parts_of(plan, party.layout).of(number)
+            mechanism = context.mechanism.on(part.size)
+            mean, context.clip = mechanism.decode(mean, sites, clip, context.noise(number))
         norm = float(np.linalg.norm(mean))
         scales = _next_scales(context, total, mean)
         # 8. Server step.
@@ -174,7 +177,7 @@ def _step(
     if context.controls is not None:
         plan = context.party.plan
         context.controls.add(number, mean, sites, step_sizes(plan, number), plan.cohort.sites)
-    optimizer.step(mean)
+    optimizer.step(mean, parts_of(context.party.plan, context.party.layout).of(number))
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)
     if refused:  # the step was made in the only copy of the model

@@ -15,6 +15,7 @@ from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
+from cloister.lm.parts import parts_of
 from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -136,7 +137,7 @@ def run(
             clip = done.detail.get("clip") or clip
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
-        terms = terms_of(plan, model.layout.size)
+        terms = terms_of(plan, parts_of(plan, model.layout).largest)
         party = Party(
             plan,
             run_identity,

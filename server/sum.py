@@ -39,6 +39,7 @@ from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
+from cloister.lm.parts import parts_of
 from cloister.privacy.ledger import Entry as Charged
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import balanced
@@ -327,7 +328,9 @@ class _Plain:
         """As in `Total`."""
         self.too_stale = 0
         """Updates that exceeded `cohort.staleness`."""
-        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
+        parts = parts_of(party.plan, party.layout)
+        self.part, self.largest = parts.of(wanted.round), parts.largest
+        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, self.part.size, self.largest)
         self.bounds = wanted.scales.bounds if wanted.scales else None
         self.scales = wanted.scales.to_bytes() if wanted.scales else b""
         self.controls = {} if wanted.controls is None else wanted.controls.messages(sites)
@@ -533,6 +536,8 @@ class _Masked(_Plain):
             party.run,
             layout.size,
             layout.digest() + party.base_hash.hex(),
+            self.part,
+            self.largest,
         )
         control = next((told.hash for told in self.controls.values()), b"")
         model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales, control)

@@ -465,12 +465,12 @@ _dimensions: dict[str, int] = {}
 
 
 def _dimension(plan: Plan) -> int:
-    """Trained parameters of a plan's model, as far as its cost depends on them."""
+    """The most parameters of a plan's model that a round sums, as far as its cost depends on them."""
     if plan.privacy.unit != "site":
         return 1
     from cloister.lm.model import count_parameters  # takes seconds to import
 
-    key = plan.model.model_dump_json()
+    key = f"{plan.model.model_dump_json()} {plan.aggregation.fragments}"
     if key not in _dimensions:
-        _dimensions[key] = count_parameters(plan)[1]
+        _dimensions[key] = count_parameters(plan).summed
     return _dimensions[key]

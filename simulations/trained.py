@@ -19,7 +19,8 @@ from cloister.protocol.storage import write_file
 
 def kept(plan: Plan) -> bool:
     """Whether the updates of a plan are kept."""
-    return plan.model.adapter.scheme == "lora" and plan.privacy.unit == "none" and plan.cohort.mode == "sync"
+    whole = plan.cohort.mode == "sync" and plan.aggregation.fragments == 1
+    return plan.model.adapter.scheme == "lora" and plan.privacy.unit == "none" and whole
 
 
 def keep(plan: Plan, state: Path, round_number: int, finished: Finished) -> None:

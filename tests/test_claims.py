@@ -133,3 +133,20 @@ def test_unequal_steps_are_a_part_of_the_mechanism() -> None:
     scaled = "Each site first scales its update by the mean of the cohort's local steps over its own"
     assert f"{scaled}: the numbers are public" in words(*site, "local.balance=weighted")
     assert scaled not in words(*site)
+
+
+def test_what_is_said_of_rounds_that_sum_a_part_follows_the_plan() -> None:
+    site = ("privacy.unit=site", "privacy.noise_multiplier=1.0", "privacy.delta=1e-3", *COMMON)
+    for trusted in ("false", "true"):
+        plan = (*site, f"privacy.trusted_coordinator={trusted}")
+        fragments = words(*plan, "aggregation.fragments=3")
+        assert "clips its whole change of the round's fragment, one of 3 of the model in turn" in fragments
+        phases = words(*plan, "model.adapter.scheme=ffa-lora", "model.adapter.redraw=2")
+        assert "clips its whole update, which is of the factors of the round's phase alone, to" in phases
+        for parts in (fragments, phases):
+            assert "charged as one that sums the largest part" in parts
+        assert "clips its whole update to the L2 norm C" in words(*plan)
+        assert "largest part" not in words(*plan)
+    record = words(*TEXTS, *COMMON, "aggregation.fragments=3")
+    assert "by all its steps since it was sent last: post-processing" in record
+    assert "fragments" not in words(*TEXTS, *COMMON)

@@ -116,7 +116,7 @@ def test_sites_that_are_killed_at_every_step_lose_nothing(
     federation.assert_undisturbed(whole["params_sha256"])
     # Each model is evaluated, all but the last are trained: each site has fetched each of them once, also those that
     # were killed.
-    _, parameters = count_parameters(plan)
+    parameters = count_parameters(plan).trained
     assert sent == [(plan.run.rounds + 1) * 4 * parameters] * plan.cohort.sites
 
 

@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cloister.lm import model as model_module
 from cloister.lm.generate import generate
-from cloister.lm.model import LanguageModel, count_parameters, device_for, load_model, save_pretrained, seeded
+from cloister.lm.model import (
+    Counts,
+    LanguageModel,
+    count_parameters,
+    device_for,
+    load_model,
+    save_pretrained,
+    seeded,
+)
 from cloister.protocol.errors import ModelError, StorageError, UpdateError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
@@ -146,13 +154,14 @@ def test_a_builtin_model_is_causal(kind: str) -> None:
 def test_parameters_are_counted_without_weights(kind: str, scheme: str) -> None:
     plan = plan_of(kind, scheme)
     model = load_model(plan)
-    assert count_parameters(plan) == (sum(p.numel() for p in model.module.parameters()), model.layout.size)
+    everything = sum(p.numel() for p in model.module.parameters())
+    assert count_parameters(plan) == Counts(everything, model.layout.size, model.layout.size)
 
 
 def test_counting_a_model_larger_than_memory() -> None:
     plan = plan_of(config={"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126})
-    total, trained = count_parameters(plan)
-    assert total == trained > 10**11
+    total, trained, summed = count_parameters(plan)
+    assert total == trained == summed > 10**11
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -210,7 +219,7 @@ def test_a_full_model_is_read_by_transformers(kind: str, tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["final"]
     again = load_model(plan_of(str(tmp_path / "deep" / "final")))
     np.testing.assert_array_equal(again.layout.flatten(again.module), vector)
-    assert count_parameters(plan_of(str(tmp_path / "deep" / "final"))) == (vector.size, vector.size)
+    assert count_parameters(plan_of(str(tmp_path / "deep" / "final"))) == Counts(*[vector.size] * 3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
