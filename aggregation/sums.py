@@ -17,7 +17,6 @@ from cloister.protocol.errors import PlanError
 from cloister.protocol.messages import MOST_SCALES, TRAIN, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
-from cloister.protocol.threshold import Tolerance
 
 TOKENS = "tokens"
 LOSS = "loss"
@@ -44,7 +43,7 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
     Raises:
         PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
-    bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
+    bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
     terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
         bound = terms.mechanism.bound(Ring(bits, 1.0, cohort).levels)
@@ -95,7 +94,7 @@ def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:
 
 
 def contract_for(
-    purpose: Purpose, plan: Plan, roster: Roster, run: str, parameters: int, model: str
+    purpose: Purpose, plan: Plan, roster: Roster, run: str, parameters: int, model: str, group: int = 0
 ) -> Contract:
     """The contract of the secure sums of one purpose in a run.
 
@@ -106,6 +105,7 @@ def contract_for(
         run: Identity of the run.
         parameters: Number of trained parameters.
         model: Digest of the trained parameters' names and shapes.
+        group: The group that is summed.
     """
     layout = layout_for(purpose, plan, parameters)
     ring = layout.ring
@@ -125,9 +125,10 @@ def contract_for(
         roster=roster,
         plan=bytes.fromhex(plan.digest()),
         draw=draw_of(plan, purpose),
-        tolerance=Tolerance(plan.aggregation.dropouts, plan.aggregation.colluders),
+        tolerance=plan.tolerance(),
         ring_bits=plan.aggregation.ring_bits,
         length=layout.length,
         layout=hashlib.sha256(meaning).digest(),
         cipher=plan.aggregation.cipher,
+        group=group,
     )

@@ -407,7 +407,7 @@ def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folder_of(tmp_path, SITE, overrides=(*QUIET, "run.name=counted"))
-    Mutant("protocol.plan:Plan.honest", "self.quorum() - found.colluders", "self.cohort.size()").plant(
+    Mutant("protocol.plan:Plan._honest", "self.quorum(n) - found.colluders", "self.cohort.size()").plant(
         monkeypatch
     )
     code, result, _ = ran(capsys, run, *FEW)
