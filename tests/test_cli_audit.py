@@ -415,6 +415,24 @@ def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
     assert NOISE in result["row"]["problem"]
 
 
+GROUPS = ("cohort.sites=9", "aggregation.groups=3", "aggregation.colluders=0.0")
+OF_COHORT = Mutant("protocol.plan:Plan.honest", "self.summed()", "(self.cohort.size(),)")
+"""The noise of a group's sum is that of a sum over the whole cohort."""
+
+
+@pytest.mark.parametrize("mutant", [None, OF_COHORT], ids=str)
+def test_each_group_of_a_round_has_the_noise_that_is_charged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mutant: Mutant | None
+) -> None:
+    name = "run.name=groups" if mutant is None else "run.name=of-cohort"  # terms are cached
+    run = folder_of(tmp_path, SITE, overrides=(*QUIET, *GROUPS, name))
+    if mutant is not None:
+        mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, "--canaries", "9")
+    assert (code, result["alarm"]) == ((0, False) if mutant is None else (3, True))
+    assert mutant is None or NOISE in result["row"]["problem"]
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
