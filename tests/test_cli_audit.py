@@ -38,6 +38,7 @@ from cloister.tests.mutants import (
     LESS_NOISE_OF_SITES,
     LESS_NOISE_OF_THE_COORDINATOR,
     STEPS,
+    TERMS,
     UNCHARGED,
     UNPAID_ROUND,
     Mutant,
@@ -416,7 +417,11 @@ def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
 
 
 GROUPS = ("cohort.sites=9", "aggregation.groups=3", "aggregation.colluders=0.0")
-OF_COHORT = Mutant("protocol.plan:Plan.honest", "self.summed()", "(self.cohort.size(),)")
+OF_COHORT = Mutant(
+    TERMS,
+    "sites, plan.honest(), bits",
+    "plan.cohort.size(), plan.quorum(plan.cohort.size()), bits",
+)
 """The noise of a group's sum is that of a sum over the whole cohort."""
 
 
