@@ -68,7 +68,8 @@ from cloister.protocol.wire import to_bytes
 
 @dataclass(frozen=True)
 class Contract:
-    """What every party derives by itself from the plan and its pinned roster; the same for the whole run."""
+    """What every party derives by itself from the plan and its pinned roster; the same for the whole run but for the
+    group."""
 
     run: str
     """Name of the run."""
@@ -88,6 +89,9 @@ class Contract:
     """Digest of what the elements mean."""
     cipher: masks.Cipher = "aes-256-ctr"
     """The mask's keystream."""
+    group: int = 0
+    """The group of each round's cohort that is summed. A site derives its own from the draw, so that no coordinator can
+    have it in two sums of a round."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Attempt:
         self.attempt = begin.attempt
         self.model = begin.model
         sites = contract.roster.names
-        cohort = contract.draw.cohort(sites, begin.round)
+        cohort = contract.draw.divided(sites, begin.round)[contract.group]
         self.parameters = contract.tolerance.parameters(len(sites), len(cohort))
         self.graph = _graph(cohort, self.parameters, contract.roster.hash, begin.round)
         self.cohort = frozenset(cohort)

@@ -18,7 +18,6 @@ from cloister.protocol.errors import PlanError
 from cloister.protocol.messages import MOST_SCALES, TRAIN, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Roster
-from cloister.protocol.threshold import Tolerance
 
 TOKENS = "tokens"
 LOSS = "loss"
@@ -50,7 +49,7 @@ def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> 
     Raises:
         PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
-    bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
+    bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
     terms = terms_of(plan, largest or parameters)
     if terms is not None and terms.mechanism is not None:
         mechanism = terms.mechanism.on(parameters)
@@ -110,6 +109,7 @@ def contract_for(
     model: str,
     part: Span | None = None,
     largest: int | None = None,
+    group: int = 0,
 ) -> Contract:
     """The contract of the secure sums of one purpose in a run, or in its rounds that sum one part of the vector.
 
@@ -122,6 +122,7 @@ def contract_for(
         model: Digest of the trained parameters' names and shapes.
         part: The span of them that the rounds sum; None: all of them.
         largest: As for `training_layout`.
+        group: The group that is summed.
     """
     span = part if part is not None and purpose == TRAIN else Span(0, parameters)
     layout = layout_for(purpose, plan, span.size, largest)
@@ -143,9 +144,10 @@ def contract_for(
         roster=roster,
         plan=bytes.fromhex(plan.digest()),
         draw=draw_of(plan, purpose),
-        tolerance=Tolerance(plan.aggregation.dropouts, plan.aggregation.colluders),
+        tolerance=plan.tolerance(),
         ring_bits=plan.aggregation.ring_bits,
         length=layout.length,
         layout=hashlib.sha256(meaning).digest(),
         cipher=plan.aggregation.cipher,
+        group=group,
     )

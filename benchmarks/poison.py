@@ -1,7 +1,8 @@
-"""What the gate on the released mean does and does not stop: each attack without a gate and with each bound.
+"""What the gate on the released mean and the median of groups do and do not stop: each attack without and with each.
 
 A fifth of ten sites is poisoned (`[faults] poison`), in a simulation of a small model on the text of `--source`. The
 bound on the norm is 1.5 times the largest norm of the run without an attack; that on the loss is 0.02 nats per token.
+The median is that of five groups of two sites, whose sums are in clear: the secure sum would refuse so small groups.
 Printed are, for each attack and gate, the held-out loss of the final model on public records, the rounds that the gate
 refused, and the loss of the backdoor's target after its trigger: a model that was not attacked has a high one.
 
@@ -63,6 +64,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 RISE = 0.02
 """Nats per token of `server.gate.loss`."""
+MEDIAN = ["aggregation.groups=5", "aggregation.secure=false"]
 ROOM = 1.5
 """`server.gate.norm` over the largest norm of honest rounds."""
 
@@ -98,14 +100,14 @@ def backdoor_loss(path: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what the gate does and does not stop")
+    parser = argparse.ArgumentParser(description="what the gate and the median do and do not stop")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--source", default="builtin:python-docs", help="as simulation.source")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a run (default: 6)")
     parser.add_argument("--only", default="", help="only the attacks whose name has this text, and none")
     arguments = parser.parse_args()
     common = [f"run.rounds={arguments.rounds}", f"simulation.source={arguments.source}"]
-    gates: dict[str, list[str]] = {"none": []}
+    gates: dict[str, list[str]] = {"none": [], "median": MEDIAN}
     rows = []
     for attack, poison in ATTACKS.items():
         if poison and arguments.only not in attack:
@@ -122,6 +124,7 @@ def main() -> int:
                 "none": [],
                 "norm": [f"server.gate.norm={norm}"],
                 "loss": [f"server.gate.loss={RISE}"],
+                "median": MEDIAN,
             }
     if arguments.json:
         print(json.dumps({"rounds": arguments.rounds, "share": SHARE, "runs": rows}))
@@ -131,7 +134,7 @@ def main() -> int:
 def show(row: dict[str, Any]) -> None:
     """Print a run in one line."""
     print(
-        f"{row['attack']:16} gate {row['gate']:5} loss {row['initial_loss']:.3f} -> {row['loss']:7.3f}  "
+        f"{row['attack']:16} gate {row['gate']:6} loss {row['initial_loss']:.3f} -> {row['loss']:7.3f}  "
         f"refused {row['refused']}  largest norm {row['largest_norm']:8.2f}  backdoor {row['backdoor_loss']:.3f}",
         flush=True,
     )

@@ -114,6 +114,8 @@ def describe(event: Event) -> str:
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
+            if event.groups is not None:
+                parts.append(f"median of {len(event.groups)} groups")
             if event.refused:
                 parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
             if event.mean_staleness is not None:
@@ -214,6 +216,7 @@ class LiveDisplay:
         self._step: Step | None = None
         self._done = 0
         self._first = 0
+        self._begun: RoundStarted | None = None
         self._cohort: tuple[str, ...] = ()
         self._answered = 0
         self._updates: int | None = None
@@ -249,7 +252,10 @@ class LiveDisplay:
                     self._done = self._first = done
                     self._status = "evaluating"
                     self._clock = time.monotonic()
+                case RoundStarted() if event.after(self._begun):
+                    self._begun, self._cohort = event, self._cohort + event.cohort
                 case RoundStarted(number, attempt, purpose, cohort, updates):
+                    self._begun = event
                     again = f", attempt {attempt}" if attempt > 1 else ""
                     self._status = f"round {number}{again}, {_DOING[purpose]}"
                     self._cohort, self._updates, self._answered = cohort, updates, 0

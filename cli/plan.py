@@ -132,9 +132,17 @@ def _print_cost(
     table.add_row("from a site, each round", size(estimate.bytes_up))
     table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
     table.add_row("tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}")
+    if plan.aggregation.groups > 1:
+        of = " or ".join(f"{n:,}" for n in plan.summed())
+        table.add_row(
+            "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
+        )
     if secure:
         table.add_section()
-        table.add_row("secure sum: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}")
+        of_group = " of a group" if plan.aggregation.groups > 1 else ""
+        table.add_row(
+            f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
+        )
         table.add_row("dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}")
         table.add_row("sites that must finish", f"{secure.quorum}")
         table.add_row("more from a site, each round", size(secure.overhead_bytes_up))

@@ -126,6 +126,7 @@ class Watched:
         self._read = 0
         """Bytes of the events that were read."""
         self._begin()
+        self._begun: RoundStarted | None = None
         self._connected: Connected | None = None
         self._moved = Moved({}, {})
         self._failures: deque[Failure] = deque(maxlen=_FAILURES)
@@ -209,7 +210,10 @@ class Watched:
                 self._moved = event
             case Started(parameters=parameters):
                 self._parameters = parameters
+            case RoundStarted() if event.after(self._begun):
+                self._begun, self._cohort = event, self._cohort + event.cohort
             case RoundStarted(number, attempt, purpose, cohort, updates):
+                self._begun = event
                 self._begin(cohort, _attempt(number, attempt, purpose), updates)
             case SiteAnswered(site=site):
                 self._arrived += 1
@@ -232,7 +236,12 @@ class Watched:
         if begun is not None:
             self._status = _attempt(begun.round, begun.attempt, begun.step.split()[0])
         found = []
-        for step in (*(f"{purpose} {steps.FAILED}" for purpose in _DOING), steps.REFUSED, steps.LEFT_OUT):
+        failed = [
+            steps.of_sum(purpose, steps.FAILED, group)
+            for purpose in _DOING
+            for group in range(self._plan.aggregation.groups)
+        ]
+        for step in (*failed, steps.REFUSED, steps.LEFT_OUT):
             entry = journal.newest(step)
             if entry is not None:
                 what = {steps.REFUSED: " refused", steps.LEFT_OUT: " is left out"}.get(

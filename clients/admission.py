@@ -133,7 +133,9 @@ class Admission:
         """
         cohort, purpose = None, request.sum.purpose
         if request.steps and plan.aggregation.secure:
-            cohort = draw_of(plan, purpose).cohort(self.roster().names, request.sum.round)
+            draw, names = draw_of(plan, purpose), self.roster().names
+            group = draw.group_of(self._config.name, names, request.sum.round)
+            cohort = draw.divided(names, request.sum.round)[group]
         return own_steps(plan, purpose, request.steps, self._config.name, cohort)
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:

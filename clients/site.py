@@ -61,6 +61,7 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import basis
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
@@ -295,13 +296,12 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
-        parts = parts_of(plan, layout)
+        parts, roster, draw = parts_of(plan, layout), demands.roster(), draw_of(plan, purpose)
         part, largest = parts.of(sum_id.round), parts.largest
-        contract = contract_for(
-            purpose, plan, demands.roster(), sum_id.run, layout.size, model, part, largest
-        )
+        group = draw.group_of(self.name, roster.names, sum_id.round)
+        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, part, largest, group)
         folder = self._attempts_folder(purpose, sum_id.run)
-        member = demands.member(plan.quorum())
+        member = demands.member(plan.quorum(draw.sizes[group]))
         return Attempts(folder, contract, member, loaded.live, self._agreements)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:

@@ -125,9 +125,10 @@ def trust_model(plan: Plan) -> str:
             "receives the models sees noised values only."
         )
     found = plan.threshold()
+    of = " or ".join(str(n) for n in plan.summed())
     return (
         "Distributed: each site adds a part of the noise, and a secure sum shows the coordinator only the total. It "
-        f"holds as long as at most {found.colluders} of the {found.n} sites of a sum work with the coordinator."
+        f"holds as long as at most {found.colluders} of the {of} sites of a sum work with the coordinator."
     )
 
 
@@ -256,6 +257,13 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         text = (
             "Each site first scales its update by the mean of the cohort's local steps over its own: the numbers "
             f"are public and follow from declared speeds, not from data. {text}"
+        )
+    if plan.aggregation.groups > 1:
+        text = (
+            f"A public draw divides the sites of a round into {plan.aggregation.groups} groups; a site is in one of "
+            "them, and each group has a sum of its own with all of the noise. So all sums of a round cost a site what "
+            "the sum of its group costs. The model moves by the median of the groups' noised means in each coordinate, "
+            f"which costs nothing more. {text}"
         )
     if privacy.adaptive is not None:
         text += (
@@ -452,8 +460,9 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
             f"sum by the protocol has at least {plan.quorum()} sites. {against}"
         ),
         (
-            "The secure sum is secure: no update is seen before it is summed, and of the updates of one cohort only "
-            "one sum is opened. Its security rests on X25519, Ed25519, ChaCha20-Poly1305, "
+            "The secure sum is secure: no update is seen before it is summed, and of the updates of one "
+            f"{'group' if plan.aggregation.groups > 1 else 'cohort'} only one sum is opened. "
+            "Its security rests on X25519, Ed25519, ChaCha20-Poly1305, "
             f"{'AES-256' if plan.aggregation.cipher == 'aes-256-ctr' else 'ChaCha20'} and the keys in the "
             "roster."
         ),

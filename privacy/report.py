@@ -74,7 +74,7 @@ class SecureSum:
     __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     sites: Count
-    """n: sites in a cohort."""
+    """n: sites in a cohort, or in a group of it."""
     neighbours: Count | None
     """k: sites with which each site shares masks; None, as the next three, in a run of an earlier version of the
     protocol, for which no such figure is claimed."""
@@ -86,6 +86,8 @@ class SecureSum:
     """Sites that may collude with the coordinator without learning more than the sum of the others."""
     ring_bits: Count
     """Updates are summed modulo 2^ring_bits."""
+    groups: Count = 1
+    """Groups of a round, each with a sum of its own; the other figures are those of the smallest."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,9 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
         limits = privacy.largest_batch, privacy.most_units
         event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
         return (event,), None
-    sites = plan.cohort.size()
+    sites = max(
+        plan.summed()
+    )  # with groups, each group's sum has noise for itself, and a site is in one group
     if privacy.trusted_coordinator:
         pattern = participation(plan)
         correlated = None

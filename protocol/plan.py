@@ -306,12 +306,12 @@ class CohortSection(Section):
         """Sites in the cohort of a round."""
         return max(1, round(self.fraction * self.sites))
 
-    def needed(self) -> int:
-        """Sites of the cohort that `quorum` requires, or with `mode = "async"` updates in the buffer; `Plan.quorum` is
-        the number that counts."""
+    def needed(self, n: int | None = None) -> int:
+        """Sites of a cohort of n sites that `quorum` requires, or with `mode = "async"` updates in the buffer;
+        `Plan.quorum` is the number that counts. None: of a round's whole cohort."""
         if self.mode == "async":
             return math.ceil(self.sites / 2) if self.buffer is None else self.buffer
-        return max(1, math.ceil(self.quorum * self.size()))
+        return max(1, math.ceil(self.quorum * (self.size() if n is None else n)))
 
     def most_stale(self) -> int:
         """Most rounds since the model of an update, with `mode = "async"`."""
@@ -352,6 +352,11 @@ class AggregationSection(Section):
     in turn. Sites train all parameters in each round, and keep their change of a fragment until its turn."""
     compression: CompressionSection | None = None
     """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
+    groups: Count = 1
+    """Groups into which the cohort of a round is divided by a public draw, 3 or more and better odd. Each group has a
+    sum of its own, and the model moves by the coordinate-wise median of the groups' means, which count alike: poisoned
+    sites in fewer than half of the groups do not choose it. The coordinator learns the sum of each group. 1: no
+    groups, and the model moves by the mean."""
 
 
 class AdaptiveSection(Section):
@@ -676,21 +681,35 @@ class Plan(Section):
         local = self.local
         return local.step_limits()[1] * local.batch_size * local.accumulation
 
-    def threshold(self) -> Parameters:
-        """k and t of the secure sum over a cohort, and how many of its sites may drop out and collude.
+    def summed(self) -> tuple[int, ...]:
+        """The numbers of sites that a sum of updates may be over, increasing: that of a cohort, or those of its groups,
+        which differ by at most 1."""
+        least, more = divmod(self.cohort.size(), self.aggregation.groups)
+        return (least, least + 1) if more else (least,)
+
+    def threshold(self, n: int | None = None) -> Parameters:
+        """k and t of the secure sum over a cohort of n sites, and how many of them may drop out and collude.
+
+        Args:
+            n: Sites that are drawn for the sum. None: as many as for the smallest sum of updates.
 
         Raises:
             ParameterError: no k and t meet the plan's tolerances. It cannot happen for a sound plan with
                 `aggregation.secure`; a plan that sums in clear is not checked for it.
         """
-        tolerance = Tolerance(self.aggregation.dropouts, self.aggregation.colluders)
-        return tolerance.parameters(self.cohort.sites, self.cohort.size())
+        return self.tolerance().parameters(self.cohort.sites, self.summed()[0] if n is None else n)
 
-    def quorum(self) -> int:
-        """Sites of a cohort that must finish for a sum to count: more than `cohort.quorum` where the secure sum needs
-        more."""
-        needed = self.cohort.needed()
-        return max(needed, self.threshold().quorum) if self.aggregation.secure else needed
+    def tolerance(self) -> Tolerance:
+        """How many of a cohort may drop out, and how many of the federation may collude with the coordinator."""
+        return Tolerance(self.aggregation.dropouts, self.aggregation.colluders)
+
+    def quorum(self, n: int | None = None) -> int:
+        """Sites of a cohort of n sites that must finish for a sum to count: more than `cohort.quorum` where the secure
+        sum needs more. None: the fewest for any sum of updates."""
+        if n is None:
+            return min(map(self.quorum, self.summed()))
+        needed = self.cohort.needed(n)
+        return max(needed, self.threshold(n).quorum) if self.aggregation.secure else needed
 
     def phases(self) -> int:
         """Phases of the run, each with an adapter of its own, with `model.adapter.redraw`; otherwise 1."""
@@ -709,13 +728,17 @@ class Plan(Section):
         return number % self.server.evaluate_every == 0 or number == self.run.rounds
 
     def honest(self) -> int:
-        """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open.
+        """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open; with
+        `aggregation.groups`, in the sum of one group.
 
         Raises:
             ParameterError: as `threshold`.
         """
-        found = self.threshold()
-        return found.smallest_part if found.splits else self.quorum() - found.colluders
+        return min(map(self._honest, self.summed()))
+
+    def _honest(self, n: int) -> int:
+        found = self.threshold(n)
+        return found.smallest_part if found.splits else self.quorum(n) - found.colluders
 
 
 def _canonical(value: object) -> bytes:

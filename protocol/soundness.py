@@ -103,6 +103,7 @@ def _check_sound(plan: Plan) -> None:
             expected='no value; only valid with aggregation.weighting = "tokens", which no privacy unit allows',
             fix='remove aggregation.temperature, or set aggregation.weighting = "tokens"',
         )
+    _check_groups(plan)
     _check_compression(plan)
     _check_mode(plan)
     _check_task(plan)
@@ -398,6 +399,55 @@ def _check_length_buckets(plan: Plan) -> None:
             expected="no value with data.packing = true, where sequences have several records and hardly any padding",
             fix="remove data.length_buckets, or set data.packing = false",
         )
+
+
+def _check_groups(plan: Plan) -> None:
+    """Refuse groups whose median is not robust, and what is only sound for one mean over all sites of a round."""
+    groups, cohort, fix = plan.aggregation.groups, plan.cohort, "remove aggregation.groups"
+    if groups == 1:
+        return
+    if groups == 2:
+        raise PlanError(
+            "aggregation.groups",
+            groups,
+            expected="3 or more: the median of two means is their mean, which one poisoned site moves",
+            fix="set aggregation.groups = 3, or remove it",
+        )
+    if groups > cohort.size():
+        raise PlanError(
+            "aggregation.groups",
+            groups,
+            expected=f"at most {cohort.size()}, the sites of a round: each group has at least one",
+            fix="lower aggregation.groups, or raise cohort.fraction",
+        )
+    for wrong, field, value, expected in (
+        (
+            cohort.mode == "async",
+            "cohort.mode",
+            cohort.mode,
+            '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
+        ),
+        (
+            plan.privacy.correlated is not None,
+            "privacy.correlated",
+            "set",
+            "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
+        ),
+        (
+            plan.local.control_variates,
+            "local.control_variates",
+            True,
+            "false with aggregation.groups: c follows from the mean over all sites, and from a median it does not",
+        ),
+        (
+            plan.aggregation.compression is not None,
+            "aggregation.compression",
+            "set",
+            "no compression with aggregation.groups: scales and remainders are made for the mean over all sites",
+        ),
+    ):
+        if wrong:
+            raise PlanError(field, value, expected=expected, fix=f"remove it, or {fix}")
 
 
 def _check_compression(plan: Plan) -> None:
@@ -1134,6 +1184,8 @@ def _check_secure(plan: Plan) -> None:
             expected=f"at most {LARGEST} sites with aggregation.secure = true",
             fix="lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
         )
+    if plan.aggregation.groups > 1:
+        _check_secure_groups(plan)
     n = plan.cohort.size()
     if n < SMALLEST_COHORT:
         field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
@@ -1145,6 +1197,39 @@ def _check_secure(plan: Plan) -> None:
             fix=f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
         )
     try:
-        plan.threshold()
+        plan.threshold(n)
     except ParameterError as error:
         raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
+
+
+def _check_secure_groups(plan: Plan) -> None:
+    """Refuse groups that are too small for a secure sum of their own, or in which too many sites may collude."""
+    groups, sites = plan.aggregation.groups, plan.cohort.sites
+    for n in plan.summed():
+        if (why := _insecure(plan, n)) is not None:
+            fewer = next((count for count in range(groups - 1, 2, -1) if _secure_in(plan, count)), None)
+            instead = "remove aggregation.groups" if fewer is None else f"set aggregation.groups = {fewer}"
+            raise PlanError(
+                "aggregation.groups",
+                groups,
+                expected=f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
+                f"{sites} sites, up to {plan.tolerance().colluders_in(sites, n)} may collude: {why}",
+                fix=f"{instead}, or lower aggregation.colluders",
+            )
+
+
+def _insecure(plan: Plan, n: int) -> str | None:
+    """Why a drawn group of n sites is no secure sum; None if it is one."""
+    if n < SMALLEST_COHORT:
+        return f"expected at least {SMALLEST_COHORT} sites in each group"
+    try:
+        plan.threshold(n)
+    except ParameterError as error:
+        return f"expected {error.expected}"
+    return None
+
+
+def _secure_in(plan: Plan, groups: int) -> bool:
+    """Whether each of so many groups is a secure sum."""
+    least, more = divmod(plan.cohort.size(), groups)
+    return all(_insecure(plan, n) is None for n in range(least, least + 1 + bool(more)))

@@ -10,6 +10,9 @@ of them, and the author of a plan may try seeds until it does. So A is the least
 probability below 2^-80 (hypergeometric), which is 2^-40 for an author who tries 2^40 seeds; it is never more than all
 colluders of the federation (`Tolerance`).
 
+With `aggregation.groups` each group of a round is such a draw, with n, A, k and t of its own. One of G groups has more
+colluders than assumed with probability below G 2^-80.
+
 Above 64 sites, each site has k neighbours only, in a Harary graph (Bell et al. 2020; `aggregation/graph.py` lays it
 out). The same must hold in each neighbourhood, except with a small probability (Bell et al. 2020, and the bounds of
 Google's open implementation, `fcp/secagg/server/graph_parameter_finder.cc`, adversary class "semi-malicious"):
@@ -187,11 +190,14 @@ class Tolerance:
                 fix=", or ".join(part for part in (error.fix, fix) if part),
             ) from error
 
+    def colluders_in(self, sites: int, n: int) -> int:
+        """A: the colluders that a cohort of `n` sites, drawn from a federation of `sites` sites, is assumed to have."""
+        return _most(sites, assumed(sites, self.colluders), n, OUTVOTED)
+
     def _parameters(self, sites: int, n: int) -> Parameters:
         if not 2 <= n <= min(sites, LARGEST):
             raise ParameterError("sites in the cohort", n, expected=f"2 to {min(sites, LARGEST)}")
-        colluders = _most(sites, assumed(sites, self.colluders), n, OUTVOTED)
-        return parameters(n, tolerated(n, self.dropouts), colluders)
+        return parameters(n, tolerated(n, self.dropouts), self.colluders_in(sites, n))
 
     def _nearest(self, sites: int, sizes: Iterable[int]) -> int | None:
         for n in sizes:

@@ -9,6 +9,8 @@ With the replies of step 4, which are the sites' statements, the sum of their ma
 again in steps 5 and 6, and a site that has wiped its secrets need not mask again. A step that was not finished is
 asked for again as a whole.
 
+Each group of a round (`aggregation.groups`) has an attempt of its own, kept in a folder of its own.
+
 There is one file for each step, with the context of its attempt (`secure_sum.context`), and one for the sum. Those of
 the next attempt replace them. Refused: entries of the journal, which would grow by all replies of all attempts.
 """
@@ -44,6 +46,10 @@ class KeptAttempt:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def of_group(self, group: int) -> KeptAttempt:
+        """What is kept of the attempt at a group's sum."""
+        return KeptAttempt(self._folder / f"group-{group + 1}") if group else self
 
     def keep(self, context: bytes, kind: type[M], replies: Sequence[M]) -> None:
         """Keep the replies with which a step ends, durably.

@@ -39,6 +39,7 @@ class Cost:
     """Bytes from one site in a round: its contribution, the longest where rounds sum different parts of the model."""
     coordinator_bytes: int
     """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites. With
+    `aggregation.groups` it has a sum for each group at the same time. With
     `cohort.mode = "async"` also one model for each site, because each may work on another one. Replies
     that are being read come on top: shared segments in a simulation, mapped files over the exchange."""
     tokens_per_round: int
@@ -64,7 +65,9 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         updates = plan.quorum()
         asynchronous = _DOUBLE + plan.cohort.sites * _FLOAT
     vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
-    vectors += plan.aggregation.ring_bits < 32  # otherwise the sum becomes the mean in its own memory
+    groups = plan.aggregation.groups
+    if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
+        vectors += groups
     vectors += bool(plan.public.source)
     controlled = int(plan.local.control_variates)
     return Cost(
@@ -78,7 +81,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         + (vectors + controlled) * trained * _FLOAT
         + buffers * trained * _DOUBLE
         + asynchronous * trained
-        + up,
+        + groups * up,
         tokens_per_round=plan.most_tokens() * updates,
     )
 
@@ -88,7 +91,7 @@ class SecureCost:
     """The tolerances of a plan's secure sum, and its cost for a round."""
 
     n: int
-    """Sites in the cohort."""
+    """Sites in the cohort, or in the smallest group of it."""
     k: int
     """Neighbours with which a site shares masks."""
     t: int
@@ -116,17 +119,16 @@ def secure_cost(
 
     The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
     and multiplied by the number of times that a round needs them. A site applies k + 1 masks and makes two key
-    agreements for each neighbour; the coordinator removes n masks and reconstructs n secrets.
+    agreements for each neighbour; the coordinator removes the mask of each site and reconstructs its secret.
     """
     if not plan.aggregation.secure:
         return None
-    n = plan.cohort.size()
-    found = plan.threshold()
+    n, found = plan.cohort.size(), plan.threshold()
     length = training_layout(plan, summed).length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
     sent, received = traffic(found, _NAME)
     return SecureCost(
-        n=n,
+        n=found.n,
         k=found.k,
         t=found.threshold,
         dropouts=found.dropouts,

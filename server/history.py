@@ -69,23 +69,26 @@ def run_history(files: RunFiles) -> RunHistory:
     asked: defaultdict[str, set[int]] = defaultdict(set)
     refusals: defaultdict[str, list[str]] = defaultdict(list)
     left_out: dict[str, str] = {}
-    survivors: dict[int, frozenset[str]] = {}
+    opened: defaultdict[int, dict[int, frozenset[str]]] = defaultdict(dict)
     for entry in entries:
-        if entry.step == f"train {steps.BEGUN}":
+        if entry.step.startswith(f"train {steps.BEGUN}"):  # of each group
             for site in entry.detail["cohort"]:
                 asked[site].add(entry.round)
-        elif entry.step == f"train {steps.UNMASKING}":
-            survivors[entry.round] = frozenset(entry.detail["survivors"])
+        elif entry.step.startswith(f"train {steps.UNMASKING}"):
+            group = steps.group_of_sum(entry.step)
+            opened[entry.round][group] = frozenset(entry.detail["survivors"])
         elif entry.step == steps.REFUSED:
             when = f"after round {entry.round}" if entry.round else "before the first round"
             refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
         elif entry.step == steps.LEFT_OUT:
             left_out[entry.detail["site"]] = f"in round {entry.round}: {entry.detail['reason']}"
+    done = {entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round}
+    survivors = {number: _summed(groups, done.get(number)) for number, groups in opened.items()}
     end = next((entry.detail for entry in reversed(entries) if entry.step == steps.FINISHED), None)
     return RunHistory(
         run=str(created["run"]),
         roster_hash=created.get("roster"),
-        done={entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round},
+        done=done,
         asked={site: frozenset(rounds) for site, rounds in asked.items()},
         survivors=survivors,
         secure_sum=created.get("secure_sum", ""),
@@ -94,6 +97,12 @@ def run_history(files: RunFiles) -> RunHistory:
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
     )
+
+
+def _summed(groups: Mapping[int, frozenset[str]], done: Mapping[str, Any] | None) -> frozenset[str]:
+    """The survivors of a round, of those of its groups, without groups that the median is without."""
+    kept = (done or {}).get("groups") or groups
+    return frozenset(site for group, sites in groups.items() if group in kept for site in sites)
 
 
 def reached(files: RunFiles, step: str) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 
 from cloister.protocol.errors import RunFolderError, StorageError
 
+DIVIDED = "divided"
+"""Suffix of a purpose: the groups of a round in clear."""
 CREATED = "created"
 """The run has its identity."""
 NOISE = "noise"
@@ -40,6 +42,17 @@ DONE = "done"
 """A round is done, and its checkpoint is on disk; round 0 is the initial model."""
 FINISHED = "finished"
 """The last round is done, and the final model is on disk."""
+
+
+def of_sum(purpose: str, step: str, group: int = 0) -> str:
+    """The name of a step of a sum: the purpose, the step, and the number of a group after the first."""
+    return f"{purpose} {step} {group + 1}" if group else f"{purpose} {step}"
+
+
+def group_of_sum(step: str) -> int:
+    """The number of the group, from 1, that a name of `of_sum` has."""
+    last = step.split()[-1]
+    return int(last) if last.isdecimal() else 1
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,16 @@ class RoundStarted:
     cohort: tuple[str, ...]
     updates: int | None = None
     """Updates that end the round; None with `cohort.mode = "sync"`, where each site of the cohort sends one."""
+    group: int = 0
+    """With `aggregation.groups` the group whose sum it is, from 1; `cohort` has its sites. Otherwise 0."""
+
+    def after(self, other: RoundStarted | None) -> bool:
+        """Whether it begins together with another attempt, at the sum of an earlier group."""
+        return other is not None and self.group > other.group and self._which == other._which
+
+    @property
+    def _which(self) -> tuple[int, int, str]:
+        return self.round, self.attempt, self.purpose
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,8 @@ class RoundDone:
     """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
     staleness: Mapping[str, Sequence[int]] | None = None
     """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
+    groups: tuple[int, ...] | None = None
+    """With `aggregation.groups` the groups whose means are in the median, from 1; otherwise None."""
     refused: str = ""
     """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
     released and is charged."""

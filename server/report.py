@@ -513,11 +513,11 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
 def _secure(plan: Plan, history: RunHistory) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    n, ring_bits = plan.cohort.size(), plan.aggregation.ring_bits
+    ring_bits, groups = plan.aggregation.ring_bits, plan.aggregation.groups
     if history.secure_sum != PROTOCOL:
-        return SecureSum(n, None, None, None, None, ring_bits)
+        return SecureSum(plan.cohort.size(), None, None, None, None, ring_bits)
     found = plan.threshold()
-    return SecureSum(n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits)
+    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
 
 
 def _earlier_protocol(plan: Plan, history: RunHistory) -> tuple[str, ...]:

@@ -17,6 +17,11 @@
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
+With `aggregation.groups` the cohort is divided into groups in step 1. Steps 2 to 7 make a sum for each, at the same
+time, and each sum has a trusted coordinator's noise for itself. Then the median of the groups' means by coordinate
+(`aggregation/median.py`) is the mean of step 8. A group whose sum cannot be opened any more, or makes no mean, is left
+out; the round is abandoned unless more than half of the groups are left.
+
 With `cohort.mode = "async"` (FedBuff) a round has the steps 1, 4 and 7 to 9: step 4 ends when the buffer is full, and
 sites that are still training go on in the rounds after it.
 
@@ -26,13 +31,15 @@ Steps 1 to 7 have the same numbers in `sum.py`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.average import CLIPPED, WEIGHT
+from cloister.aggregation.median import median
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
@@ -41,6 +48,7 @@ from cloister.lm.parts import parts_of
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
+from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
@@ -49,7 +57,7 @@ from cloister.server.gate import Gate
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.sum import Failed, Party, Total, Wanted, sum_over
+from cloister.server.sum import Failed, Party, Total, Wanted, sums_over
 from cloister.server.variates import ControlVariates
 
 
@@ -68,6 +76,9 @@ class RoundContext:
     """Clipping norm of the next round, if the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
     """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
+    released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None
+    """Receives the mean of each sum with the noise of the round, before anything else is computed from it: the group
+    (from 0), shape (d,) float32, and the sites in it."""
     scales: Scales | None = None
     """The bounds of the next round's compressed updates, with `aggregation.compression`."""
     controls: ControlVariates | None = None
@@ -78,64 +89,64 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     """Run one round, in as many attempts as the plan allows.
 
     A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
-    because a site that has answered does not answer for another list; or if the sum that was opened makes no mean. If
-    so many sites refuse that no attempt is possible, the round is not run.
+    because a site that has answered does not answer for another list; or if the sum that was opened makes no mean; with
+    groups, if that is so in half of them or more. If so many sites refuse that no attempt is possible, the round is not
+    run.
 
     Raises:
         QuorumError: every attempt ended with too few sites; the run can be resumed.
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.
-    cohort = party.cohort(TRAIN, number)
+    cohorts = party.groups(TRAIN, number)
     # 2 to 7.
-    clip = context.clip
-    wanted = Wanted(
-        TRAIN, number, context.optimizer.weights, clip, scales=context.scales, controls=context.controls
+    first = Wanted(
+        TRAIN,
+        number,
+        context.optimizer.weights,
+        context.clip,
+        scales=context.scales,
+        controls=context.controls,
     )
-    total = sum_over(party, wanted)
-    if isinstance(total, Failed) and not total.bound:
-        refusing = sorted(party.refused.intersection(cohort))
-        if len(cohort) - len(refusing) < plan.quorum():
-            return Refusing(number, tuple(refusing))
-        fewer = "cohort.buffer" if plan.cohort.mode == "async" else "cohort.quorum"
-        raise QuorumError(
-            f"round {number}",
-            f"{total.attempts} failed attempts",
-            expected=f"{plan.quorum()} of {len(cohort)} sites to finish in one of them",
-            fix=f"repair the sites or lower {fewer}, then continue the run: nothing is lost",
-        )
+    made = sums_over(party, [replace(first, group=group) for group in range(len(cohorts))])
+    for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
+        if isinstance(result, Failed) and not result.bound:
+            return _too_few(party, number, group, cohort, result)
+    totals = {group: total for group, total in enumerate(made) if isinstance(total, Total)}
     norm: float | None = None
     refused = ""
-    if not isinstance(total, Failed):
-        mean = total.opened.mean
-        if context.mechanism is not None:
-            sites, part = total.opened.counters[WEIGHT], parts_of(plan, party.layout).of(number)
-            mechanism = context.mechanism.on(part.size)
-            mean, context.clip = mechanism.decode(mean, sites, clip, context.noise(number))
+    if 2 * len(totals) > len(cohorts):
+        mean = _mean(context, number, totals)
         norm = float(np.linalg.norm(mean))
-        scales = _next_scales(context, total, mean)
+        names = tuple(sorted(name for total in totals.values() for name in total.names))
+        scales = _next_scales(context, next(iter(totals.values())), mean)
         # 8. Server step.
-        refused = _step(context, number, mean, norm, total.names)
+        refused = _step(context, number, mean, norm, names)
         if not refused:
             context.scales = scales
     # 9. Checkpoint, then journal.
     epsilon = party.spending.epsilon() if party.spending else None
     done: RoundDone | RoundAbandoned
-    if isinstance(total, Failed) or norm is None:
-        spoiled = isinstance(total, Failed) and total.spoiled
-        done = RoundAbandoned(number, total.attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
+    attempts = max(result.attempts for result in made)
+    if norm is None:
+        spoiled = any(isinstance(result, Failed) and result.spoiled for result in made)
+        done = RoundAbandoned(number, attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
     else:
-        counters = total.opened.counters
+        counters = Counter[str]()
+        for total in totals.values():
+            counters.update(total.opened.counters)
         tokens = counters.get(TOKENS)
-        taken = [number for _, number in total.steps]
-        ages = [age for each in (total.staleness or {}).values() for age in each]
+        taken = [number for total in totals.values() for _, number in total.steps]
+        staleness, too_stale = next((total.staleness, total.too_stale) for total in totals.values())
+        ages = [age for each in (staleness or {}).values() for age in each]
+        lost = sum(len(cohort) for group, cohort in enumerate(cohorts) if group not in totals)
         done = RoundDone(
             round=number,
-            attempts=total.attempts,
-            sites=total.sites,
-            dropouts=total.cohort - total.sites,
+            attempts=attempts,
+            sites=len(names),
+            dropouts=lost + sum(total.cohort - total.sites for total in totals.values()),
             tokens=tokens,
-            seconds=total.seconds,
+            seconds=max(total.seconds for total in totals.values()),
             train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),
             clipped=counters.get(CLIPPED),
             update_norm=norm,
@@ -147,8 +158,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             most_steps=max(taken, default=None),
             mean_staleness=statistics.fmean(ages) if ages else None,
             most_staleness=max(ages, default=None),
-            too_stale=total.too_stale if ages else None,
-            staleness=total.staleness,
+            too_stale=too_stale if ages else None,
+            staleness=staleness,
+            groups=tuple(group + 1 for group in totals) if len(cohorts) > 1 else None,
             refused=refused,
             label=plan.data.label,
             multiple=context.scales.multiple if context.scales else None,
@@ -162,6 +174,50 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
     return done
+
+
+def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], failed: Failed) -> Refusing:
+    """What ends a round of which a sum was not opened.
+
+    Raises:
+        QuorumError: too few sites finished, of enough that do not refuse.
+    """
+    plan, draw = party.plan, draw_of(party.plan, TRAIN)
+    needed = plan.quorum(draw.sizes[group])
+    refusing = sorted(party.refused.intersection(cohort))
+    if len(cohort) - len(refusing) < needed:
+        return Refusing(number, tuple(refusing))
+    fewer = "cohort.buffer" if plan.cohort.mode == "async" else "cohort.quorum"
+    of_group = f", group {group + 1} of {draw.groups}" if draw.groups > 1 else ""
+    raise QuorumError(
+        f"round {number}{of_group}",
+        f"{failed.attempts} failed attempts",
+        expected=f"{needed} of {len(cohort)} sites to finish in one of them",
+        fix=f"repair the sites or lower {fewer}, then continue the run: nothing is lost",
+    )
+
+
+def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Floats:
+    """7, end: the mean of the round's sum, or the median of its groups' means, with the noise of the round; the
+    clipping norm moves.
+
+    Each group's sum has noise for itself, so a site, which is in one group, pays for one release. What moves the
+    clipping norm in each group is noised as well; it moves by their median.
+    """
+    part = parts_of(context.party.plan, context.party.layout).of(number)
+    means, clips = [], []
+    for group, total in totals.items():
+        mean, sites = total.opened.mean, total.sites
+        if context.mechanism is not None:
+            noise, sites = context.noise(number), total.opened.counters[WEIGHT]
+            if isinstance(noise, NoiseStream) and context.party.plan.aggregation.groups > 1:
+                noise = noise.child(f"group {group}")
+            mean, clip = context.mechanism.on(part.size).decode(mean, sites, context.clip, noise)
+            clips.append(clip)
+        context.released(group, mean, sites)
+        means.append(mean)
+    context.clip = statistics.median(clips) if clips else context.clip
+    return median(means)
 
 
 def _step(

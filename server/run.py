@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
 from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
@@ -74,6 +75,7 @@ def run(
     clock: Callable[[], float] = time.monotonic,
     phases: Phases | None = None,
     audit_log: AuditLog = NO_AUDIT_LOG,
+    released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None,
 ) -> Outcome:
     """Ask the sites to join, then run the folder's plan to its end, from the last round that is done.
 
@@ -89,6 +91,7 @@ def run(
         clock: Seconds, for durations.
         phases: Counts the seconds of the run's phases; it may have counted before this call.
         audit_log: Has a line for each join, refusal, release and charge before its effect.
+        released: As in `RoundContext`, for an audit.
 
     Raises:
         RosterError: the roster has not as many sites as the plan; no site was asked.
@@ -181,7 +184,9 @@ def run(
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
         clip = clip if mechanism else 0.0
-        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, scales, controls)
+        context = RoundContext(
+            party, checkpoints, optimizer, gate, mechanism, clip, drawn, released, scales, controls
+        )
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)

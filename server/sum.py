@@ -22,13 +22,19 @@ Each has a deadline of its own, which begins with its requests: the plan's for s
 The cohort is the draw of the round, whoever is there: a site that has not joined, or is left out because it lied, is a
 dropout. A site answers only one list of survivors in a round (the reason is in `aggregation/secure_sum.py`). So after
 shares were requested, later attempts at the same sum ask only those survivors, and need all of them.
+
+With `aggregation.groups` a round has a sum for each group, and `sums_over` makes them at the same time: the requests of
+one step go to the sites of all groups together, and then each group goes on for itself. So a round takes as long as one
+sum over all its sites. An attempt is a generator of what it asks (`Asking`). Refused: a thread for each group, because
+one that fails would leave others with their requests.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -135,9 +141,23 @@ class Party:
             self.audit_log.record(*facts)
 
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
-        """The sites that are drawn for a sum: from the whole roster, so that each site can repeat the draw."""
+        """The sites that are drawn for a round: from the whole roster, so that each site can repeat the draw."""
         known = self.roster.names if self.roster else self.members.sites
         return draw_of(self.plan, purpose).cohort(known, number)
+
+    def groups(self, purpose: Purpose, number: int) -> tuple[tuple[str, ...], ...]:
+        """The groups of a round's cohort, each the cohort of a sum; without `aggregation.groups` one, the whole."""
+        draw = draw_of(self.plan, purpose)
+        if draw.groups == 1:
+            return (self.cohort(purpose, number),)
+        if self.roster is not None:
+            return draw.divided(self.roster.names, number)
+        kept = self.journal.newest(f"{purpose} {steps.DIVIDED}", number)
+        if kept is None:  # in clear, other sites may have joined when a killed coordinator goes on
+            divided = draw.divided(self.members.sites, number)
+            self.journal.record(number, 0, f"{purpose} {steps.DIVIDED}", {"groups": divided})
+            return divided
+        return tuple(tuple(map(str, group)) for group in kept.detail["groups"])
 
     def present(self, cohort: Iterable[str]) -> list[str]:
         """The sites of a cohort that can be asked."""
@@ -200,33 +220,97 @@ class Wanted:
     controls: ControlVariates | None = None
     """The control variates of updates with `local.control_variates`; otherwise None. They do not change during the
     sum."""
+    group: int = 0
+    """The group of the round's cohort that is summed."""
+
+    def step(self, name: str) -> str:
+        """The journal's name of a step of this sum."""
+        return steps.of_sum(self.purpose, name, self.group)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What an attempt asks sites for, before it goes on."""
+
+    turn: tuple[int, Step]
+    """Attempts at the sum in this process, and the step: of several sums those with the least are asked first."""
+    requests: Mapping[str, Request]
+    """By site."""
+    take: Callable[[Reply | Failure], None]
+    """Takes each answer as it arrives."""
+
+
+T = TypeVar("T")
+Asks = Generator[Asking, None, T]
 
 
 def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
-    """Sum over the cohort of a round, in as many attempts as the plan allows.
+    """Make one sum; as `sums_over`."""
+    return sums_over(party, [wanted])[0]
 
-    An attempt that an earlier process began, and did not end, goes on.
+
+def sums_over(party: Party, wanted: Sequence[Wanted]) -> list[Total | Failed]:
+    """Sum over the groups of a round's cohort at the same time, each in as many attempts as the plan allows.
+
+    An attempt that an earlier process began, and did not end, goes on. A sum whose attempt has failed waits with the
+    next one until the others have ended theirs, so that all sums together take no longer than one in so many attempts.
 
     Args:
         party: The run.
-        wanted: The sum to make.
+        wanted: The sums to make, of one purpose, round and model, of different groups.
+
+    Returns:
+        The result of each.
     """
+    number, purpose = wanted[0].round, wanted[0].purpose
+    model_hash = vector_hash(wanted[0].model)
+    asking: dict[int, Asking] = {}
+    made: dict[int, Total | Failed] = {}
+    with ExitStack() as ends:
+        sums = [ends.enter_context(closing(_attempts(party, each, model_hash))) for each in wanted]
+        ready: Iterable[int] = range(len(sums))
+        while len(made) < len(sums):
+            for index in ready:
+                try:
+                    asking[index] = next(sums[index])
+                except StopIteration as end:
+                    made[index] = end.value
+            turn = min((each.turn for each in asking.values()), default=None)
+            ready = [index for index, each in asking.items() if each.turn == turn]
+            if turn is not None:
+                _ask(party, purpose, number, turn[1], [asking.pop(index) for index in ready])
+    return [made[index] for index in range(len(sums))]
+
+
+def _ask(party: Party, purpose: Purpose, number: int, step: Step, asking: Iterable[Asking]) -> None:
+    """Ask the sites of several sums for one step, with the step's own deadline as the timeout."""
+    cohort, phase = party.plan.cohort, Phase.TRAIN if purpose == TRAIN else Phase.EVALUATE
+    deadline_s = cohort.deadline_s if step is Step.UPDATE else cohort.handshake_s()
+    requests = {site: request for each in asking for site, request in each.requests.items()}
+    take = {site: each.take for each in asking for site in each.requests}
+    with party.phases.during(phase) if step is Step.UPDATE else nullcontext():
+        for reply in party.members.ask(requests, deadline_s, group=str(number)):
+            take[reply.site](reply)
+
+
+def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | Failed]:
+    """The attempts at one sum."""
     plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
-    cohort = party.cohort(purpose, number)
-    steps_of_sites = _local_steps(party, purpose, number, cohort)
+    cohort, size = party.groups(purpose, number)[wanted.group], draw_of(plan, purpose).sizes[wanted.group]
+    number_of_group = wanted.group + 1 if plan.aggregation.groups > 1 else 0
+    steps_of_sites = _local_steps(party, wanted, cohort)
     if steps_of_sites:
         wanted = replace(wanted, steps=steps_of_sites)
         cohort = tuple(site for site, _ in steps_of_sites)  # in clear, other sites may have joined meanwhile
     heard: dict[str, float] = {}
     too_stale = 0
-    model_hash = vector_hash(wanted.model)
-    failures = journal.count(f"{purpose} {steps.FAILED}", number)  # by earlier processes too
+    earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
     last = failures + plan.cohort.attempts
     unopened: set[str] = set()
     doubted: set[str] = set()
-    begun = _begun(journal, purpose, number)
+    begun = _begun(journal, wanted)
     while True:
-        unmasking = journal.newest(f"{purpose} {steps.UNMASKING}", number)
+        unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
         if failures >= last:
             return Failed(failures, bound=unmasking is not None)
         if begun is not None:
@@ -235,21 +319,21 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         else:
             able = [site for site in party.present(cohort) if site not in unopened | doubted]
             sites = unmasking.detail["survivors"] if unmasking else able
-            needed = len(sites) if unmasking else plan.quorum()
+            needed = len(sites) if unmasking else plan.quorum(size)
             # 1. Journal the attempt.
-            attempt = journal.count(f"{purpose} {steps.BEGUN}", number) + 1
+            attempt = journal.count(wanted.step(steps.BEGUN), number) + 1
             detail: dict[str, Any] = {"cohort": sites, "needed": needed}
             if wanted.steps:
                 detail["steps"] = wanted.steps
-            journal.record(number, attempt, f"{purpose} {steps.BEGUN}", detail)
+            journal.record(number, attempt, wanted.step(steps.BEGUN), detail)
         updates = needed if plan.cohort.mode == "async" else None
-        party.observe(RoundStarted(number, attempt, purpose, tuple(sites), updates))
+        party.observe(RoundStarted(number, attempt, purpose, tuple(sites), updates, number_of_group))
         started = party.clock()
         kind = _Masked if plan.aggregation.secure else _Buffered if plan.cohort.mode == "async" else _Plain
         sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
-        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt)
+        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, failures - earlier)
         try:
-            opened = under_way.run(needed)
+            opened = yield from under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
             failures += 1
             if under_way.unopened and under_way.complained:
@@ -257,8 +341,9 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
             else:
                 unopened |= under_way.unopened
             doubted = suspects(party.complaints, party.present(cohort))
-            journal.record(number, attempt, f"{purpose} {steps.FAILED}", {"reason": str(error)})
-            party.observe(AttemptFailed(number, attempt, str(error)))
+            reason = f"group {number_of_group}: {error}" if number_of_group else str(error)
+            journal.record(number, attempt, wanted.step(steps.FAILED), {"reason": reason})
+            party.observe(AttemptFailed(number, attempt, reason))
             if isinstance(error, UpdateError):
                 return Failed(failures, bound=True, spoiled=True)
             continue
@@ -275,22 +360,22 @@ def sum_over(party: Party, wanted: Wanted) -> Total | Failed:
         return Total(opened, names, drawn, attempt, seconds, wanted.steps, staleness, too_stale)
 
 
-def _begun(journal: Journal, purpose: Purpose, number: int) -> Entry | None:
+def _begun(journal: Journal, wanted: Wanted) -> Entry | None:
     """The attempt at a sum that an earlier process began and did not end."""
-    begun = journal.newest(f"{purpose} {steps.BEGUN}", number)
-    failed = journal.newest(f"{purpose} {steps.FAILED}", number)
+    begun = journal.newest(wanted.step(steps.BEGUN), wanted.round)
+    failed = journal.newest(wanted.step(steps.FAILED), wanted.round)
     if begun is None or (failed is not None and failed.attempt >= begun.attempt):
         return None
     return begun
 
 
-def _local_steps(party: Party, purpose: Purpose, number: int, cohort: Sequence[str]) -> LocalSteps:
-    """The local steps of a round's cohort: those that the journal has if the round has begun, because sites keep the
+def _local_steps(party: Party, wanted: Wanted, cohort: Sequence[str]) -> LocalSteps:
+    """The local steps of a sum's cohort: those that the journal has if the sum has begun, because sites keep the
     updates that they made with them; empty where the plan has no `local.balance`, or nothing is trained."""
     local = party.plan.local
-    if purpose != TRAIN or local.balance == "fixed":
+    if wanted.purpose != TRAIN or local.balance == "fixed":
         return ()
-    begun = party.journal.newest(f"{purpose} {steps.BEGUN}", number)
+    begun = party.journal.newest(wanted.step(steps.BEGUN), wanted.round)
     if begun is not None:
         return tuple((str(site), int(count)) for site, count in begun.detail["steps"])
     speed = party.members.speeds.get if local.balance == "weighted" else party.measured.get
@@ -308,7 +393,10 @@ class _Plain:
         model_hash: bytes,
         sites: Sequence[str],
         attempt: int,
+        before: int,
     ) -> None:
+        self.before = before
+        """Attempts at this sum that this process has made before."""
         self.party = party
         self.wanted = wanted
         self.sum_id = sum_id
@@ -334,15 +422,18 @@ class _Plain:
         self.bounds = wanted.scales.bounds if wanted.scales else None
         self.scales = wanted.scales.to_bytes() if wanted.scales else b""
         self.controls = {} if wanted.controls is None else wanted.controls.messages(sites)
+        self.kept = party.kept.of_group(wanted.group)
 
-    def run(self, needed: int) -> Opened:
+    def run(self, needed: int) -> Asks[Opened]:
         """Run the attempt.
 
         Raises:
             SecureSumError: too few sites are left.
         """
         total = PlainSum(self.sum_layout)
-        self.collect(dict.fromkeys(self.sites), lambda contribution: total.add(self.pieces(contribution)))
+        yield from self.collect(
+            dict.fromkeys(self.sites), lambda contribution: total.add(self.pieces(contribution))
+        )
         self.check_needed(needed)
         self.pay()
         return total.open(self.bounds)
@@ -379,7 +470,9 @@ class _Plain:
         if len(self.folded) < needed:
             raise TooFewSitesError("updates", len(self.folded), expected=f"those of at least {needed} sites")
 
-    def collect(self, inboxes: Mapping[str, Inbox | None], fold: Callable[[Contribution], None]) -> None:
+    def collect(
+        self, inboxes: Mapping[str, Inbox | None], fold: Callable[[Contribution], None]
+    ) -> Asks[None]:
         """4. Update: fold in each vector as it arrives."""
         wanted = self.wanted
         if self.party.spending is not None and wanted.purpose == TRAIN:
@@ -397,9 +490,9 @@ class _Plain:
             )
             for site, inbox in inboxes.items()
         }
-        with self.party.phases.during(Phase.TRAIN if wanted.purpose == TRAIN else Phase.EVALUATE):
-            for reply in self.ask(requests, Step.UPDATE):
-                self.take(reply, self.sum_id, self.model_hash, fold)
+        yield self.asking(
+            requests, Step.UPDATE, lambda reply: self.take(reply, self.sum_id, self.model_hash, fold)
+        )
 
     def take(
         self,
@@ -431,11 +524,11 @@ class _Plain:
             if speed is not None:
                 self.speeds[contribution.site] = speed
 
-    def ask(self, requests: Mapping[str, Request], step: Step) -> Iterator[Reply | Failure]:
-        """Ask sites, with the step's own deadline as the timeout."""
-        cohort = self.party.plan.cohort
-        deadline_s = cohort.deadline_s if step is Step.UPDATE else cohort.handshake_s()
-        return self.party.members.ask(requests, deadline_s, group=str(self.wanted.round))
+    def asking(
+        self, requests: Mapping[str, Request], step: Step, take: Callable[[Reply | Failure], None]
+    ) -> Asking:
+        """Requests of a step."""
+        return Asking((self.before, step), requests, take)
 
     def drop(self, site: str, reason: str, *, refused: bool = False) -> None:
         """Drop a site from this attempt."""
@@ -477,12 +570,13 @@ class _Buffered(_Plain):
     their updates.
     """
 
-    def run(self, needed: int) -> Opened:
-        """Run the attempt.
+    def run(self, needed: int) -> Asks[Opened]:
+        """Run the attempt; its requests are those of `Outstanding`.
 
         Raises:
             TooFewSitesError: too few updates have arrived, and no site is left that could send one.
         """
+        yield from ()
         party, number, outstanding = self.party, self.wanted.round, self.party.outstanding
         assert outstanding is not None, "a plan with asynchronous rounds has requests that outlive them"
         total, most = BufferedSum(self.sum_layout), party.plan.cohort.most_stale()
@@ -520,7 +614,7 @@ class _Buffered(_Plain):
 class _Masked(_Plain):
     """One attempt under masks."""
 
-    def run(self, needed: int) -> Opened:
+    def run(self, needed: int) -> Asks[Opened]:
         """Run the attempt.
 
         Raises:
@@ -538,6 +632,7 @@ class _Masked(_Plain):
             layout.digest() + party.base_hash.hex(),
             self.part,
             self.largest,
+            wanted.group,
         )
         control = next((told.hash for told in self.controls.values()), b"")
         model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales, control)
@@ -549,7 +644,7 @@ class _Masked(_Plain):
                 expected=f"at most {self.sum_layout.ring.terms}, for which the ring has room",
             )
         try:
-            return self._steps(coordinator)
+            return (yield from self._steps(coordinator))
         finally:
             self.unopened = frozenset(coordinator.unopened)
             self.complain(coordinator.complaints)
@@ -557,37 +652,37 @@ class _Masked(_Plain):
             self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))
             self.leave_out(coordinator.liars)
 
-    def _steps(self, coordinator: SecureCoordinator) -> Opened:
+    def _steps(self, coordinator: SecureCoordinator) -> Asks[Opened]:
         party, wanted = self.party, self.wanted
         # 2. Advertise.
         begin = dict.fromkeys(self.sites, coordinator.begin)
-        left = self.step(coordinator, begin, Advertise, coordinator.advertised)
+        left = yield from self.step(coordinator, begin, Advertise, coordinator.advertised)
         # 3. Share.
         peers = dict.fromkeys(left, coordinator.peers())
-        left = self.step(coordinator, peers, Shares, coordinator.shared)
+        left = yield from self.step(coordinator, peers, Shares, coordinator.shared)
         # 4. Update.
-        survivors = self.update(coordinator)
+        survivors = yield from self.update(coordinator)
         # 5. Consistency.
         shown = dict.fromkeys(survivors.survivors, survivors)
-        self.step(coordinator, shown, Confirm, coordinator.confirmed)
+        yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
         # 6. Unmask.
         requests = coordinator.request()
         detail = {"survivors": list(survivors.survivors)}
-        party.journal.record(wanted.round, self.attempt, f"{wanted.purpose} {steps.UNMASKING}", detail)
-        self.step(coordinator, requests, Reveal, coordinator.revealed)
+        party.journal.record(wanted.round, self.attempt, wanted.step(steps.UNMASKING), detail)
+        yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
         return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))), self.bounds)
 
-    def update(self, coordinator: SecureCoordinator) -> Survivors:
+    def update(self, coordinator: SecureCoordinator) -> Asks[Survivors]:
         """4. Update: fold in the masked vectors, or take the sum that an earlier process has kept."""
         context, contract = coordinator.attempt.context, coordinator.contract
         inboxes = coordinator.inboxes()
-        kept = self.party.kept.sum(context, ring_dtype(contract.ring_bits))
+        kept = self.kept.sum(context, ring_dtype(contract.ring_bits))
         if kept is None:
-            self.collect(inboxes, lambda contribution: self.fold(coordinator, contribution))
+            yield from self.collect(inboxes, lambda contribution: self.fold(coordinator, contribution))
             survivors = coordinator.survivors()
-            self.party.kept.keep_sum(context, *coordinator.folded)
+            self.kept.keep_sum(context, *coordinator.folded)
             return survivors
         coordinator.fold_again(*kept)
         self.folded.update(statement.site for statement in kept[0])
@@ -629,7 +724,7 @@ class _Masked(_Plain):
         told: Mapping[str, Told],
         kind: type[M],
         take: Callable[[M], None],
-    ) -> list[str]:
+    ) -> Asks[list[str]]:
         """Ask sites for one step of the protocol, or take the replies with which it has ended in an earlier process.
 
         Returns:
@@ -641,15 +736,16 @@ class _Masked(_Plain):
             for site, message in told.items()
         }
         context = coordinator.attempt.context
-        kept = self.party.kept.replies(context, kind)
-        heard, left = [], []
-        for reply in self.ask(requests, kind.STEP) if kept is None else kept:
+        heard: list[M] = []
+        left: list[str] = []
+
+        def hear(reply: Reply | Failure) -> None:
             if isinstance(reply, Failure):
                 self.drop(reply.site, reply.reason, refused=reply.refused)
-                continue
+                return
             if not isinstance(reply, kind):
                 self.drop(reply.site, f"it answered with {type(reply).__name__}, not with {kind.__name__}")
-                continue
+                return
             heard.append(reply)
             try:
                 take(reply)
@@ -657,6 +753,12 @@ class _Masked(_Plain):
                 self.drop(reply.site, str(error))
             else:
                 left.append(reply.site)
+
+        kept = self.kept.replies(context, kind)
         if kept is None:
-            self.party.kept.keep(context, kind, heard)
+            yield self.asking(requests, kind.STEP, hear)
+            self.kept.keep(context, kind, heard)
+        else:
+            for reply in kept:
+                hear(reply)
         return left

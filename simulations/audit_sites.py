@@ -7,11 +7,12 @@ site has, or, by a fair coin, zero. No site drops out. As many sites add noise a
 may collude or drop out, add none: the worst case that needs no lie. The server's optimizer is federated averaging,
 which is post-processing.
 
-The adversary sees the model after each round. With independent noise each honest site in each round is a game of its
-own, held against the charge for one round. With correlated noise a site flips its coin once for all its rounds, and is
-held against the charge for the run. A score is the noised length of the site's canary: with W = C Y / sens(C), Y the
-rounds' sums in clipping norms and C the matrix of the noise (without one, the identity), and u = C p / sens(C) for the
-rounds p of the site,
+The adversary sees the model after each round, from which the sum follows; with `aggregation.groups` it sees the sum of
+each group, which the charge covers too, and a sum below is that of a group. With independent noise each honest site in
+each round is a game of its own, held against the charge for one round. With correlated noise a site flips its coin once
+for all its rounds, and is held against the charge for the run. A score is the noised length of the site's canary: with
+W = C Y / sens(C), Y the rounds' sums in clipping norms and C the matrix of the noise (without one, the identity), and u
+= C p / sens(C) for the rounds p of the site,
 
     score = <u, W_j> / |u|   at the site's coordinate j,    |u| <= 1.
 
@@ -36,6 +37,7 @@ import torch
 from scipy.linalg import toeplitz
 from scipy.stats import norm
 
+from cloister.aggregation.rotation import Floats
 from cloister.clients.config import SiteConfig
 from cloister.clients.resident import Resident
 from cloister.clients.serve import serve
@@ -79,8 +81,8 @@ class Game:
     site: str
     column: int
     """The place of its canary among the coordinates that are looked at."""
-    rounds: tuple[int, ...]
-    """The rounds of the site that the coin decides."""
+    sums: tuple[int, ...]
+    """The sums with the site that the coin decides, from 0: each round has one, or one for each group."""
     included: bool
     """The coin."""
 
@@ -191,22 +193,24 @@ class SiteGame:
         terms, counted = self.terms, self._counted()
         count = self.plan.run.rounds  # of correlated noise, all rounds are one game
         if participation(self.plan) is None:
-            count = math.ceil(canaries / counted if canaries else _UPDATES / self.plan.cohort.size())
+            each = counted * self.plan.aggregation.groups
+            count = math.ceil(canaries / each if canaries else _UPDATES / self.plan.cohort.size())
         server = {"optimizer": "fedavg", "learning_rate": 1.0, "keep_checkpoints": 2}
         plan = played(self.plan, terms, run={"rounds": count}, server=server)
         size = self.model.layout.size
         seen = np.unique(np.linspace(0, size - 1, min(size, _MOST_SEEN)).astype(np.int64))
         everyone = [site_name(index) for index in range(plan.cohort.sites)]
-        cohorts = [draw_of(plan, TRAIN).cohort(everyone, number) for number in range(1, count + 1)]
-        drawn = {number: cohort[:counted] for number, cohort in enumerate(cohorts, 1)}
-        names = sorted(set(chain(*drawn.values())))
+        draw = draw_of(plan, TRAIN)
+        cohorts = [group for number in range(1, count + 1) for group in draw.divided(everyone, number)]
+        drawn = [cohort[:counted] for cohort in cohorts]
+        names = sorted(set(chain(*drawn)))
         columns = dict(zip(names, range(0, len(seen), max(2, len(seen) // len(names))), strict=False))
         random = coins().child("coins").generator()
         games: Games = []
         for name, column in columns.items():
-            mine = [number for number, sites in drawn.items() if name in sites]
-            for played_rounds in [mine] if participation(plan) else [[number] for number in mine]:
-                games.append(Game(name, column, tuple(played_rounds), bool(random.random() < 0.5)))
+            mine = [index for index, sites in enumerate(drawn) if name in sites]
+            for played_sums in [mine] if participation(plan) else [[index] for index in mine]:
+                games.append(Game(name, column, tuple(played_sums), bool(random.random() < 0.5)))
         sums, charged = self._play(plan, drawn, games, seen, noises, progress)
         # What one game costs is the first charge of its site; correlated noise has no other one.
         events = charged[games[0].site][: len(terms.round_events)] or terms.round_events
@@ -240,16 +244,17 @@ class SiteGame:
         )
 
     def _counted(self) -> int:
-        """Sites of a cohort that add noise in the worst case: not those that may be missing, split off or lying."""
-        if self.plan.privacy.trusted_coordinator:
-            return self.plan.cohort.size()
-        found = self.plan.threshold()
-        return found.smallest_part if found.splits else self.plan.quorum() - found.colluders
+        """Sites of a sum that add noise in the worst case: not those that may be missing, split off or lying."""
+        plan = self.plan
+        if plan.privacy.trusted_coordinator:
+            return plan.summed()[0]
+        sums = [(plan.threshold(n), plan.quorum(n)) for n in plan.summed()]
+        return min(found.smallest_part if found.splits else left - found.colluders for found, left in sums)
 
     def _play(
         self,
         plan: Plan,
-        honest: Mapping[int, Sequence[str]],
+        honest: Sequence[Sequence[str]],
         games: Games,
         seen: npt.NDArray[np.int64],
         noises: Noises,
@@ -258,18 +263,20 @@ class SiteGame:
         """Run the plan.
 
         Returns:
-            The sum that each round released, in clipping norms, (rounds, K) at the coordinates `seen`; and what each
-            site's own ledger was charged for.
+            The sums that were released, in clipping norms, (sums, K) at the coordinates `seen`; and what each site's
+            own ledger was charged for.
         """
         names = [site_name(index) for index in range(plan.cohort.sites)]
         identities = {name: new_identity() for name in names}
         roster = Roster.of(Card.of(name, key) for name, key in identities.items())
         save_roster(roster, self.folder / "roster.toml")
+        groups = plan.aggregation.groups
+        noised = {(index // groups + 1, name) for index, sites in enumerate(honest) for name in sites}
         canaries = {
-            (self._state(game.site), number): int(seen[game.column])
+            (self._state(game.site), index // groups + 1): int(seen[game.column])
             for game in games
             if game.included
-            for number in game.rounds
+            for index in game.sums
         }
         resident = CanaryResident(canaries)
         sites = []
@@ -287,11 +294,12 @@ class SiteGame:
             save_identity(key, identity)
 
             def noise(number: int, name: str = name) -> NoiseStream:
-                return noises(name, number) if name in honest[number] else _Silent.fresh()
+                return noises(name, number) if (number, name) in noised else _Silent.fresh()
 
             sites.append(Site(config, resident, noise=noise, bases=self.folder))
         models: list[npt.NDArray[np.float64]] = []
         factors: list[float] = []
+        of_groups: list[npt.NDArray[np.float64]] = []
         clip = plan.privacy.clip
         with RunFolder.create(self.folder / "run", plan) as folder:
             kept = Checkpoints(folder.checkpoints, self.model.layout, plan.server.keep_checkpoints)
@@ -307,6 +315,10 @@ class SiteGame:
                 clip = event.clip
                 progress(event.round, plan.run.rounds)
 
+            def released(_group: int, mean: Floats, count: int) -> None:
+                if groups > 1:
+                    of_groups.append(mean[seen].astype(np.float64) * count / clip)
+
             run(
                 folder,
                 _InProcess(sites),
@@ -314,6 +326,7 @@ class SiteGame:
                 roster=roster if plan.aggregation.secure else None,
                 public=self.public,
                 noise=partial(noises, "coordinator"),
+                released=released,
             )
         if len(factors) < plan.run.rounds:
             raise EngineError(
@@ -323,7 +336,8 @@ class SiteGame:
         for name in names:
             entries = Ledger(self._state(name) / "ledger.sqlite", name, composed).entries()
             charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
-        return np.diff(models, axis=0) * np.array(factors)[:, None], charged
+        sums = np.array(of_groups) if of_groups else np.diff(models, axis=0) * np.array(factors)[:, None]
+        return sums, charged
 
     def _state(self, name: str) -> Path:
         return self.folder / name / "state"
@@ -342,7 +356,7 @@ class SiteGame:
         free = np.ones(white.shape, np.bool_)
         scores = []
         for game in games:
-            canary = matrix[:, [number - 1 for number in game.rounds]].sum(axis=1)
+            canary = matrix[:, list(game.sums)].sum(axis=1)
             scores.append(float(canary @ white[:, game.column]) / float(np.linalg.norm(canary)))
             if game.included:
                 free[canary != 0, game.column] = False

@@ -61,7 +61,7 @@ TERMS = "privacy.terms:_round"
 ENCODE = "privacy.site_noise:SiteMechanism.encode"
 DECODE = "privacy.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
-DECODED = "mean, context.clip = context.mechanism.decode(mean, sites, clip, context.noise(number))"
+DECODED = "mean, clip = context.mechanism.decode(mean, sites, context.clip, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -107,17 +107,19 @@ LESS_NOISE_OF_SITES = [
 """Less noise in the vector of a site, or a longer update under the same noise."""
 LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant(
-        "server.round:run_round", DECODED, "mean = mean[: context.mechanism.dimension] * np.float32(clip)"
+        "server.round:_mean",
+        DECODED,
+        "mean, clip = mean[: context.mechanism.dimension] * np.float32(context.clip), context.clip",
     ),
     Mutant(
-        "server.round:run_round",
+        "server.round:_mean",
         "context.mechanism.decode(",
         "replace(context.mechanism, deviation=0.5 * context.mechanism.deviation).decode(",
     ),
     Mutant(DECODE, ADD, "pass"),
     Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
-    Mutant("server.round:run_round", "mean, sites, clip", "mean, 2 * sites, clip"),
-    Mutant("server.round:run_round", "context.noise(number)", "NoiseStream.from_declared_seed(1)"),
+    Mutant("server.round:_mean", "(mean, sites,", "(mean, 2 * sites,"),
+    Mutant("server.round:_mean", "context.noise(number)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
 UNCHARGED = Mutant("clients.spending:Spending.pay", "terms.events(1, len(set(rounds_paid)))", "()")

@@ -38,6 +38,7 @@ from cloister.tests.mutants import (
     LESS_NOISE_OF_SITES,
     LESS_NOISE_OF_THE_COORDINATOR,
     STEPS,
+    TERMS,
     UNCHARGED,
     UNPAID_ROUND,
     Mutant,
@@ -407,12 +408,34 @@ def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folder_of(tmp_path, SITE, overrides=(*QUIET, "run.name=counted"))
-    Mutant("protocol.plan:Plan.honest", "self.quorum() - found.colluders", "self.cohort.size()").plant(
+    Mutant("protocol.plan:Plan._honest", "self.quorum(n) - found.colluders", "self.cohort.size()").plant(
         monkeypatch
     )
     code, result, _ = ran(capsys, run, *FEW)
     assert code == 3
     assert NOISE in result["row"]["problem"]
+
+
+GROUPS = ("cohort.sites=9", "aggregation.groups=3", "aggregation.colluders=0.0")
+OF_COHORT = Mutant(
+    TERMS,
+    "sites, plan.honest(), bits",
+    "plan.cohort.size(), plan.quorum(plan.cohort.size()), bits",
+)
+"""The noise of a group's sum is that of a sum over the whole cohort."""
+
+
+@pytest.mark.parametrize("mutant", [None, OF_COHORT], ids=str)
+def test_each_group_of_a_round_has_the_noise_that_is_charged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mutant: Mutant | None
+) -> None:
+    name = "run.name=groups" if mutant is None else "run.name=of-cohort"  # terms are cached
+    run = folder_of(tmp_path, SITE, overrides=(*QUIET, *GROUPS, name))
+    if mutant is not None:
+        mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, "--canaries", "9")
+    assert (code, result["alarm"]) == ((0, False) if mutant is None else (3, True))
+    assert mutant is None or NOISE in result["row"]["problem"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

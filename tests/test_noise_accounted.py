@@ -312,9 +312,11 @@ class Released:
 
 
 COUNT = [
-    Mutant("protocol.plan:Plan.honest", "self.quorum() - found.colluders", "self.quorum()"),
+    Mutant("protocol.plan:Plan._honest", "self.quorum(n) - found.colluders", "self.quorum(n)"),
     Mutant(
-        "protocol.plan:Plan.honest", "self.quorum() - found.colluders", "self.cohort.size() - found.colluders"
+        "protocol.plan:Plan._honest",
+        "self.quorum(n) - found.colluders",
+        "self.cohort.size() - found.colluders",
     ),
     Mutant(TERMS, "plan.honest(), bits", "sites, bits"),
 ]
