@@ -93,12 +93,14 @@ FEDERATED = {
     "8 bits": replace(BASE, ring=EIGHT_BITS),
     "8 bits, a round every 7 steps": replace(BASE, ring=EIGHT_BITS, every=7),
     "Muon": replace(BASE, optimizer="muon"),
+    "Muon, 8 bits": replace(BASE, optimizer="muon", ring=EIGHT_BITS),
 }
 CENTRAL = {
     "central, AdamW 0.004": Choice(batch=SITES * BATCH),
     "central, AdamW 0.008": Choice(batch=SITES * BATCH, rate=8e-3),
     "central, AdamW 0.004, half the batch": Choice(batch=SITES * BATCH // 2),
     "central, Muon 0.004": Choice(batch=SITES * BATCH, optimizer="muon"),
+    "central, Muon 0.004, half the batch": Choice(batch=SITES * BATCH // 2, optimizer="muon"),
 }
 
 

@@ -310,7 +310,7 @@ def test_a_coordinator_cannot_put_a_site_into_another_group(tmp_path: Path) -> N
     federation, plan = case.federation, case.plan
     layout = federation.layout
     victim, (mate, *_) = case.groups()[0][0], case.groups()[1]
-    contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest(), 1)
+    contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest(), group=1)
     model = basis(vector_hash(federation.model), 0.0)
     other = SecureCoordinator(contract, 1, 1, model)
     assert victim not in other.attempt.cohort
