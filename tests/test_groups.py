@@ -36,7 +36,7 @@ from cloister.server.progress import AttemptFailed, Event, Finished, RoundAbando
 from cloister.server.run import run
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found
-from cloister.tests.federation import CENTRAL, PRIVATE, RUN, Federation, tiny
+from cloister.tests.federation import CENTRAL, PRIVATE, RUN, SKELLAM, Federation, tiny
 from cloister.tests.kills import die, kill_while
 
 GROUPS = ("cohort.sites=12", "aggregation.groups=3", "aggregation.colluders=0.0", "server.evaluation=none")
@@ -221,10 +221,17 @@ def test_the_model_moves_by_the_median_of_the_groups_means(tmp_path: Path) -> No
     assert done.update_norm == pytest.approx(np.linalg.norm(moved), rel=1e-5)
 
 
-def test_in_clear_the_model_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    (masked,) = Case(tmp_path / "masked", "run.rounds=1").run()
-    (clear,) = Case(tmp_path / "clear", "run.rounds=1", "aggregation.secure=false").run()
-    assert masked.params_sha256 == clear.params_sha256
+@pytest.mark.parametrize("settings", [("run.rounds=1",), ("run.rounds=2", "aggregation.fragments=2")])
+def test_in_clear_the_model_is_the_same_to_the_last_bit(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    masked = Case(tmp_path / "masked", *settings).run()
+    clear = Case(tmp_path / "clear", *settings, "aggregation.secure=false").run()
+    assert [done.params_sha256 for done in masked] == [done.params_sha256 for done in clear]
+
+
+@pytest.mark.parametrize("settings", [CENTRAL, SKELLAM])
+def test_groups_sum_fragments_under_the_noise_of_the_largest(tmp_path: Path, settings: list[str]) -> None:
+    done = Case(tmp_path, *settings, "aggregation.fragments=2").run()
+    assert [each.groups for each in done if isinstance(each, RoundDone)] == [(1, 2, 3), (1, 2, 3)]
 
 
 def test_sites_of_all_groups_are_asked_together(tmp_path: Path) -> None:
