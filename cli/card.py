@@ -196,7 +196,9 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
             else f"LoRA, {adapter.scheme}, rank {adapter.rank}{_redrawn(plan)}, over a base in {adapter.base_precision}"
         ),
     )
-    yield "sum of the updates", "secure sum, under masks" if plan.aggregation.secure else "in clear"
+    fragments = plan.aggregation.fragments
+    turns = "" if fragments == 1 else f"; of one of {fragments} fragments of the model in each round"
+    yield "sum of the updates", ("secure sum, under masks" if plan.aggregation.secure else "in clear") + turns
 
 
 def _redrawn(plan: Plan) -> str:

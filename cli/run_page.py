@@ -104,6 +104,8 @@ def in_words(plan: Plan, parameters: int | None) -> str:
         if plan.aggregation.secure
         else "Updates are summed in clear: the coordinator sees each."
     )
+    if plan.aggregation.fragments > 1:
+        how += f" Each round sums one of {plan.aggregation.fragments} fragments of the model."
     privacy = plan.privacy
     if privacy.unit == "none":
         guarantee = "No differential privacy."

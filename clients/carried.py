@@ -76,7 +76,8 @@ class Carried:
         newest = max(earlier)
         base = newest if summed(newest) else self._entries()[newest].base
         if base and not self._whole(base):
-            _log.warning("%s of round %d is lost: the file is missing or damaged", self._file, base)
+            path = self.path(base).name
+            _log.warning("what the update of round %d left is lost: %s is missing or damaged", base, path)
             return 0
         return base
 

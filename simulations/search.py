@@ -437,8 +437,7 @@ def _check_cost(plan: Plan, tried: Plan, field: str, value: object) -> None:
     Raises:
         SearchError: it does.
     """
-    dimension = _dimension(plan)
-    if _cost(plan, dimension) != _cost(tried, dimension if tried.model == plan.model else _dimension(tried)):
+    if _cost(plan, _dimension(plan)) != _cost(tried, _dimension(tried)):
         raise SearchError(
             "parameter.field",
             field,

@@ -244,7 +244,7 @@ def test_a_damaged_remainder_is_not_added(tmp_path: Path, caplog: pytest.LogCapt
     with feedback.path(1).open("r+b") as file:
         file.truncate(100)
     assert feedback.base(2, lambda number: True) == 0
-    assert "round 1 left out is lost" in caplog.text
+    assert "round 1 left is lost: residual-00001 is missing or damaged" in caplog.text
 
 
 # Scales

@@ -349,9 +349,15 @@ def test_unit_site_clips_what_is_sent(tmp_path: Path) -> None:
     assert len(federation.entries()) == 2
 
 
-@pytest.mark.parametrize(
-    "unit", [SKELLAM, CENTRAL, [*RECORD, "privacy.accountant=rdp", "privacy.method=reference"]]
-)
+BY_RECORD = [
+    *RECORD,
+    "privacy.sampling_rate=0.1",
+    "privacy.accountant=rdp",
+    "privacy.method=reference",
+]
+
+
+@pytest.mark.parametrize("unit", [SKELLAM, CENTRAL, BY_RECORD])
 def test_each_round_is_charged_as_one_of_the_largest_fragment(unit: list[str], tmp_path: Path) -> None:
     run = Run(tmp_path, *FRAGMENTS, *unit, "run.rounds=2")
     outcome = run.go()
