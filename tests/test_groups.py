@@ -32,7 +32,7 @@ from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.journal import UNMASKING, Journal
-from cloister.server.progress import AttemptFailed, Event, Finished, RoundAbandoned, RoundDone
+from cloister.server.progress import AttemptFailed, Event, Finished, RoundAbandoned, RoundDone, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found
@@ -225,6 +225,31 @@ def test_in_clear_the_model_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     (masked,) = Case(tmp_path / "masked", "run.rounds=1").run()
     (clear,) = Case(tmp_path / "clear", "run.rounds=1", "aggregation.secure=false").run()
     assert masked.params_sha256 == clear.params_sha256
+
+
+def test_groups_of_unequal_size_take_their_own_local_steps_and_evaluate_together(tmp_path: Path) -> None:
+    settings = (
+        "cohort.sites=14",
+        "local.balance=weighted",
+        "aggregation.weighting=uniform",
+        "server.evaluation=",
+    )
+    case = Case(tmp_path, "run.rounds=1", *settings)
+    (done,) = case.run()
+    assert isinstance(done, RoundDone)
+    assert (done.sites, done.dropouts, done.groups) == (14, 0, (1, 2, 3))
+    started = [event for event in case.events if isinstance(event, RoundStarted)]
+    assert [(event.purpose, event.group, len(event.cohort)) for event in started] == [
+        (EVALUATE, 0, 14),
+        *((TRAIN, group, size) for group, size in ((1, 5), (2, 5), (3, 4))),
+        (EVALUATE, 0, 14),
+    ]
+    assert [event.after(before) for before, event in itertools.pairwise(started)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_sites_of_all_groups_are_asked_together(tmp_path: Path) -> None:
