@@ -296,8 +296,8 @@ def _ask(party: Party, purpose: Purpose, number: int, step: Step, asking: Iterab
 def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | Failed]:
     """The attempts at one sum."""
     plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
-    cohort, size = party.groups(purpose, number)[wanted.group], draw_of(plan, purpose).sizes[wanted.group]
-    number_of_group = wanted.group + 1 if plan.aggregation.groups > 1 else 0
+    draw, cohort = draw_of(plan, purpose), party.groups(purpose, number)[wanted.group]
+    number_of_group = wanted.group + 1 if draw.groups > 1 else 0
     steps_of_sites = _local_steps(party, wanted, cohort)
     if steps_of_sites:
         wanted = replace(wanted, steps=steps_of_sites)
@@ -319,7 +319,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         else:
             able = [site for site in party.present(cohort) if site not in unopened | doubted]
             sites = unmasking.detail["survivors"] if unmasking else able
-            needed = len(sites) if unmasking else plan.quorum(size)
+            needed = len(sites) if unmasking else plan.quorum(draw.sizes[wanted.group])
             # 1. Journal the attempt.
             attempt = journal.count(wanted.step(steps.BEGUN), number) + 1
             detail: dict[str, Any] = {"cohort": sites, "needed": needed}

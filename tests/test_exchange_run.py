@@ -21,6 +21,7 @@ from cloister.server.progress import Event, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
+from cloister.tests.command import found
 from cloister.tests.exchange_parties import (
     CERTIFICATE,
     WAIT_S,
@@ -156,13 +157,18 @@ def one_of(asked: list[Asked], moment: Moment) -> Asked:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept_files"), [(FOUR_ROUNDS, "residual-*.json"), (ROUNDS, "variate-*.safetensors")]
+    ("settings", "kept_files"),
+    [
+        (FOUR_ROUNDS, "residual-*.json"),
+        (ROUNDS, "variate-*.safetensors"),
+        (["aggregation.fragments=2", "server.evaluation=none"], "drift-*.json"),
+    ],
 )
 def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
     settings: list[str], kept_files: str, tmp_path: Path
 ) -> None:
-    """What the code of a compressed update has left out, and control variates: a site is killed when it has written
-    them, and when it has revealed shares; the coordinator when some sites have answered."""
+    """What the code of a compressed update has left out, control variates, and drift: a site is killed when it has
+    written them, and when it has revealed shares; the coordinator when some sites have answered."""
     undisturbed = Run(tmp_path / "undisturbed", *settings)
     undisturbed.go()
     plan = tiny(*settings, f"simulation.source={write_records(tmp_path / 'records.jsonl')}")
@@ -186,3 +192,37 @@ def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
         kept = sorted(config.parent.rglob(kept_files))
         assert [path.name for path in kept] == sorted(path.name for path in state.glob(kept_files))
         assert kept
+
+
+def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In clear, where groups may be as small as these; the requests of all groups are one `ask`."""
+    settings = ["aggregation.groups=3", "aggregation.secure=false", "run.rounds=1", "server.evaluation=none"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    whole = found(
+        capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / "whole"), "--workers", "1"
+    )
+    federation = Federation(tmp_path, load(small_plan, settings))
+    with (
+        RunFolder.reopen(federation.run) as folder,
+        ExchangeChannel(
+            "run",
+            CERTIFICATE,
+            federation.spool,
+            sites=4,
+            most_bytes=most_bytes_of(federation.plan, 10**5),
+            bind="127.0.0.1:0",
+            cards=federation.roster.cards,
+        ) as channel,
+    ):
+        processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs)
+        try:
+            assert channel.wait_for(4, WAIT_S) == 4
+            run(folder, channel, lambda _event: None)
+        finally:
+            channel.close(over=True)
+            processes.join()
+    federation.assert_undisturbed(whole["params_sha256"])
+    with RunFolder.reopen(federation.run) as folder:
+        assert run_history(folder).done[1]["groups"] == [1, 2, 3]
