@@ -148,7 +148,7 @@ def plot(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     rows = sorted(runs, key=lambda found: found["loss"])
     losses: list[float] = [found["loss"] for found in rows]
     low, high = math.floor(10 * losses[0]) / 10, math.ceil(10 * losses[-1]) / 10
-    left, right, top, step = 470, 780, 62, 22
+    left, right, top, step = 510, 790, 62, 22
 
     def at(loss: float) -> float:
         return left + (right - left) * (loss - low) / (high - low)

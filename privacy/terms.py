@@ -145,9 +145,8 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
         limits = privacy.largest_batch, privacy.most_units
         event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
         return (event,), None
-    sites = max(
-        plan.summed()
-    )  # with groups, each group's sum has noise for itself, and a site is in one group
+    # With groups each group's sum has noise for itself, and a site is in one group.
+    sites = max(plan.summed())
     if privacy.trusted_coordinator:
         pattern = participation(plan)
         correlated = None

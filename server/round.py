@@ -204,15 +204,17 @@ def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Fl
     Each group's sum has noise for itself, so a site, which is in one group, pays for one release. What moves the
     clipping norm in each group is noised as well; it moves by their median.
     """
-    part = parts_of(context.party.plan, context.party.layout).of(number)
+    mechanism = context.mechanism
+    if mechanism is not None:
+        mechanism = mechanism.on(parts_of(context.party.plan, context.party.layout).of(number).size)
     means, clips = [], []
     for group, total in totals.items():
         mean, sites = total.opened.mean, total.sites
-        if context.mechanism is not None:
+        if mechanism is not None:
             noise, sites = context.noise(number), total.opened.counters[WEIGHT]
             if isinstance(noise, NoiseStream) and context.party.plan.aggregation.groups > 1:
                 noise = noise.child(f"group {group}")
-            mean, clip = context.mechanism.on(part.size).decode(mean, sites, context.clip, noise)
+            mean, clip = mechanism.decode(mean, sites, context.clip, noise)
             clips.append(clip)
         context.released(group, mean, sites)
         means.append(mean)

@@ -61,7 +61,7 @@ TERMS = "privacy.terms:_round"
 ENCODE = "privacy.site_noise:SiteMechanism.encode"
 DECODE = "privacy.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
-DECODED = "mean, clip = context.mechanism.decode(mean, sites, context.clip, noise)"
+DECODED = "mean, clip = mechanism.decode(mean, sites, context.clip, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -109,12 +109,12 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant(
         "server.round:_mean",
         DECODED,
-        "mean, clip = mean[: context.mechanism.dimension] * np.float32(context.clip), context.clip",
+        "mean, clip = mean[: mechanism.dimension] * np.float32(context.clip), context.clip",
     ),
     Mutant(
         "server.round:_mean",
-        "context.mechanism.decode(",
-        "replace(context.mechanism, deviation=0.5 * context.mechanism.deviation).decode(",
+        "mechanism.decode(",
+        "replace(mechanism, deviation=0.5 * mechanism.deviation).decode(",
     ),
     Mutant(DECODE, ADD, "pass"),
     Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
