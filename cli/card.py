@@ -198,6 +198,11 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
     )
     fragments = plan.aggregation.fragments
     turns = "" if fragments == 1 else f"; of one of {fragments} fragments of the model in each round"
+    groups = plan.aggregation.groups
+    if groups > 1:
+        turns += (
+            f"; one for each of {groups} groups of a round, and the model moved by the median of their means"
+        )
     yield "sum of the updates", ("secure sum, under masks" if plan.aggregation.secure else "in clear") + turns
 
 

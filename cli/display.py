@@ -156,6 +156,11 @@ def _evaluated(event: Evaluated) -> Iterator[str]:
         yield f"macro precision {event.macro_precision:.3f}, recall {event.macro_recall:.3f}, F1 {event.macro_f1:.3f}"
 
 
+def with_group(cohort: tuple[str, ...], event: RoundStarted) -> tuple[str, ...]:
+    """The sites that are asked in a round with groups, with those of another attempt at the sum of one group."""
+    return cohort + tuple(site for site in event.cohort if site not in cohort)
+
+
 def answers(count: int, cohort: tuple[str, ...], updates: int | None) -> str:
     """How many sites have answered in an attempt, or how many updates have arrived in an asynchronous round.
 
@@ -218,7 +223,7 @@ class LiveDisplay:
         self._first = 0
         self._begun: RoundStarted | None = None
         self._cohort: tuple[str, ...] = ()
-        self._answered = 0
+        self._answered: list[str] = []
         self._updates: int | None = None
         self._working: set[str] = set()
         self._rounds: dict[int, RoundDone | None] = {}
@@ -252,15 +257,17 @@ class LiveDisplay:
                     self._done = self._first = done
                     self._status = "evaluating"
                     self._clock = time.monotonic()
-                case RoundStarted() if event.after(self._begun):
-                    self._begun, self._cohort = event, self._cohort + event.cohort
                 case RoundStarted(number, attempt, purpose, cohort, updates):
-                    self._begun = event
                     again = f", attempt {attempt}" if attempt > 1 else ""
                     self._status = f"round {number}{again}, {_DOING[purpose]}"
-                    self._cohort, self._updates, self._answered = cohort, updates, 0
+                    if event.beside(self._begun):
+                        self._cohort = with_group(self._cohort, event)
+                        self._answered = [site for site in self._answered if site not in cohort]
+                    else:
+                        self._begun = event
+                        self._cohort, self._updates, self._answered = cohort, updates, []
                 case SiteAnswered():
-                    self._answered += 1
+                    self._answered.append(event.site)
                 case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
                     self._failures.append(describe(event))
                 case Step(what, done, of):
@@ -305,7 +312,7 @@ class LiveDisplay:
         progress.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
         state = Text(self._status)
         if self._cohort:
-            state.append(f"  {answers(self._answered, self._cohort, self._updates)}", style="green")
+            state.append(f"  {answers(len(self._answered), self._cohort, self._updates)}", style="green")
         if self._working:
             state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
         state.truncate(self._console.width, overflow="ellipsis")

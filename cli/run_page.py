@@ -106,6 +106,8 @@ def in_words(plan: Plan, parameters: int | None) -> str:
     )
     if plan.aggregation.fragments > 1:
         how += f" Each round sums one of {plan.aggregation.fragments} fragments of the model."
+    if plan.aggregation.groups > 1:
+        how += f" The model moves by the median of the means of {plan.aggregation.groups} groups."
     privacy = plan.privacy
     if privacy.unit == "none":
         guarantee = "No differential privacy."

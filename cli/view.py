@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.display import answers, describe
+from cloister.cli.display import answers, describe, with_group
 from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import recorded
@@ -210,8 +210,13 @@ class Watched:
                 self._moved = event
             case Started(parameters=parameters):
                 self._parameters = parameters
-            case RoundStarted() if event.after(self._begun):
-                self._begun, self._cohort = event, self._cohort + event.cohort
+            case RoundStarted() if event.beside(self._begun):
+                self._status = _attempt(event.round, event.attempt, event.purpose)
+                self._cohort = with_group(self._cohort, event)
+                self._arrived -= len(self._answered.intersection(event.cohort))
+                self._answered.difference_update(event.cohort)
+                for site in event.cohort:
+                    self._failed.pop(site, None)
             case RoundStarted(number, attempt, purpose, cohort, updates):
                 self._begun = event
                 self._begin(cohort, _attempt(number, attempt, purpose), updates)

@@ -396,9 +396,9 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
             runs,
         )
     counting = (
-        "Epsilon counts the rounds whose sum contains a site's update. A round that was given up opened no "
-        "sum, and the coordinator's ledger does not count it; a site's own ledger counts a round as soon as the "
-        f"site trains. {own}"
+        "Epsilon counts every round in which a sum that contains a site's update was opened or about to be opened, "
+        "also if the round was given up and the model did not move by it. A site's own ledger counts a round as soon "
+        f"as the site trains. {own}"
     )
     zeros = (
         "Neighbouring data sets differ in one site: in one of the two its updates are replaced by zeros. Two "

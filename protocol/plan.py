@@ -355,8 +355,8 @@ class AggregationSection(Section):
     groups: Count = 1
     """Groups into which the cohort of a round is divided by a public draw, 3 or more and better odd. Each group has a
     sum of its own, and the model moves by the coordinate-wise median of the groups' means, which count alike: poisoned
-    sites in fewer than half of the groups do not choose it. The coordinator learns the sum of each group. 1: no
-    groups, and the model moves by the mean."""
+    sites in fewer than half of the groups that are in it do not choose it. The coordinator learns the sum of each
+    group. 1: no groups, and the model moves by the mean."""
 
 
 class AdaptiveSection(Section):

@@ -411,14 +411,15 @@ def _check_groups(plan: Plan) -> None:
             "aggregation.groups",
             groups,
             expected="3 or more: the median of two means is their mean, which one poisoned site moves",
-            fix="set aggregation.groups = 3, or remove it",
+            fix="set aggregation.groups = 3, or remove it" if cohort.size() > 2 else fix,
         )
     if groups > cohort.size():
         raise PlanError(
             "aggregation.groups",
             groups,
             expected=f"at most {cohort.size()}, the sites of a round: each group has at least one",
-            fix="lower aggregation.groups, or raise cohort.fraction",
+            fix=f"{'lower' if cohort.size() > 2 else 'remove'} aggregation.groups, or raise "
+            f"{'cohort.sites' if cohort.fraction == 1 else 'cohort.fraction'}",
         )
     for wrong, field, value, expected in (
         (

@@ -61,13 +61,13 @@ class RoundStarted:
     group: int = 0
     """With `aggregation.groups` the group whose sum it is, from 1; `cohort` has its sites. Otherwise 0."""
 
-    def after(self, other: RoundStarted | None) -> bool:
-        """Whether it begins together with another attempt, at the sum of an earlier group."""
-        return other is not None and self.group > other.group and self._which == other._which
-
-    @property
-    def _which(self) -> tuple[int, int, str]:
-        return self.round, self.attempt, self.purpose
+    def beside(self, other: RoundStarted | None) -> bool:
+        """Whether it is an attempt at the sum of a group, and so is another, in the same round: both go on together."""
+        return (
+            other is not None
+            and min(self.group, other.group) > 0
+            and (self.round, self.purpose) == (other.round, other.purpose)
+        )
 
 
 @dataclass(frozen=True)

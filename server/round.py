@@ -94,7 +94,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     run.
 
     Raises:
-        QuorumError: every attempt ended with too few sites; the run can be resumed.
+        QuorumError: every attempt ended with too few sites, or too few have joined for a group; the run can be resumed.
     """
     party, plan = context.party, context.party.plan
     # 1. Draw the cohort.

@@ -54,6 +54,7 @@ from cloister.protocol.digest import basis, vector_hash
 from cloister.protocol.errors import (
     CloisterError,
     ParameterError,
+    QuorumError,
     SecureSumError,
     StaleError,
     TooFewSitesError,
@@ -146,7 +147,11 @@ class Party:
         return draw_of(self.plan, purpose).cohort(known, number)
 
     def groups(self, purpose: Purpose, number: int) -> tuple[tuple[str, ...], ...]:
-        """The groups of a round's cohort, each the cohort of a sum; without `aggregation.groups` one, the whole."""
+        """The groups of a round's cohort, each the cohort of a sum; without `aggregation.groups` one, the whole.
+
+        Raises:
+            QuorumError: in clear, too few sites have joined for one of them.
+        """
         draw = draw_of(self.plan, purpose)
         if draw.groups == 1:
             return (self.cohort(purpose, number),)
@@ -155,6 +160,14 @@ class Party:
         kept = self.journal.newest(f"{purpose} {steps.DIVIDED}", number)
         if kept is None:  # in clear, other sites may have joined when a killed coordinator goes on
             divided = draw.divided(self.members.sites, number)
+            for group, size in zip(divided, draw.sizes, strict=True):
+                if len(group) < (needed := self.plan.quorum(size)):
+                    raise QuorumError(
+                        f"round {number}",
+                        f"{len(self.members.sites)} sites that have joined",
+                        expected=f"{needed} or more in each group of {size} sites, and {draw.groups} groups",
+                        fix="repair the sites or lower cohort.quorum, then continue the run: nothing is lost",
+                    )
             self.journal.record(number, 0, f"{purpose} {steps.DIVIDED}", {"groups": divided})
             return divided
         return tuple(tuple(map(str, group)) for group in kept.detail["groups"])

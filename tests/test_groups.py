@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cloister.aggregation.median import median
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for
+from cloister.cli.display import LiveDisplay
+from cloister.cli.run_page import in_words
+from cloister.cli.view import Watched
 from cloister.clients.site import Site
-from cloister.privacy.claims import mechanism
+from cloister.privacy.claims import assumptions, mechanism
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
@@ -29,10 +34,20 @@ from cloister.protocol.messages import EVALUATE, TRAIN, Advertise, Agree, Join, 
 from cloister.protocol.soundness import load, parse
 from cloister.protocol.threshold import parameters
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.folder import RunFolder
+from cloister.server.deployment import Deployment
+from cloister.server.events import to_json
+from cloister.server.folder import RunFiles, RunFolder
 from cloister.server.history import run_history
 from cloister.server.journal import UNMASKING, Journal
-from cloister.server.progress import AttemptFailed, Event, Finished, RoundAbandoned, RoundDone, RoundStarted
+from cloister.server.progress import (
+    AttemptFailed,
+    Event,
+    Finished,
+    RoundAbandoned,
+    RoundDone,
+    RoundStarted,
+    SiteAnswered,
+)
 from cloister.server.run import run
 from cloister.simulations.federation import simulate
 from cloister.tests.command import found
@@ -206,6 +221,24 @@ def test_what_a_person_reads_says_that_there_are_groups(
     said = mechanism(plan, terms_of(plan, 100))
     assert "divides the sites of a round into 3 groups; a site is in one of them" in said
     assert "At least 3 honest sites are in every sum" in said
+    assert "The model moves by the median of the means of 3 groups." in in_words(plan, None)
+    assumed = " ".join(assumptions(plan, terms_of(plan, 100), simulated=False))
+    assert "was opened or about to be opened, also if the round was given up" in assumed, (
+        "other groups' sums were"
+    )
+
+
+def test_the_fix_that_a_refusal_of_groups_names_is_one() -> None:
+    def fix(*settings: str) -> str:
+        with pytest.raises(PlanError) as refused:
+            tiny("aggregation.secure=false", *settings)
+        return refused.value.fix
+
+    assert fix("cohort.sites=2", "aggregation.groups=3") == "remove aggregation.groups, or raise cohort.sites"
+    assert fix("cohort.sites=2", "aggregation.groups=2") == "remove aggregation.groups"
+    assert fix("cohort.sites=3", "aggregation.groups=2") == "set aggregation.groups = 3, or remove it"
+    half = ("cohort.sites=8", "cohort.fraction=0.5", "aggregation.groups=5")
+    assert fix(*half) == "lower aggregation.groups, or raise cohort.fraction"
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -251,7 +284,7 @@ def test_groups_of_unequal_size_take_their_own_local_steps_and_evaluate_together
         *((TRAIN, group, size) for group, size in ((1, 5), (2, 5), (3, 4))),
         (EVALUATE, 0, 14),
     ]
-    assert [event.after(before) for before, event in itertools.pairwise(started)] == [
+    assert [event.beside(before) for before, event in itertools.pairwise(started)] == [
         False,
         True,
         True,
@@ -317,6 +350,43 @@ def test_a_group_with_too_few_sites_stops_the_run_and_the_others_are_not_asked_a
     asked = {site for step, site in case.federation.channel.asked if step != "join"}
     assert asked == set(case.groups()[2])
     assert done.params_sha256 == Case(tmp_path / "twin", "run.rounds=1").run()[0].params_sha256
+
+
+def test_in_clear_a_group_of_too_few_sites_that_have_joined_does_not_end_the_run(tmp_path: Path) -> None:
+    """Seven of fourteen sites are enough to begin, and two are too few for a group of five. Nobody refuses."""
+    case = Case(tmp_path, *ONE_ROUND, "cohort.sites=14", "cohort.quorum=0.5")
+    missing = case.federation.names[:7]
+    case.federation.channel.down = lambda site, *_: site in missing
+    with pytest.raises(
+        QuorumError, match="7 sites that have joined': expected 3 or more in each group of 5 sites"
+    ):
+        case.run()
+    case.federation.channel.down = lambda *_: False
+    case.run()
+    assert case.done()
+
+
+def test_what_is_shown_counts_the_sites_of_all_groups_when_one_begins_again(tmp_path: Path) -> None:
+    """Two of five sites have answered when the second group begins again, without one of them."""
+    plan, files = tiny(*GROUPS), RunFiles(tmp_path)
+    files.plan_file.write_text(plan.to_json())
+    Deployment(1, "exchange", 30.0).write(files)
+    events: list[Event] = [
+        RoundStarted(1, 1, TRAIN, ("a", "b"), group=1),
+        RoundStarted(1, 1, TRAIN, ("c", "d", "e"), group=2),
+        SiteAnswered(1, "a"),
+        SiteAnswered(1, "c"),
+        RoundStarted(1, 2, TRAIN, ("c", "d"), group=2),
+        SiteAnswered(1, "b"),
+        SiteAnswered(1, "c"),
+    ]
+    shown = io.StringIO()
+    with LiveDisplay(Console(file=shown, width=200), plan, tmp_path) as display:
+        for event in events:
+            display.event(event)
+    assert "3 of 5 sites have answered" in shown.getvalue()
+    files.events.write_text("".join(f"{to_json(event)}\n" for event in events))
+    assert Watched(tmp_path).view().status == "round 1, training, attempt 2: 3 of 5 sites have answered"
 
 
 def test_in_clear_a_site_that_joins_later_does_not_change_the_groups_of_a_round_that_has_begun(
