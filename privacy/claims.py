@@ -254,8 +254,9 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
     if plan.in_parts:
         text += " Every round is charged as one that sums the largest part."
     if local.balance != "fixed":
+        summed = "group" if plan.aggregation.groups > 1 else "cohort"
         text = (
-            "Each site first scales its update by the mean of the cohort's local steps over its own: the numbers "
+            f"Each site first scales its update by the mean of the {summed}'s local steps over its own: the numbers "
             f"are public and follow from declared speeds, not from data. {text}"
         )
     if plan.aggregation.groups > 1:

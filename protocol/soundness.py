@@ -756,7 +756,9 @@ def _check_redraw(plan: Plan) -> None:
             "model.adapter.redraw",
             redraw,
             expected=f"{least} to {rounds - 1} for {rounds} rounds: two phases at least, and {MOST_PHASES} at most, "
-            "because every forward pass computes the adapters of all phases",
+            "because every forward pass computes the adapters of all phases"
+            if rounds > 1
+            else "no value for a run of one round, which has one phase",
             fix="change model.adapter.redraw or run.rounds",
         )
     for wrong, field, value, expected, fix in (
