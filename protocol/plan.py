@@ -44,6 +44,9 @@ MOST_CORRELATED = 10_000
 MOST_PHASES = 64
 """Most phases of a run with `model.adapter.redraw`: each adds an adapter that every forward pass computes."""
 
+MOST_GROUPS = 100
+"""Most groups of a round: their median takes minima and maxima of G (G - 1) / 2 pairs of vectors."""
+
 MOST_CLASSES = 256
 """Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
 

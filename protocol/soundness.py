@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
     LARGEST_CLIP,
     MOST_CLASSES,
     MOST_CORRELATED,
+    MOST_GROUPS,
     MOST_PHASES,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
@@ -82,6 +83,17 @@ def recorded(text: str | bytes) -> Plan:
         PlanError: the text is no JSON, or a field is wrong.
     """
     return _SETTINGS.from_json(text)
+
+
+_Refusal: TypeAlias = tuple[bool, str, object, str, str]
+"""Whether a setting is refused, its field and value, what is expected, and the fix."""
+
+
+def _refuse_first(*refusals: _Refusal) -> None:
+    """Refuse the first setting that is."""
+    for refused, field, value, expected, fix in refusals:
+        if refused:
+            raise PlanError(field, value, expected=expected, fix=fix)
 
 
 def _check_sound(plan: Plan) -> None:
@@ -413,6 +425,13 @@ def _check_groups(plan: Plan) -> None:
             expected="3 or more: the median of two means is their mean, which one poisoned site moves",
             fix="set aggregation.groups = 3, or remove it" if cohort.size() > 2 else fix,
         )
+    if groups > MOST_GROUPS:
+        raise PlanError(
+            "aggregation.groups",
+            groups,
+            expected=f"at most {MOST_GROUPS}: the time of the median grows with the square of their number",
+            fix="lower aggregation.groups",
+        )
     if groups > cohort.size():
         raise PlanError(
             "aggregation.groups",
@@ -421,34 +440,37 @@ def _check_groups(plan: Plan) -> None:
             fix=f"{'lower' if cohort.size() > 2 else 'remove'} aggregation.groups, or raise "
             f"{'cohort.sites' if cohort.fraction == 1 else 'cohort.fraction'}",
         )
-    for wrong, field, value, expected in (
+    instead = f"remove it, or {fix}"
+    _refuse_first(
         (
             cohort.mode == "async",
             "cohort.mode",
             cohort.mode,
             '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
+            instead,
         ),
         (
             plan.privacy.correlated is not None,
             "privacy.correlated",
             "set",
             "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
+            instead,
         ),
         (
             plan.local.control_variates,
             "local.control_variates",
             True,
             "false with aggregation.groups: c follows from the mean over all sites, and from a median it does not",
+            instead,
         ),
         (
             plan.aggregation.compression is not None,
             "aggregation.compression",
             "set",
             "no compression with aggregation.groups: scales and remainders are made for the mean over all sites",
+            instead,
         ),
-    ):
-        if wrong:
-            raise PlanError(field, value, expected=expected, fix=f"remove it, or {fix}")
+    )
 
 
 def _check_compression(plan: Plan) -> None:
@@ -634,7 +656,7 @@ def _check_control_variates(plan: Plan) -> None:
         )
     compressed = plan.aggregation.compression is not None
     asynchronous, rolora = plan.cohort.mode == "async", plan.model.adapter.scheme == "rolora"
-    for wrong, field, value, expected, fix in (
+    _refuse_first(
         (
             local.optimizer != "sgd",
             "local.optimizer",
@@ -684,9 +706,7 @@ def _check_control_variates(plan: Plan) -> None:
             "another scheme with local.control_variates = true: in each round one factor has no gradients",
             'set model.adapter.scheme = "ffa-lora"',
         ),
-    ):
-        if wrong:
-            raise PlanError(field, value, expected=expected, fix=fix)
+    )
 
 
 def _check_fragments(plan: Plan) -> None:
@@ -702,7 +722,7 @@ def _check_fragments(plan: Plan) -> None:
             "would stay as they began",
             fix="lower aggregation.fragments, or raise run.rounds",
         )
-    for wrong, field, value, expected, fix in (
+    _refuse_first(
         *_not_in_parts(plan),
         (
             plan.local.proximal > 0,
@@ -732,9 +752,7 @@ def _check_fragments(plan: Plan) -> None:
             "no value with aggregation.fragments: each is a schedule of what rounds sum, and a run has one",
             "remove model.adapter.redraw or aggregation.fragments",
         ),
-    ):
-        if wrong:
-            raise PlanError(field, value, expected=expected, fix=fix)
+    )
 
 
 def _check_redraw(plan: Plan) -> None:
@@ -761,7 +779,7 @@ def _check_redraw(plan: Plan) -> None:
             else "no value for a run of one round, which has one phase",
             fix="change model.adapter.redraw or run.rounds",
         )
-    for wrong, field, value, expected, fix in (
+    _refuse_first(
         *_not_in_parts(plan),
         (
             plan.data.task == "classify",
@@ -777,13 +795,11 @@ def _check_redraw(plan: Plan) -> None:
             '"reset" with model.adapter.redraw, which trains another factor in each phase',
             'set local.optimizer_state = "reset"',
         ),
-    ):
-        if wrong:
-            raise PlanError(field, value, expected=expected, fix=fix)
+    )
 
 
-def _not_in_parts(plan: Plan) -> tuple[tuple[bool, str, object, str, str], ...]:
-    """What is not for rounds that sum a part of the vector: whether it is set, and the fields of its refusal."""
+def _not_in_parts(plan: Plan) -> tuple[_Refusal, ...]:
+    """What is not for rounds that sum a part of the vector."""
     field = plan.in_parts
     return (
         (

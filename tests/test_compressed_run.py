@@ -74,6 +74,33 @@ class Run:
         with RunFolder.reopen(self.folder) as folder:
             return run(folder, self.channel, seen, roster=self.roster)
 
+    def stop_at(self, *moments: Callable[[Event], bool]) -> Run:
+        """Run to each of the moments, where the process ends, and from there to the end in another one."""
+        path = self.folder.parent
+        for moment in moments:
+
+            def stop(event: Event, moment: Callable[[Event], bool] = moment) -> None:
+                if moment(event):
+                    raise StoppedError
+
+            with pytest.raises(StoppedError):
+                Run(path).go(stop)
+        last = Run(path)
+        last.go()
+        return last
+
+    def cut_upload(self, number: int) -> str:
+        """Let the first site train in a round, and its update not arrive; the site."""
+        lost = next(iter(self.states))
+
+        def tamper(step: str, reply: Any) -> Any:
+            if step == "update" and reply.site == lost and reply.sum.round == number:
+                return Failed(lost, "its upload was cut")
+            return reply
+
+        self.channel.tamper = tamper
+        return lost
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -134,14 +161,7 @@ def test_retries_count_what_was_left_out_once(masked: Run, tmp_path: Path) -> No
 def test_a_site_that_was_not_summed_keeps_what_it_had_left_out_before(tmp_path: Path) -> None:
     """In round 3 the first site trains, and its masked update does not arrive: so it is no survivor."""
     party = Run(tmp_path, *FOUR_ROUNDS, "aggregation.dropouts=0.25", "aggregation.colluders=0")
-    lost = next(iter(party.states))
-
-    def tamper(step: str, reply: Any) -> Any:
-        if step == "update" and reply.site == lost and reply.sum.round == 3:
-            return Failed(lost, "its upload was cut")
-        return reply
-
-    party.channel.tamper = tamper
+    party.cut_upload(3)
     party.go()
     assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4]
     assert party.bases() == [2, 3, 3, 3]
@@ -149,21 +169,11 @@ def test_a_site_that_was_not_summed_keeps_what_it_had_left_out_before(tmp_path: 
 
 @pytest.mark.parametrize("secure", [True, False])
 def test_a_run_that_stopped_goes_on_to_the_same_weights(masked: Run, tmp_path: Path, secure: bool) -> None:
-    Run(tmp_path, *(FOUR_ROUNDS if secure else CLEAR))
-    for moment in (
+    party = Run(tmp_path, *(FOUR_ROUNDS if secure else CLEAR)).stop_at(
         lambda event: isinstance(event, SiteAnswered) and event.round == 1,
         lambda event: isinstance(event, RoundDone) and event.round == 2,
         lambda event: isinstance(event, SiteAnswered) and event.round == 4,
-    ):
-
-        def stop(event: Event, moment: Callable[[Event], bool] = moment) -> None:
-            if moment(event):
-                raise StoppedError
-
-        with pytest.raises(StoppedError):
-            Run(tmp_path).go(stop)
-    party = Run(tmp_path)
-    party.go()
+    )
     assert final(party) == final(masked)
 
 

@@ -56,6 +56,18 @@ class Federation:
         RunFolder.create(self.run, plan).close()
         self.spool = path / "spool"
 
+    def channel(self) -> ExchangeChannel:
+        """The exchange, on a free port."""
+        return ExchangeChannel(
+            "run",
+            CERTIFICATE,
+            self.spool,
+            sites=len(self.configs),
+            most_bytes=most_bytes_of(self.plan, 10**5),
+            bind="127.0.0.1:0",
+            cards=self.roster.cards,
+        )
+
     def assert_undisturbed(self, params_sha256: str) -> None:
         """The run ended as if nothing had happened: each round in its first attempt, each update trained once."""
         with RunFolder.reopen(self.run) as folder, Journal(folder.journal) as journal:
@@ -87,18 +99,7 @@ def test_sites_that_are_killed_at_every_step_lose_nothing(
         1: [(TRAIN, 1, step) for step in STEPS],
         2: [(EVALUATE, 1, step) for step in ("update", "unmask")],
     }
-    with (
-        RunFolder.reopen(federation.run) as folder,
-        ExchangeChannel(
-            "run",
-            CERTIFICATE,
-            federation.spool,
-            sites=plan.cohort.sites,
-            most_bytes=most_bytes_of(plan, 10**5),
-            bind="127.0.0.1:0",
-            cards=federation.roster.cards,
-        ) as channel,
-    ):
+    with RunFolder.reopen(federation.run) as folder, federation.channel() as channel:
         processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs, moments)
         try:
             assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
@@ -204,18 +205,7 @@ def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
         capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / "whole"), "--workers", "1"
     )
     federation = Federation(tmp_path, load(small_plan, settings))
-    with (
-        RunFolder.reopen(federation.run) as folder,
-        ExchangeChannel(
-            "run",
-            CERTIFICATE,
-            federation.spool,
-            sites=4,
-            most_bytes=most_bytes_of(federation.plan, 10**5),
-            bind="127.0.0.1:0",
-            cards=federation.roster.cards,
-        ) as channel,
-    ):
+    with RunFolder.reopen(federation.run) as folder, federation.channel() as channel:
         processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs)
         try:
             assert channel.wait_for(4, WAIT_S) == 4

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.blocks import Span
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import CloisterError, ModelError, PlanError
-from cloister.protocol.messages import TRAIN, Failed
+from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import MeshSection, Plan
 from cloister.protocol.roster import Card, Roster, new_identity
 from cloister.server.checkpoint import Checkpoints
@@ -209,14 +208,7 @@ def test_an_update_that_is_made_again_starts_with_the_same_drift(tmp_path: Path)
 def test_a_site_that_was_not_summed_forgets_what_it_trained_and_what_has_moved(tmp_path: Path) -> None:
     """In round 3 the first site trains, and its masked update does not arrive: so it is no survivor."""
     party = Run(tmp_path, *LOSSY)
-    lost = next(iter(party.states))
-
-    def tamper(step: str, reply: Any) -> Any:
-        if step == "update" and reply.site == lost and reply.sum.round == 3:
-            return Failed(lost, "its upload was cut")
-        return reply
-
-    party.channel.tamper = tamper
+    lost = party.cut_upload(3)
     party.go()
     assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4]
     check(party, {3: lost})

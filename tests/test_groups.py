@@ -53,6 +53,7 @@ from cloister.simulations.federation import simulate
 from cloister.tests.command import found
 from cloister.tests.federation import CENTRAL, PRIVATE, RUN, SKELLAM, Federation, tiny
 from cloister.tests.kills import die, kill_while
+from cloister.tests.test_site import Attack
 
 GROUPS = ("cohort.sites=12", "aggregation.groups=3", "aggregation.colluders=0.0", "server.evaluation=none")
 LOOSE = ("aggregation.dropouts=0.25",)
@@ -237,6 +238,8 @@ def test_the_fix_that_a_refusal_of_groups_names_is_one() -> None:
     assert fix("cohort.sites=2", "aggregation.groups=3") == "remove aggregation.groups, or raise cohort.sites"
     assert fix("cohort.sites=2", "aggregation.groups=2") == "remove aggregation.groups"
     assert fix("cohort.sites=3", "aggregation.groups=2") == "set aggregation.groups = 3, or remove it"
+    assert fix("cohort.sites=200", "aggregation.groups=101") == "lower aggregation.groups"
+    tiny("aggregation.secure=false", "cohort.sites=200", "aggregation.groups=100")
     half = ("cohort.sites=8", "cohort.fraction=0.5", "aggregation.groups=5")
     assert fix(*half) == "lower aggregation.groups, or raise cohort.fraction"
 
@@ -404,6 +407,13 @@ def test_in_clear_a_site_that_joins_later_does_not_change_the_groups_of_a_round_
 
 
 # --- a lying coordinator ----------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_needs_the_sites_of_a_whole_cohort_and_not_those_of_a_group(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, tiny(*GROUPS[:3], *LOOSE, "cohort.quorum=1.0"))
+    attack = Attack(federation, purpose=EVALUATE)
+    with pytest.raises(SecureSumError, match="12"):
+        attack.carry_through((federation.names[0],))
 
 
 def test_a_coordinator_cannot_put_a_site_into_another_group(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,9 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.protocol.plan import MeshSection
 from cloister.server.checkpoint import Checkpoints
-from cloister.server.progress import Event, RoundDone, SiteAnswered
+from cloister.server.progress import RoundDone, SiteAnswered
 from cloister.tests.federation import CENTRAL, RECORD, SKELLAM, Federation, tiny, whole
-from cloister.tests.test_compressed_run import Run, StoppedError, final
+from cloister.tests.test_compressed_run import Run, final
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = [
@@ -142,20 +141,10 @@ def test_the_saved_model_is_one_adapter_that_adds_up_all_phases(masked: Run, tmp
 
 
 def test_the_clear_twin_has_the_same_bits_also_where_it_stopped(masked: Run, tmp_path: Path) -> None:
-    Run(tmp_path, *CLEAR)
-    for moment in (
+    party = Run(tmp_path, *CLEAR).stop_at(
         lambda event: isinstance(event, RoundDone) and event.round == 1,
         lambda event: isinstance(event, SiteAnswered) and event.round == 2,
-    ):
-
-        def stop(event: Event, moment: Callable[[Event], bool] = moment) -> None:
-            if moment(event):
-                raise StoppedError
-
-        with pytest.raises(StoppedError):
-            Run(tmp_path).go(stop)
-    party = Run(tmp_path)
-    party.go()
+    )
     assert final(party) == final(masked)
 
 

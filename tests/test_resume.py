@@ -137,10 +137,9 @@ def killed(plan: Path, out: Path, kill: Moment | Entry) -> None:
 def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With optimizer state, and changes of fragments that were not summed yet, that sites keep from round to round."""
+    """With optimizer state that sites keep from round to round."""
     plan, out = tmp_path / "keep.toml", tmp_path / "killed"
-    kept = small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"')
-    plan.write_text(f"{kept}\n[aggregation]\nfragments = 2\n")
+    plan.write_text(small_plan.read_text().replace("[local]", '[local]\noptimizer_state = "keep"'))
     undisturbed = found(capsys, "simulate", str(plan), "--out", str(tmp_path / "kept"), "--workers", "1")
     assert undisturbed["params_sha256"] != whole["params_sha256"]
     for kill in KILLS.values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from cloister.server.gate import Gate
 from cloister.server.progress import AttemptFailed, Event, RoundDone, SiteAnswered
 from cloister.tests.command import found
 from cloister.tests.federation import RUN, Federation, tiny
-from cloister.tests.test_compressed_run import Run, StoppedError, final
+from cloister.tests.test_compressed_run import Run, final
 from cloister.tests.test_site import Attack
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
@@ -332,21 +331,11 @@ def test_a_lost_update_leaves_its_site_as_it_was_under_masks_and_in_clear(tmp_pa
 
 
 def test_a_run_that_stopped_goes_on_to_the_same_bits_as_its_clear_twin(masked: Run, tmp_path: Path) -> None:
-    Run(tmp_path, *ROUNDS, CLEAR)
-    for moment in (
+    run = Run(tmp_path, *ROUNDS, CLEAR).stop_at(
         lambda event: isinstance(event, SiteAnswered) and event.round == 1,
         lambda event: isinstance(event, RoundDone) and event.round == 2,
         lambda event: isinstance(event, SiteAnswered) and event.round == 3,
-    ):
-
-        def stop(event: Event, moment: Callable[[Event], bool] = moment) -> None:
-            if moment(event):
-                raise StoppedError
-
-        with pytest.raises(StoppedError):
-            Run(tmp_path).go(stop)
-    run = Run(tmp_path)
-    run.go()
+    )
     same(run, masked)
 
 
