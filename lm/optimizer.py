@@ -1,17 +1,9 @@
 """A site's optimizer: what steps on which parameter, the learning rate of the run's steps, and the kept state.
 
-`local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon (Jordan et al.
-2024, "Muon: An optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon): with momentum m,
-the matrix W of a hidden layer and its gradient G take the step
-
-    B <- m B + (1 - m) G,    W <- W - rate (weight_decay W + 0.2 sqrt(max(rows, columns)) O),
-    O = NewtonSchulz(m B + (1 - m) G), five iterations: B with its singular values moved near 1.
-
-The factor 0.2 sqrt(max(rows, columns)) gives a step the root mean square of an AdamW step (Liu et al. 2025, "Muon is
-scalable for LLM training", eq. 4), so one learning rate and one weight decay serve both. Jordan et al. and
-`torch.optim.Muon` keep Muon to the 2-D weights of hidden layers: embeddings, the output layer, gains and biases take
-AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not weights of a layer, and
-neither source covers them: with an adapter a plan cannot ask for Muon.
+`local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon (`lm/muon.py`) on
+the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to those: embeddings, the output layer,
+gains and biases take AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not
+weights of a layer, and neither source covers them: with an adapter a plan cannot ask for Muon.
 
 `"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state: what the control
 variates of SCAFFOLD are derived for (`aggregation/variates.py`).
@@ -35,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cloister.lm.model import heads_of, is_classifier
+from cloister.lm.muon import Muon
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
@@ -61,7 +54,7 @@ class LocalOptimizer:
         others = [parameter for name, parameter in trained if name not in by_muon]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(_muon(matrices, local))
+            self._parts.append(_muon(matrices, local, device))
         if others:
             self._parts.append(
                 _sgd(others, local) if local.optimizer == "sgd" else _adamw(others, local, device)
@@ -200,13 +193,14 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if p.ndim == 2 and id(p) not in excluded}
 
 
-def _muon(matrices: list[nn.Parameter], local: LocalSection) -> torch.optim.Muon:
-    return torch.optim.Muon(
+def _muon(matrices: list[nn.Parameter], local: LocalSection, device: torch.device) -> Muon:
+    return Muon(
         matrices,
         lr=local.learning_rate,
         momentum=local.momentum,
         weight_decay=local.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
+        # Tensor cores are made for bfloat16, which many processors have no arithmetic for.
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
     )
 
 
@@ -235,6 +229,6 @@ def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[s
 
 _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
+    Muon: ("momentum_buffer",),
 }
 _STATE = re.compile(r"optimizer-(\d+)\.safetensors")

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.model import LanguageModel, load_model
+from cloister.lm.muon import Muon
 from cloister.lm.optimizer import LocalOptimizer, learning_rate, moment_elements
 from cloister.lm.train import LocalUpdate
 from cloister.privacy.noise import NoiseStream
@@ -111,11 +112,34 @@ def test_a_step_is_that_of_the_papers(m: float) -> None:
             optimizer.step(step)
         moved = parameter.detach().double().numpy() - before
         expected = muon_by_hand(before, gradients, rates, m, 0.5) - before
-        # Torch iterates in bfloat16, with a relative error of 2^-9 in each of fifteen products.
-        assert np.linalg.norm(moved - expected) < 0.03 * np.linalg.norm(expected)
-        for other in ((0.9 - m, 0.5), (m, 0.0)):  # the tolerance is far below another momentum, or no decay
+        assert np.linalg.norm(moved - expected) < 1e-5 * np.linalg.norm(expected)
+        for other in ((0.9 - m, 0.5), (m, 0.0)):  # another momentum, or no decay
             wrong = muon_by_hand(before, gradients, rates, *other) - before
             assert np.linalg.norm(moved - wrong) > 0.06 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 32), (32, 48), (1, 5)])
+def test_steps_in_bfloat16_are_those_of_torch_bit_for_bit(shape: tuple[int, int]) -> None:
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=random)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = (
+        Muon([ours], lr=0.02, momentum=0.9, weight_decay=0.5, dtype=torch.bfloat16),
+        torch.optim.Muon([theirs], lr=0.02, momentum=0.9, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(4):
+        ours.grad = theirs.grad = torch.randn(shape, generator=random)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, start)
+
+
+def test_a_matrix_of_zeros_takes_no_step() -> None:
+    matrix = torch.nn.Parameter(torch.ones(3, 4))
+    matrix.grad = torch.zeros(3, 4)
+    Muon([matrix], lr=0.1, momentum=0.9, weight_decay=0.0, dtype=torch.float32).step()
+    assert torch.equal(matrix, torch.ones(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +154,7 @@ def test_muon_steps_on_the_matrices_of_hidden_layers_and_adamw_on_the_rest(
 ) -> None:
     run = Run(plan_of(MUON, kind=kind))
     name_of = {id(parameter): name for name, parameter in run.model.module.named_parameters()}
-    stepped: dict[type, set[str]] = {torch.optim.Muon: set(), torch.optim.AdamW: set()}
+    stepped: dict[type, set[str]] = {Muon: set(), torch.optim.AdamW: set()}
     for cls, seen in stepped.items():
         step = cls.step  # type: ignore[attr-defined]  # both are optimizers
 
@@ -142,7 +166,7 @@ def test_muon_steps_on_the_matrices_of_hidden_layers_and_adamw_on_the_rest(
     run.train()
     matrices = {name for name, p in run.model.module.named_parameters() if p.ndim == 2}
     assert by_adamw < matrices
-    assert stepped[torch.optim.Muon] == matrices - by_adamw
+    assert stepped[Muon] == matrices - by_adamw
     assert stepped[torch.optim.AdamW] == set(run.model.layout.names) - (matrices - by_adamw)
 
 
@@ -160,7 +184,7 @@ def test_a_run_learns_and_repeats_itself_exactly() -> None:
 
 def test_the_rate_of_both_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
-    for cls in (torch.optim.Muon, torch.optim.AdamW):
+    for cls in (Muon, torch.optim.AdamW):
         step = cls.step
 
         def spy(self: Any, step: Any = step) -> None:
