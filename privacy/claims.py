@@ -642,6 +642,26 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
     return tuple(parties)
 
 
+def poisoned(plan: Plan) -> tuple[str, ...]:
+    """What a simulation says of the sites that it poisoned."""
+    poison = plan.faults.poison
+    if poison is None:
+        return ()
+    sent = f"sent their updates times {-poison.factor if poison.kind == 'sign-flip' else poison.factor:g}"
+    did = {
+        "sign-flip": "",
+        "scale": "",
+        "label-flip": "trained on false answers and ",
+        "backdoor": f"trained on records with the trigger {poison.trigger!r} and the target {poison.target!r}, and ",
+    }[poison.kind]
+    return (
+        (
+            f"What poisoned sites did to the model. By the plan a share of {poison.share:g} of the simulated sites, "
+            f"and at least one, were attackers: they {did}{sent}. The model is for experiments only."
+        ),
+    )
+
+
 def not_covered(plan: Plan) -> tuple[str, ...]:
     """What the guarantee says nothing about."""
     privacy, evaluation = plan.privacy, plan.server.evaluation
