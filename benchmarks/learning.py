@@ -44,6 +44,7 @@ COMMON = (
     "simulation.per_site=false",
     "simulation.durable=false",
     "server.evaluate_every=100000",
+    "cohort.deadline_s=1e6",  # a central run has one round
 )
 FEDAVG = ("server.optimizer=fedavg", "server.learning_rate=1.0")
 NESTEROV = ("server.optimizer=nesterov", "server.learning_rate=0.7", "server.momentum=0.6")

@@ -193,7 +193,8 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
         f"round {number}{of_group}",
         f"{failed.attempts} failed attempts",
         expected=f"{needed} of {len(cohort)} sites to finish in one of them",
-        fix=f"repair the sites or lower {fewer}, then continue the run: nothing is lost",
+        fix="repair the sites and continue the run: nothing is lost; sites keep to the plan that they have joined, "
+        f"so a lower {fewer} or a longer cohort.deadline_s needs a new run",
     )
 
 

@@ -166,7 +166,8 @@ class Party:
                         f"round {number}",
                         f"{len(self.members.sites)} sites that have joined",
                         expected=f"{needed} or more in each group of {size} sites, and {draw.groups} groups",
-                        fix="repair the sites or lower cohort.quorum, then continue the run: nothing is lost",
+                        fix="repair the sites and continue the run: nothing is lost; a new run can have another "
+                        "cohort.quorum",
                     )
             self.journal.record(number, 0, f"{purpose} {steps.DIVIDED}", {"groups": divided})
             return divided

@@ -240,7 +240,9 @@ def test_a_failed_site_is_asked_again_and_too_few_sites_end_the_run(tmp_path: Pa
             down.clear()
             down.update([second, *others] if event.round == 2 else [])
 
-    with pytest.raises(QuorumError, match=r"2 of 4 sites to finish .* lower cohort\.buffer"):
+    with pytest.raises(
+        QuorumError, match=r"2 of 4 sites to finish .* a lower cohort\.buffer .* needs a new run"
+    ):
         party.go(observe)
     rounds = party.of(RoundDone)
     assert len(rounds) == 2
