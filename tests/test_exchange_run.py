@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cloister.lm.model import count_parameters
+from cloister.lm.layout import phase_of
+from cloister.lm.model import count_parameters, load_model
 from cloister.protocol.messages import EVALUATE, TRAIN
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
@@ -32,6 +33,7 @@ from cloister.tests.exchange_parties import (
 )
 from cloister.tests.federation import tiny, write_records
 from cloister.tests.test_compressed_run import FOUR_ROUNDS, Run, final
+from cloister.tests.test_redraw import REDRAWN
 from cloister.tests.test_variates import ROUNDS
 
 STEPS = ("advertise", "share", "update", "confirm", "unmask")
@@ -157,23 +159,16 @@ def one_of(asked: list[Asked], moment: Moment) -> Asked:
     return found
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept_files"),
-    [
-        (FOUR_ROUNDS, "residual-*.json"),
-        (ROUNDS, "variate-*.safetensors"),
-        (["aggregation.fragments=2", "server.evaluation=none"], "drift-*.json"),
-    ],
-)
-def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
-    settings: list[str], kept_files: str, tmp_path: Path
-) -> None:
-    """What the code of a compressed update has left out, control variates, and drift: a site is killed when it has
-    written them, and when it has revealed shares; the coordinator when some sites have answered."""
-    undisturbed = Run(tmp_path / "undisturbed", *settings)
+def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
+    """A run of four rounds under masks, over the exchange, and the same one in this process, undisturbed.
+
+    A site is killed when it has written its second update, another when it has revealed shares and in the next round;
+    the coordinator when some sites have answered. Both runs end with the same bits.
+    """
+    undisturbed = Run(folder / "undisturbed", *settings)
     undisturbed.go()
-    plan = tiny(*settings, f"simulation.source={write_records(tmp_path / 'records.jsonl')}")
-    federation = Federation(tmp_path, plan)
+    plan = tiny(*settings, f"simulation.source={write_records(folder / 'records.jsonl')}")
+    federation = Federation(folder, plan)
     moments: dict[int, list[Moment]] = {
         0: [(TRAIN, 2, "update")],
         1: [(TRAIN, 2, "unmask"), (TRAIN, 3, "update")],
@@ -189,10 +184,34 @@ def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
     killed = -signal.SIGKILL
     assert processes.codes == [[killed, 0], [killed, killed, 0], [0], [0]]
     federation.assert_undisturbed(final(undisturbed))
+    return federation, undisturbed
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept_files"),
+    [
+        (FOUR_ROUNDS, "residual-*.json"),
+        (ROUNDS, "variate-*.safetensors"),
+        (["aggregation.fragments=2", "server.evaluation=none"], "drift-*.json"),
+    ],
+)
+def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
+    settings: list[str], kept_files: str, tmp_path: Path
+) -> None:
+    """What the code of a compressed update has left out, control variates, and drift."""
+    federation, undisturbed = killed_at_both_ends(tmp_path, *settings)
     for config, state in zip(federation.configs, undisturbed.states.values(), strict=True):
         kept = sorted(config.parent.rglob(kept_files))
         assert [path.name for path in kept] == sorted(path.name for path in state.glob(kept_files))
         assert kept
+
+
+def test_an_adapter_is_drawn_again_at_the_same_round_when_both_ends_are_killed(tmp_path: Path) -> None:
+    """The second phase begins with the round in which both are killed."""
+    federation, _ = killed_at_both_ends(tmp_path, *REDRAWN)
+    assert federation.plan.model.adapter.redraw == 1
+    phases = {phase_of(name) for name in load_model(federation.plan).layout.names}
+    assert len(phases) == federation.plan.run.rounds
 
 
 def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
