@@ -94,14 +94,21 @@ FEDERATED = {
     "rate 0.002, 8 bits, a round every 7 steps": replace(BASE, rate=2e-3, ring=EIGHT_BITS, every=7),
     "8 bits": replace(BASE, ring=EIGHT_BITS),
     "8 bits, a round every 7 steps": replace(BASE, ring=EIGHT_BITS, every=7),
-    "Muon": replace(BASE, optimizer="muon"),
-    "Muon, 8 bits": replace(BASE, optimizer="muon", ring=EIGHT_BITS),
+    "Muon 0.004": replace(BASE, optimizer="muon"),
+    "Muon 0.004, 8 bits": replace(BASE, optimizer="muon", ring=EIGHT_BITS),
+    "Muon 0.008": replace(BASE, optimizer="muon", rate=8e-3),
+    "Muon 0.016": replace(BASE, optimizer="muon", rate=16e-3),
+    "Muon 0.008, 8 bits, a round every 7 steps": replace(
+        BASE, optimizer="muon", rate=8e-3, ring=EIGHT_BITS, every=7
+    ),
 }
 CENTRAL = {
     "central, AdamW 0.004": Choice(batch=SITES * BATCH),
     "central, AdamW 0.008": Choice(batch=SITES * BATCH, rate=8e-3),
     "central, AdamW 0.004, half the batch": Choice(batch=SITES * BATCH // 2),
     "central, Muon 0.004": Choice(batch=SITES * BATCH, optimizer="muon"),
+    "central, Muon 0.008": Choice(batch=SITES * BATCH, rate=8e-3, optimizer="muon"),
+    "central, Muon 0.016": Choice(batch=SITES * BATCH, rate=16e-3, optimizer="muon"),
     "central, Muon 0.004, half the batch": Choice(batch=SITES * BATCH // 2, optimizer="muon"),
 }
 

@@ -391,6 +391,7 @@ def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
         f"local.steps={arguments.steps}",
         "local.warmup_steps=0",
         "local.batch_size=8",
+        "local.optimizer=adamw",  # ranks that share a matrix cannot take Muon's steps
         "local.optimizer_state=reset",
     ]
     settings += sized(arguments.params) if arguments.params else []
