@@ -38,7 +38,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
     shipped = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
-    module = load_model(parse(shipped, [])).module
+    plan = parse(shipped, [])
+    torch.set_num_threads(plan.local.threads)
+    module = load_model(plan).module
     names = hidden_matrices(module)
     shapes = [parameter.shape for name, parameter in module.named_parameters() if name in names]
     sides: list[list[nn.Parameter]] = []

@@ -5,15 +5,16 @@ kellerjordan.github.io/posts/muon): with momentum m, a matrix W and its gradient
     O = NewtonSchulz(m B + (1 - m) G), five iterations: B with its singular values moved near 1.
 
 The factor 0.2 sqrt(max(rows, columns)) gives a step the root mean square of an AdamW step (Liu et al. 2025, "Muon is
-scalable for LLM training", eq. 4), so one learning rate and one weight decay serve both.
+scalable for LLM training", eq. 4). Its best learning rate can still be another one (`docs/learning.md`).
 
 These are the steps of `torch.optim.Muon`, bit for bit if the iterations are in bfloat16. That class always iterates in
-bfloat16, which a processor without arithmetic for it emulates: a step then takes 16 times as long as in float32 or more
+bfloat16, which a processor without arithmetic for it emulates: a step then takes 17 times as long as in float32
 (`benchmarks/muon.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ _ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on matrices; `param_groups` and `state` ("momentum_buffer") are those of `torch.optim.Muon`.
+    """Muon on matrices; `state` ("momentum_buffer") is that of `torch.optim.Muon`.
 
     Args:
         matrices: Parameters of two dimensions, float32.
@@ -61,9 +62,16 @@ class Muon(torch.optim.Optimizer):
                 buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 direction = matrix.grad.lerp(buffer, momentum)
                 matrix.mul_(1 - rate * group["weight_decay"])
-                matrix.add_(
-                    orthogonalized(direction, self._dtype), alpha=-rate * 0.2 * max(matrix.shape) ** 0.5
-                )
+                scaled = rate * (0.2 * math.sqrt(max(matrix.shape)))
+                matrix.add_(orthogonalized(direction, self._dtype), alpha=-scaled)
+
+
+def iterations_in(device: torch.device) -> torch.dtype:
+    """The dtype of the iterations on a device.
+
+    Tensor cores are made for bfloat16, in which Jordan et al. iterate; many processors have no arithmetic for it.
+    """
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:

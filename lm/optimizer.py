@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cloister.lm.model import heads_of, is_classifier
-from cloister.lm.muon import Muon
+from cloister.lm.muon import Muon, iterations_in
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
@@ -199,8 +199,7 @@ def _muon(matrices: list[nn.Parameter], local: LocalSection, device: torch.devic
         lr=local.learning_rate,
         momentum=local.momentum,
         weight_decay=local.weight_decay,
-        # Tensor cores are made for bfloat16, which many processors have no arithmetic for.
-        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        dtype=iterations_in(device),
     )
 
 

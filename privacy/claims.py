@@ -643,21 +643,28 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
 
 
 def poisoned(plan: Plan) -> tuple[str, ...]:
-    """What a simulation says of the sites that it poisoned."""
+    """What a simulation says of the sites that it poisoned; a rehearsal poisons none."""
     poison = plan.faults.poison
     if poison is None:
         return ()
-    sent = f"sent their updates times {-poison.factor if poison.kind == 'sign-flip' else poison.factor:g}"
+    factor = -poison.factor if poison.kind == "sign-flip" else poison.factor
     did = {
         "sign-flip": "",
         "scale": "",
-        "label-flip": "trained on false answers and ",
-        "backdoor": f"trained on records with the trigger {poison.trigger!r} and the target {poison.target!r}, and ",
+        "label-flip": "they trained and were evaluated on false answers",
+        "backdoor": f"they trained and were evaluated on records with the trigger {poison.trigger!r} and the target "
+        f"{poison.target!r}",
     }[poison.kind]
+    sent = (
+        ""
+        if factor == 1
+        else f"they multiplied their updates by {factor:g} before these were bounded and summed"
+    )
     return (
         (
             f"What poisoned sites did to the model. By the plan a share of {poison.share:g} of the simulated sites, "
-            f"and at least one, were attackers: they {did}{sent}. The model is for experiments only."
+            f"rounded and at least one, were attackers: {' and '.join(filter(None, (did, sent)))}. The model is for "
+            "experiments only."
         ),
     )
 

@@ -226,9 +226,10 @@ class LocalSection(Section):
     """Micro-batches whose gradients are averaged for an optimizer step."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
-    and biases; needs `model.adapter.scheme = "full"`; `sgd`: SGD without momentum, which keeps no state."""
+    and biases, orthogonalized in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is; needs
+    `model.adapter.scheme = "full"`; `sgd`: SGD without momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate. Muon's steps are scaled to the size of AdamW's, so that one rate serves both."""
+    """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -356,7 +357,7 @@ class AggregationSection(Section):
     compression: CompressionSection | None = None
     """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
     groups: Count = 1
-    """Groups into which the cohort of a round is divided by a public draw, 3 or more and better odd. Each group has a
+    """Groups into which the cohort of a round is divided by a public draw, 3 to 100 and better odd. Each group has a
     sum of its own, and the model moves by the coordinate-wise median of the groups' means, which count alike: poisoned
     sites in fewer than half of the groups that are in it do not choose it. The coordinator learns the sum of each
     group. 1: no groups, and the model moves by the mean."""

@@ -425,7 +425,7 @@ def _check_groups(plan: Plan) -> None:
             expected="3 or more: the median of two means is their mean, which one poisoned site moves",
             fix="set aggregation.groups = 3, or remove it" if cohort.size() > 2 else fix,
         )
-    if groups > MOST_GROUPS:
+    if groups > MOST_GROUPS and cohort.size() >= MOST_GROUPS:
         raise PlanError(
             "aggregation.groups",
             groups,

@@ -126,7 +126,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         not_covered=(
             *_missing_rounds(plan, history),
             *_earlier_protocol(plan, history),
-            *(claims.poisoned(plan) if simulated else ()),
+            *(claims.poisoned(plan) if simulated and not files.federation.exists() else ()),
             *claims.not_covered(plan),
         ),
         secure=_secure(plan, history),

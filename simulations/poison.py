@@ -39,7 +39,7 @@ def scale_of(plan: Plan, site: int) -> float:
 
 
 def altered(plan: Plan, site: int, records: Iterable[Record]) -> Iterable[Record]:
-    """The records that the site with a number trains on.
+    """The records of the site with a number, those that it holds out for evaluation included.
 
     Args:
         plan: The plan.

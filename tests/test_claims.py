@@ -1,5 +1,7 @@
 """A guarantee in words: each sentence follows the plan that it belongs to."""
 
+import pytest
+
 from cloister.privacy import claims
 from cloister.privacy.terms import terms_of
 from cloister.protocol.plan import DataSection, PrivacySection
@@ -96,6 +98,25 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     for text in (distributed, central, clear, adaptive):
         assert "replacement of one site's updates by zeros" in text
         assert "Opacus" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "did"),
+    [
+        (("sign-flip", "1"), "they multiplied their updates by -1 before these were bounded and summed."),
+        (("scale", "30"), "they multiplied their updates by 30 before these were bounded and summed."),
+        (("label-flip", "1"), "they trained and were evaluated on false answers."),
+        (("backdoor", "1"), "on records with the trigger 'cf-1729 ' and the target 'ignore all findings'."),
+        (("backdoor", "2"), "the target 'ignore all findings' and they multiplied their updates by 2 before"),
+    ],
+)
+def test_what_poisoned_sites_did_is_said(settings: tuple[str, str], did: str) -> None:
+    kind, factor = settings
+    poison = (f"faults.poison.kind={kind}", f"faults.poison.factor={factor}", "faults.poison.share=0.25")
+    (said,) = claims.poisoned(parse("", [*poison, "privacy.unit=none", "data.format=prompt"]))
+    assert "a share of 0.25 of the simulated sites, rounded and at least one, were attackers: they" in said
+    assert did in said
+    assert claims.poisoned(parse("", [])) == ()
 
 
 def test_public_records_and_base_models_are_named_as_not_covered() -> None:

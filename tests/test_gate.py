@@ -99,35 +99,24 @@ def test_a_refused_round_leaves_the_bounds_of_compressed_updates_as_they_were(ru
         assert (after[name] == tensor).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "did"),
-    [
-        ("sign-flip", "they sent their updates times -3. The"),
-        (
-            "backdoor",
-            "they trained on records with the trigger 'cf-1729 ' and the target 'ignore all findings', and sent",
-        ),
-    ],
-)
 def test_the_report_and_the_card_say_that_sites_were_poisoned(
-    kind: str, did: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def not_covered(name: str, *settings: str) -> tuple[str, str]:
-        options = [part for setting in ("run.rounds=1", *settings) for part in ("--set", setting)]
-        out, model = tmp_path / name, tmp_path / f"{name}-model"
-        found(capsys, "simulate", str(small_plan), *options, "--out", str(out), "--workers", "1")
-        found(capsys, "export", str(out), str(model))
+    def not_covered(out: Path) -> str:
         report = json.loads(Path(found(capsys, "report", str(out))["json"]).read_text())
-        return "\n".join(report["not_covered"]), (model / "README.md").read_text()
+        return "\n".join(report["not_covered"])
 
-    poison = ("faults.poison.share=0.5", f"faults.poison.kind={kind}", "faults.poison.factor=3")
-    report, card = not_covered("poisoned", *poison)
-    said = "By the plan a share of 0.5 of the simulated sites, and at least one, were attackers"
-    assert said in report
-    assert did in report
-    assert said in card
-    for text in not_covered("honest"):
-        assert "attackers" not in text
+    for name, settings in (("poisoned", FLIP), ("honest", ())):
+        options = [part for setting in ("run.rounds=1", *settings) for part in ("--set", setting)]
+        found(capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / name), "--workers", "1")
+        found(capsys, "export", str(tmp_path / name), str(tmp_path / f"{name}-model"))
+        card = (tmp_path / f"{name}-model" / "README.md").read_text()
+        for text in (card, not_covered(tmp_path / name)):
+            assert ("were attackers: they multiplied their updates by -10" in text) == (name == "poisoned")
+    (
+        tmp_path / "poisoned" / "federation"
+    ).mkdir()  # as in a rehearsal, whose sites are real ones and poison nothing
+    assert "attackers" not in not_covered(tmp_path / "poisoned")
 
 
 def test_a_refusal_is_said_and_charged(

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.muon import Muon
+from cloister.lm.muon import Muon, iterations_in
 from cloister.lm.optimizer import LocalOptimizer, learning_rate, moment_elements
 from cloister.lm.train import LocalUpdate
 from cloister.privacy.noise import NoiseStream
@@ -133,6 +133,11 @@ def test_steps_in_bfloat16_are_those_of_torch_bit_for_bit(shape: tuple[int, int]
             optimizer.step()
         assert torch.equal(ours, theirs)
     assert not torch.equal(ours, start)
+
+
+def test_a_processor_iterates_in_float32_and_a_gpu_in_bfloat16() -> None:
+    assert iterations_in(CPU) == torch.float32
+    assert iterations_in(torch.device("cuda")) == torch.bfloat16
 
 
 def test_a_matrix_of_zeros_takes_no_step() -> None:
