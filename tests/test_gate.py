@@ -113,9 +113,8 @@ def test_the_report_and_the_card_say_that_sites_were_poisoned(
         card = (tmp_path / f"{name}-model" / "README.md").read_text()
         for text in (card, not_covered(tmp_path / name)):
             assert ("were attackers: they multiplied their updates by -10" in text) == (name == "poisoned")
-    (
-        tmp_path / "poisoned" / "federation"
-    ).mkdir()  # as in a rehearsal, whose sites are real ones and poison nothing
+    # As in a rehearsal, whose sites are real ones and poison nothing.
+    (tmp_path / "poisoned" / "federation").mkdir()
     assert "attackers" not in not_covered(tmp_path / "poisoned")
 
 
