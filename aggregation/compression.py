@@ -49,6 +49,8 @@ class Remainder(Protocol):
 MOST_KEPT = 4
 """Steps beyond which a remainder is cut with a ring of 8 bits; with 16 bits bounds of its block."""
 
+_STEP = 2**17
+"""Elements that are coded at once. 2^15 would fit into a core's own cache, but four times as many calls cost more."""
 _NONE = np.empty(0, np.intp)
 
 assert BLOCK % ROTATED == 0, "spans have whole rotated blocks"
@@ -141,14 +143,14 @@ class BlockCode:
             again = (kept.bounds / own * self.unit).astype(np.float32)
         left, most = np.float32(1 / self.unit), np.float32(2 ** (self.ring.bits - 1) - 1)
         stream = masks.keystream(seed.to_bytes(masks.SEED, "little"), 2 * offset)
-        numbers, zeros = np.empty(BLOCK, "<u2"), memoryview(bytes(2 * BLOCK))
+        numbers, zeros = np.empty(_STEP, "<u2"), memoryview(bytes(2 * _STEP))
         sign = signs(self.seed)
-        memory = np.empty((4, BLOCK), np.float32)
-        clipped, per_step = 0, BLOCK // ROTATED
+        memory = np.empty((3, _STEP), np.float32)
+        clipped, per_step = 0, _STEP // ROTATED
         for block in range(0, blocks, per_step):
             count = min(per_step, blocks - block)
             begin, length = block * ROTATED, count * ROTATED
-            x, y, drawn, held = (part[:length].reshape(count, ROTATED) for part in memory)
+            x, z, extra = memory[:, :length].reshape(3, count, ROTATED)
             given = values[begin : begin + length]
             if given.size == length:
                 np.multiply(given.reshape(count, ROTATED), sign, out=x)
@@ -156,24 +158,22 @@ class BlockCode:
                 x.reshape(-1)[: given.size] = given
                 x.reshape(-1)[given.size :] = 0
                 x *= sign
-            z = hadamard_transform(x, y)
-            rounded = y if z is x else x
-            z *= into[block : block + count, None]
+            hadamard_transform(x, z, into[block : block + count])
             if kept is not None:
-                held[:] = kept.remainder[begin : begin + length].reshape(count, ROTATED)
-                held *= again[block : block + count, None]
-                z += held
-            largest = float(np.abs(z, out=rounded).max())
+                extra[:] = kept.remainder[begin : begin + length].reshape(count, ROTATED)
+                extra *= again[block : block + count, None]
+                z += extra
+            largest = float(np.abs(z, out=x).max())
             if not math.isfinite(largest):
                 raise _not_finite(given, offset + begin)
-            beyond = np.flatnonzero(rounded > levels) if largest > levels else _NONE
+            beyond = (x > levels).reshape(-1).nonzero()[0] if largest > levels else _NONE
             clipped += beyond.size
             stream.update_into(zeros[: 2 * length], numbers[:length].data.cast("B"))
-            drawn[:] = numbers[:length].reshape(count, ROTATED)
-            drawn *= np.float32(2**-16)
-            np.add(z, drawn, out=rounded)
-            np.floor(rounded, out=rounded)
-            whole, left_out = rounded.reshape(-1), z.reshape(-1)
+            extra[:] = numbers[:length].reshape(count, ROTATED)
+            extra *= np.float32(2**-16)
+            np.add(z, extra, out=x)
+            np.floor(x, out=x)
+            whole, left_out = x.reshape(-1), z.reshape(-1)
             whole[beyond] = np.copysign(levels, left_out[beyond])
             if self.ring.bits > 8 and largest > levels - 1:
                 # In float32, the sum of thousands of steps and of nearly 1 may be the next step.
@@ -182,8 +182,7 @@ class BlockCode:
             if remainder is not None:
                 left_out -= whole
                 left_out *= left
-                if largest > levels:
-                    np.clip(left_out, -most, most, out=left_out)
+                left_out[beyond] = left_out[beyond].clip(-most, most)
                 np.rint(left_out, out=left_out)
                 remainder[begin : begin + length] = left_out
         return coded, clipped
@@ -204,14 +203,13 @@ class BlockCode:
         steps = outof.astype(np.float32)
         sign = signs(self.seed)
         decoded: Floats = np.empty(self.values, np.float32)
-        memory, per_step = np.empty((2, BLOCK), np.float32), BLOCK // ROTATED
+        memory, per_step = np.empty((2, _STEP), np.float32), _STEP // ROTATED
         for block in range(0, self.blocks, per_step):
             count = min(per_step, self.blocks - block)
             begin, length = block * ROTATED, count * ROTATED
-            x, y = (part[:length].reshape(count, ROTATED) for part in memory)
+            x, z = memory[:, :length].reshape(2, count, ROTATED)
             x[:] = signed[begin : begin + length].reshape(count, ROTATED)
-            x *= steps[block : block + count, None]
-            z = hadamard_transform(x, y)
+            hadamard_transform(x, z, steps[block : block + count])
             z *= sign
             decoded[begin : begin + length] = z.reshape(-1)[: self.values - begin]
         return decoded

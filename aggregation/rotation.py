@@ -6,11 +6,11 @@ of y exceeds t times the root mean square with a probability of at most 2 exp(-t
 "Distributed mean estimation with limited communication", section 3). H is its own inverse up to S, and linear, so a sum
 of rotated vectors is the rotated sum.
 
-H of 2^14 is the Kronecker product of Hadamard matrices of 16, 16, 16 and 4. Each is a matrix product with one axis of
-the block, whose axes it moves round by one, so that after the fourth all are in their places. On one core this takes
-half of the time of fourteen butterfly passes in NumPy, or of two products with matrices of 128. No product has more
-than 2^18 multiplications, up to which OpenBLAS starts no threads: they would cost more than they save. Each block is
-multiplied by itself, wherever it is in a vector, so it is the same in any span.
+H of 2^14 is the Kronecker product of Hadamard matrices of 16, 32 and 32. The first two multiply an axis of the block
+from the left, the last one from the right, so no axis is moved. On one core this takes four fifths of the time of the
+factors 16, 16, 16 and 4, and less than half of that of fourteen butterfly passes in NumPy or of two products with
+matrices of 128. No product has more than 2^18 multiplications, up to which OpenBLAS starts no threads: they would cost
+more than they save. Each block is multiplied by itself, wherever it is in a vector, so it is the same in any span.
 
 Refused: a rotation over the whole vector, of which no rank of a mesh has all; other signs in each round, with which the
 rotated remainder of one round could not be added to the next.
@@ -18,7 +18,6 @@ rotated remainder of one round could not be added to the next.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -30,9 +29,11 @@ ROTATED = 2**14
 Floats = npt.NDArray[np.float32]
 
 _TWO = np.array([[1, 1], [1, -1]], np.float32)
-_FACTORS: tuple[Floats, ...] = tuple(reduce(np.kron, [_TWO] * power) for power in (4, 4, 4, 2))
-"""Hadamard matrices of 16, 16, 16 and 4."""
-assert math.prod(len(factor) for factor in _FACTORS) == ROTATED
+_FIRST, _SECOND, _THIRD = (reduce(np.kron, [_TWO] * power) for power in (4, 5, 5))
+"""Hadamard matrices of 16, 32 and 32: of the slowest axis of a block, of the next, and of the fastest."""
+_ROWS = 2**18 // _THIRD.size
+"""Rows that the last is multiplied with at once."""
+assert len(_FIRST) * len(_SECOND) * len(_THIRD) == ROTATED
 
 
 def rotated_blocks(size: int) -> int:
@@ -49,19 +50,20 @@ def signs(seed: int) -> Floats:
     return made
 
 
-def hadamard_transform(blocks: Floats, other: Floats) -> Floats:
-    """H times each block.
+def hadamard_transform(blocks: Floats, other: Floats, scales: Floats) -> Floats:
+    """H times each block, and its scale.
 
     Args:
         blocks: (m, ROTATED) float32, contiguous; overwritten.
-        other: Memory of the same shape and type; overwritten.
+        other: Memory of the same shape and type.
+        scales: (m,) float32.
 
     Returns:
-        The (m, ROTATED) result, in the memory of one of the arguments.
+        `other`, with the result.
     """
-    for factor in _FACTORS:
-        size = len(factor)
-        for source, target in zip(blocks, other, strict=True):
-            np.matmul(factor, source.reshape(-1, size).T, out=target.reshape(size, -1))
-        blocks, other = other, blocks
-    return blocks
+    m, second, third = len(blocks), len(_SECOND), len(_THIRD)
+    np.matmul(_FIRST, blocks.reshape(m, len(_FIRST), -1), out=other.reshape(m, len(_FIRST), -1))
+    np.matmul(_SECOND, other.reshape(m, -1, second, third), out=blocks.reshape(m, -1, second, third))
+    last = (scales[:, None, None] * _THIRD)[:, None]
+    np.matmul(blocks.reshape(m, -1, _ROWS, third), last, out=other.reshape(m, -1, _ROWS, third))
+    return other

@@ -273,7 +273,15 @@ def at_once(
     trainer: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, *, state: Path, **_: Any
 ) -> LocalUpdate:
     """Replaces `Trainer.train`; the site's number is read from its state folder."""
-    return LocalUpdate(update(int(state.name), start.size), tokens=len(sequences), loss=1.0, steps=1)
+    return LocalUpdate(made_once(int(state.name), start.size), tokens=len(sequences), loss=1.0, steps=1)
+
+
+@lru_cache(maxsize=SITES)
+def made_once(site: int, size: int) -> npt.NDArray[np.float32]:
+    """What `update` makes, read-only: to make it in each round would be a twelfth of a round of (e)."""
+    vector = update(site, size)
+    vector.flags.writeable = False
+    return vector
 
 
 def make_client_app() -> ClientApp:
