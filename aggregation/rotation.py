@@ -51,11 +51,11 @@ def signs(seed: int) -> Floats:
 
 
 def hadamard_transform(blocks: Floats, other: Floats, scales: Floats) -> Floats:
-    """H times each block, and its scale.
+    """H times each block times a scale of its own.
 
     Args:
         blocks: (m, ROTATED) float32, contiguous; overwritten.
-        other: Memory of the same shape and type.
+        other: Memory of the same shape and type, contiguous.
         scales: (m,) float32.
 
     Returns:

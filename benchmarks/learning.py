@@ -7,7 +7,7 @@ others change what their name says. A synchronous run would exchange gradients i
 
 Bytes are those of one site, both ways: it fetches the model as float32 and sends ring integers, in each round.
 
-    python benchmarks/learning.py [--json] [--steps N] [--only TEXT] [--plot FILE.svg]
+    python benchmarks/learning.py [--json] [--steps N] [--only NAME]... [--plot FILE.svg]
 
 Keys of the JSON: `central`, the best loss of the central runs of N steps; `central_any`, that of all central runs, also
 those that take more steps of smaller batches; `best`, that of the federated runs with at most a tenth of the bytes of a
@@ -190,7 +190,13 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=200, help="steps of the largest batch, a multiple of 20 (default: 200)"
     )
-    parser.add_argument("--only", default="", help="only the runs whose name has this text")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        choices=[*CENTRAL, *FEDERATED],
+        help="only the run with this name; may be repeated",
+    )
     parser.add_argument("--plot", metavar="FILE", help="write an SVG with the losses")
     arguments = parser.parse_args()
     steps = arguments.steps
@@ -198,7 +204,7 @@ def main() -> int:
     every |= {name: choice.settings(steps) for name, choice in FEDERATED.items()}
     runs = []
     for name, settings in every.items():
-        if arguments.only not in name:
+        if arguments.only and name not in arguments.only:
             continue
         runs.append({"name": name, **run(settings)})
         if not arguments.json:

@@ -243,6 +243,8 @@ BITS: dict[int, tuple[str, ...]] = {
 """What (e) compares."""
 LARGE = ("hidden_size=320", "intermediate_size=872", "num_hidden_layers=8")
 """A model of about 1e7 parameters."""
+RMS = 0.1
+"""Of the values of an update in the parts of (e)."""
 
 
 def plan_of(rounds: int, settings: Sequence[str] = ()) -> Plan:
@@ -278,7 +280,7 @@ def at_once(
 
 @lru_cache(maxsize=SITES)
 def made_once(site: int, size: int) -> npt.NDArray[np.float32]:
-    """What `update` makes, read-only: to make it in each round would be a twelfth of a round of (e)."""
+    """What `update` makes, read-only: to make it in each round took a twelfth of a round of (e)."""
     vector = update(site, size)
     vector.flags.writeable = False
     return vector
@@ -539,10 +541,12 @@ def against_32_bits(*, quick: bool) -> dict[str, Any]:
     parts: dict[int, list[dict[str, float]]] = {bits: [] for bits in BITS}
     rounds: dict[int, list[float]] = {bits: [] for bits in BITS}
     sent: dict[int, int] = {}
-    for turn in range(turns):
+    for turn in range(3 * turns):
         for bits, settings in BITS.items():
             found, sent[bits] = parts_of_a_round(plan_of(1, settings), size, turn)
             parts[bits].append(found)
+    for _ in range(turns):
+        for bits in BITS:
             command = [__file__, "--rounds", "2", "--bits", str(bits), *(["--quick"] if quick else [])]
             rounds[bits] += [whole for whole, _ in json.loads(printed_by(command))]
     shown = {
@@ -586,7 +590,9 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         return done
 
     layout = training_layout(plan, size)
-    scales = None if plan.aggregation.compression is None else Scales.first(plan, size)
+    # Bounds of three root mean squares: what rounds aim at (aggregation/scales.py), so that some values are clipped.
+    blocks = layout.blocks.blocks if layout.blocks else 0
+    scales = Scales(np.full(blocks, 3 * RMS, np.float32), 0.0) if blocks else None
     coordinator, sites = federation(SITES, layout.length, SITES, plan.aggregation.ring_bits)
     for site in sites.values():
         coordinator.advertised(site.advertise(coordinator.begin))
@@ -598,7 +604,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
     for number, (name, site) in enumerate(sites.items()):
         with tempfile.TemporaryDirectory() as temporary:
             folder, values = Path(temporary), np.random.default_rng([turn, number])
-            finished = Finished(0.1 * values.standard_normal(size, np.float32), 100, 1.0)
+            finished = Finished(RMS * values.standard_normal(size, np.float32), 100, 1.0)
             code = partial(code_for, plan, None, size, rounding=number, clip_norm=0.0, noise=None)
             if scales is None:
                 vector = timed("code", contribution, code(), finished)
@@ -623,7 +629,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         coordinator.revealed(site.unmask(requests[name]))
     total = timed("unmask", coordinator.sum)
     opened = timed("decode", layout.open, total, scales.bounds if scales else None)
-    if not 0.02 < float(np.sqrt(np.mean(np.square(opened.mean)))) < 0.05:  # 0.1 / 3
+    if not RMS / 5 < float(np.sqrt(np.mean(np.square(opened.mean)))) < RMS / 2:  # a third: the mean of nine
         raise SystemExit("the mean is not that of the sites")
     return spent, layout.length * np.dtype(layout.ring.dtype).itemsize
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from cloister.cli.main import main
+
+
+def set_options(settings: Iterable[str]) -> list[str]:
+    """The options of a command that set these keys."""
+    return [part for setting in settings for part in ("--set", setting)]
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

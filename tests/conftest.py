@@ -156,16 +156,14 @@ def private(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one round that trains an adapter after public text, with the unit `record`; do not change
     it."""
     from cloister.cli.main import main
+    from cloister.tests.command import set_options
 
     folder = tmp_path_factory.mktemp("private")
     (folder / "public.txt").write_text("The public text of a test. It has a few lines.\n\n" * 40)
     settings = (*PRIVATE_ADAPTER, f"public.source={folder / 'public.txt'}")
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    arguments = [*set_options(settings), "--out", str(folder / "run"), "--workers", "1"]
     with contextlib.redirect_stdout(io.StringIO()):
-        assert (
-            main(["simulate", str(small_plan), *arguments, "--out", str(folder / "run"), "--workers", "1"])
-            == 0
-        )
+        assert main(["simulate", str(small_plan), *arguments]) == 0
     return folder / "run"
 
 

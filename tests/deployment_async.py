@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.tests.command import found
+from cloister.tests.command import found, set_options
 
 pytestmark = [
     pytest.mark.deployment,
@@ -21,7 +21,7 @@ CLEAR = (f"cohort.sites={SITES}", "run.rounds=3", "aggregation.secure=false", "s
 
 
 def arguments(plan: Path, out: Path, *settings: str) -> list[str]:
-    return [str(plan), *(part for each in (*CLEAR, *settings) for part in ("--set", each)), "--out", str(out)]
+    return [str(plan), *set_options((*CLEAR, *settings)), "--out", str(out)]
 
 
 def test_a_buffer_of_all_sites_ends_with_the_weights_of_synchronous_rounds(

@@ -32,7 +32,7 @@ from cloister.server.report import gather
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
-from cloister.tests.command import done, lone_refusal
+from cloister.tests.command import done, lone_refusal, set_options
 from cloister.tests.exchange_parties import (
     CERTIFICATE,
     WAIT_S,
@@ -127,7 +127,7 @@ def test_flower_carries_no_asynchronous_rounds(
     command: list[str], line: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb, *options = command
-    settings = [part for setting in ASYNC for part in ("--set", setting)]
+    settings = set_options(ASYNC)
     out = ["--out", str(tmp_path / "run")]
     assert line in lone_refusal(capsys, verb, str(small_plan), *options, *settings, *out)
 
@@ -295,7 +295,7 @@ def test_a_round_does_not_wait_for_a_slow_site(tmp_path: Path, capsys: pytest.Ca
         "simulation.profiles=[{share = 0.34, speed = 0.1}]",
         f"simulation.source={write_records(tmp_path / 'records.jsonl')}",
     ]
-    options = [part for setting in settings for part in ("--set", setting)]
+    options = set_options(settings)
     checked = done(capsys, "plan", "check", str(plan), *options)
     assert "updates in a round, asynchronous (FedBuff)" in checked
     out = tmp_path / "out"

@@ -31,7 +31,7 @@ from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
-from cloister.tests.command import done, found, lone_refusal, refusal
+from cloister.tests.command import done, found, lone_refusal, refusal, set_options
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -119,7 +119,7 @@ class Made:
     def __init__(self, folder: Path, records: list[dict[str, Any]], *settings: str) -> None:
         self.run, self.path = folder / "run", folder / "plan.toml"
         self.path.write_text(f'{PLAN}source = "{write(folder / "questions.jsonl", records)}"\n')
-        arguments = [part for setting in settings for part in ("--set", setting)]
+        arguments = set_options(settings)
         printed, told = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
             command = ["simulate", str(self.path), "--out", str(self.run), "--workers", "1", "--json"]
@@ -294,7 +294,7 @@ def test_counts_of_the_sites_records_are_refused_under_a_unit(
     private: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*RECORD, "data.held_out=0.2"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    arguments = set_options(settings)
     out = str(private.run.parent / "no")
     line = lone_refusal(capsys, "simulate", str(private.path), *arguments, "--out", out)
     assert "server.evaluation is '': expected public records or \"none\" with a privacy unit" in line

@@ -45,7 +45,7 @@ from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
 from cloister.server.folder import read_plan
 from cloister.server.progress import Event, RoundDone
-from cloister.tests.command import done, found, lone_refusal, refusal
+from cloister.tests.command import done, found, lone_refusal, refusal, set_options
 from cloister.tests.kills import kill_while, killed_run
 
 pytestmark = [
@@ -132,7 +132,7 @@ class Made:
     def __init__(self, folder: Path, *settings: str, records: list[dict[str, Any]] | None = None) -> None:
         self.run, plan = folder / "run", folder / "plan.toml"
         plan.write_text(f'{PLAN}source = "{write(folder / "notes.jsonl", records or notes(90))}"\n')
-        arguments = [part for setting in settings for part in ("--set", setting)]
+        arguments = set_options(settings)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             command = ["simulate", str(plan), "--out", str(self.run), "--workers", "1", "--json"]
@@ -727,7 +727,7 @@ def test_losses_of_the_sites_records_are_refused_under_a_unit(
     full: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*RECORD, "server.evaluation=", "simulation.public=0.0", "data.held_out=0.2"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    arguments = set_options(settings)
     line = lone_refusal(
         capsys,
         "simulate",
@@ -798,7 +798,7 @@ def test_the_shipped_plan_learns_from_real_texts(tmp_path: Path, capsys: pytest.
         "local.warmup_steps=0",
         "server.evaluation_sequences=20",
     )
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    arguments = set_options(settings)
     answer = found(
         capsys, "simulate", "classify", *arguments, "--out", str(tmp_path / "run"), "--workers", "1"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cloister.lm.corpus import corpus_records
-from cloister.tests.command import done, found, lone_refusal
+from cloister.tests.command import done, found, lone_refusal, set_options
 from cloister.tests.federation import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,10 +48,6 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plan
 
 
-def options(settings: tuple[str, ...]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
 @pytest.mark.parametrize("feature", FEATURES)
 def test_it_changes_the_run_the_same_under_masks_as_in_clear(
     feature: str, manual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -60,14 +56,14 @@ def test_it_changes_the_run_the_same_under_masks_as_in_clear(
 
     def run(name: str, *settings: str) -> dict[str, Any]:
         given = ("--out", str(tmp_path / name), "--workers", "1", "--seed", "3")
-        return found(capsys, "simulate", str(manual), *given, *options(settings))
+        return found(capsys, "simulate", str(manual), *given, *set_options(settings))
 
     without, masked = run("without", *needed), run("masked", *needed, *own)
     clear = run("clear", *needed, *own, "aggregation.secure=false")
     assert masked["params_sha256"] == clear["params_sha256"] != without["params_sha256"]
     assert masked["final_loss"] < masked["initial_loss"]
     up = [
-        found(capsys, "plan", "check", str(manual), *options(given))["bytes_up"]
+        found(capsys, "plan", "check", str(manual), *set_options(given))["bytes_up"]
         for given in (needed, (*needed, *own))
     ]
     assert (up[1] < up[0]) == (feature in FEWER_BYTES)
@@ -96,6 +92,6 @@ def test_it_is_refused_under_a_unit_where_it_would_leak(
     feature: str, unit: tuple[str, ...], said: str, manual: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sound = (*UNIT, *unit)
-    done(capsys, "plan", "check", str(manual), *options(sound))
-    given = options((*sound, *FEATURES[feature][0], *FEATURES[feature][1]))
+    done(capsys, "plan", "check", str(manual), *set_options(sound))
+    given = set_options((*sound, *FEATURES[feature][0], *FEATURES[feature][1]))
     assert said in lone_refusal(capsys, "plan", "check", str(manual), *given)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from cloister.tests.command import done, found, lone_refusal
+from cloister.tests.command import done, found, lone_refusal, set_options
 
 CHINESE = (
     "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。闰余成岁，律吕调阳。",
@@ -91,7 +91,7 @@ def test_a_run_on_chinese_text_counts_bytes_and_writes_whole_characters(
             "data.sequence_length=128",
         ),
     )
-    given_settings = [part for setting in small for part in ("--set", setting)]
+    given_settings = set_options(small)
     outcome = found(capsys, "simulate", "chinese", *given_settings, "--out", str(run), "--workers", "1")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     loaded: Any = AutoTokenizer.from_pretrained(run / "final")

@@ -14,7 +14,7 @@ from scipy.linalg import hadamard
 from cloister.aggregation.average import WEIGHT, SumLayout
 from cloister.aggregation.compression import MOST_KEPT, BlockCode, Kept
 from cloister.aggregation.ring import Ring
-from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
+from cloister.aggregation.rotation import ROTATED, hadamard_transform, rotated_blocks, signs
 from cloister.aggregation.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
 from cloister.aggregation.sums import evaluation_layout, training_layout
 from cloister.clients.feedback import Feedback, kept_in, stored
@@ -27,6 +27,8 @@ from cloister.protocol.soundness import parse
 Floats = npt.NDArray[np.float32]
 EIGHT_BITS = ["aggregation.ring_bits=8", "aggregation.compression={}"]
 SITES = 8
+MANY = 2**17
+"""More than this is coded in several steps."""
 
 
 def code_of(values: int, terms: int = SITES, bits: Any = 8, seed: int = 3) -> BlockCode:
@@ -65,10 +67,10 @@ def test_the_rotation_is_that_of_the_hadamard_matrix() -> None:
 
 def test_a_spike_is_spread_over_its_block_and_comes_back() -> None:
     """One value of a block has all of its energy; without the rotation it would be clipped or the rest be zeros."""
-    code = code_of(ROTATED + 100)
+    code = code_of(MANY + 100)
     x = np.zeros(code.values, np.float32)
-    x[[77, ROTATED + 3]] = 1.0, -2.0
-    bounds = np.full(2, 4 / np.sqrt(ROTATED), np.float32)
+    x[[77, MANY + 3]] = 1.0, -2.0
+    bounds = np.linspace(4, 5, code.blocks, dtype=np.float32) / np.float32(np.sqrt(ROTATED))
     total = np.zeros(code.size, np.uint8)
     for seed in range(SITES):
         coded, clipped = code.encode(x, bounds, seed)
@@ -79,6 +81,7 @@ def test_a_spike_is_spread_over_its_block_and_comes_back() -> None:
     step = float(bounds[0]) / code.ring.levels
     assert rms(mean - x) < step / 2
     assert mean[77] == pytest.approx(1.0, abs=5 * step)
+    assert mean[MANY + 3] == pytest.approx(-2.0, abs=5 * step)
 
 
 @pytest.mark.parametrize(("bits", "terms"), [(8, 8), (8, 63), (16, 8)])
@@ -152,14 +155,36 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_a_value_that_cannot_be_coded_is_named(bad: float) -> None:
-    x = np.zeros(BLOCK + 100, np.float32)
-    x[BLOCK + 7 :] = bad
+@pytest.mark.parametrize("at", [BLOCK + 7, MANY + BLOCK + 7])
+def test_a_value_that_cannot_be_coded_is_named(at: int, bad: float) -> None:
+    x = np.zeros(MANY + BLOCK + 100, np.float32)
+    x[at : at + 93] = bad
+    x[3] = 1e37  # larger than others, and can be rotated
     with (
-        pytest.raises(UpdateError, match=rf"^update\[{BLOCK + 7}\]"),
+        pytest.raises(UpdateError, match=rf"^update\[{at}\]"),
         np.errstate(over="ignore", invalid="ignore"),
     ):
-        code_of(x.size).encode(x, np.ones(3, np.float32), 0)
+        code_of(x.size).encode(x, np.full(rotated_blocks(x.size), 1e38, np.float32), 0)
+
+
+def test_the_block_that_overflows_is_named_not_a_larger_value_elsewhere() -> None:
+    x = np.zeros(8 * ROTATED, np.float32)
+    x[3] = 3e38
+    x[5 * ROTATED : 6 * ROTATED] = 1e36 * signs(3)  # its rotation has all of its energy in one coordinate
+    with pytest.raises(UpdateError, match=rf"^update\[{5 * ROTATED}\]"), np.errstate(all="ignore"):
+        code_of(x.size).encode(x, np.ones(8, np.float32), 0)
+
+
+def test_rounding_up_does_not_leave_the_range() -> None:
+    """In float32, 16383 and nearly 1 are 16384: two sites would send 32768, which is -32768 in 16 bits."""
+    code = code_of(8 * ROTATED, terms=2, bits=16)
+    most = 2**15 - 1
+    bound = np.float32(code.ring.levels / most / code.unit)
+    kept = Kept(np.full(code.size, most, np.int16), np.full(code.blocks, bound, np.float32))
+    values, bounds = np.zeros(code.values, np.float32), np.ones(code.blocks, np.float32)
+    coded, clipped = code.encode(values, bounds, 3, kept=kept)
+    assert clipped == 0
+    assert int(coded.view(np.int16).max()) == code.ring.levels
 
 
 # Error feedback
@@ -197,6 +222,55 @@ def test_what_is_left_out_is_bounded() -> None:
     kept = Kept(remainder, np.ones(1, np.float32))
     coded, _ = code.encode(np.zeros(ROTATED, np.float32), np.full(1, 2.0, np.float32), 0, kept=kept)
     assert np.abs(coded.view(np.int8).astype(int)).max() == MOST_KEPT // 2  # its steps are half as large
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_what_is_left_out_is_exact_up_to_its_limit(bits: Any) -> None:
+    code = code_of(MANY + 5, bits=bits)
+    most = 2 ** (bits - 1) - 1
+    before = np.linspace(-most, most, code.size).astype(code.ring.signed_dtype)
+    kept = Kept(before, np.full(code.blocks, 20.0, np.float32))
+    values, bounds = np.zeros(code.values, np.float32), np.ones(code.blocks, np.float32)
+    after = np.empty_like(before)
+    coded, clipped = code.encode(values, bounds, 7, kept=kept, remainder=after)
+    z = before.astype(float) * 20 * code.unit
+    assert clipped == np.count_nonzero(np.abs(z) > code.ring.levels) > code.size // 2
+    left = (z - coded.view(code.ring.signed_dtype)) / code.unit
+    assert np.abs(left).max() > 2 * most
+    np.testing.assert_allclose(after, np.clip(left, -most, most), rtol=0, atol=0.501)
+
+
+def test_a_remainder_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
+    code = code_of(3 * MANY + 17)  # several steps for each rank
+    feedback = Feedback(tmp_path, "run", "plan", code)
+    x = np.random.default_rng(8).standard_normal(code.values).astype(np.float32)
+    bounds = np.linspace(2, 3, code.blocks, dtype=np.float32)
+    first, second = np.empty((2, code.size), np.int8)
+    code.encode(x, bounds, 1, remainder=first)
+    expected, _ = code.encode(x, bounds, 2, kept=Kept(first, bounds), remainder=second)
+
+    def coded(number: int) -> npt.NDArray[Any]:
+        def make(path: Path) -> npt.NDArray[Any]:
+            pieces = []
+            for span in tile(code.values, 2):  # as two ranks write it
+                place, before = code.coded(span), feedback.path(number - 1) if number > 1 else None
+                with (
+                    kept_in(before, code, place) as kept,
+                    stored(path, code, place, os.O_WRONLY) as remainder,
+                ):
+                    pieces.append(
+                        code.encode(span.of(x), bounds, number, place.start, kept=kept, remainder=remainder)[
+                            0
+                        ]
+                    )
+            return np.concatenate(pieces)
+
+        return feedback.write(number, number - 1, bounds, make, durable=False)
+
+    coded(1)
+    np.testing.assert_array_equal(coded(2), expected)
+    kept_bytes = feedback.path(2).read_bytes()[4 * code.blocks :]
+    np.testing.assert_array_equal(np.frombuffer(kept_bytes, np.int8), second)
 
 
 def feedback_of(folder: Path, run: str = "run", plan: str = "plan") -> tuple[Feedback, BlockCode]:

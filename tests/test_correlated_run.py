@@ -47,7 +47,7 @@ from cloister.server.report import gather
 from cloister.server.run import run
 from cloister.simulations.audit import audit
 from cloister.simulations.federation import simulate
-from cloister.tests.command import found, ran, refusal
+from cloister.tests.command import found, ran, refusal, set_options
 from cloister.tests.federation import PRIVATE, RECORD, TINY, Federation, tiny, write_records
 from cloister.tests.kills import die, kill_while
 
@@ -675,7 +675,7 @@ def test_the_figures_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp
     assert "1 or more" in refusal(
         capsys, *options, "--rounds", "6", "--separation", "0", "--participations", "1"
     )
-    settings = [word for each in CORRELATED for word in ("--set", each)]
+    settings = set_options(CORRELATED)
     (tmp_path / "plan.toml").write_text(TINY)
     checked = found(capsys, "plan", "check", str(tmp_path / "plan.toml"), *settings)
     assert checked["epsilon"] == terms.epsilon(ROUNDS)

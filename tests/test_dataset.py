@@ -33,13 +33,13 @@ from cloister.server.outcome import Outcome
 from cloister.server.progress import BudgetSpent, Event, SiteAnswered
 from cloister.server.report import gather
 from cloister.server.run import run
-from cloister.tests.command import done, found, lone_refusal, ran, refusal
+from cloister.tests.command import done, found, lone_refusal, ran, refusal, set_options
 from cloister.tests.federation import CENTRAL, RECORD, RUN, Federation, tiny
 from cloister.tests.kills import kill_while, killed_run
 
 DELTA = 1e-3
 SETTINGS = [*RECORD, "local.steps=1", "run.rounds=2"]
-SET = [word for setting in SETTINGS for word in ("--set", setting)]
+SET = set_options(SETTINGS)
 FOUR = ["site-000", "site-001", "site-002", "site-003"]
 
 

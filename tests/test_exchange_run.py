@@ -21,7 +21,7 @@ from cloister.server.progress import Event, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
-from cloister.tests.command import found
+from cloister.tests.command import found, set_options
 from cloister.tests.exchange_parties import (
     CERTIFICATE,
     WAIT_S,
@@ -215,7 +215,7 @@ def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
 ) -> None:
     """In clear, where groups may be as small as these; the requests of all groups are one `ask`."""
     settings = ["aggregation.groups=3", "aggregation.secure=false", "run.rounds=1", "server.evaluation=none"]
-    options = [part for setting in settings for part in ("--set", setting)]
+    options = set_options(settings)
     whole = found(
         capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / "whole"), "--workers", "1"
     )

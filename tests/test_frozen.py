@@ -21,7 +21,7 @@ from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
-from cloister.tests.command import found, refusal
+from cloister.tests.command import found, refusal, set_options
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = [
@@ -182,7 +182,7 @@ def test_a_run_reports_the_loss_of_what_it_saves(
         *("model.adapter.scheme=ffa-lora", LOWER, "data.held_out=0.0", f"server.evaluation={public}"),
         *("public.source=" + str(public), "public.steps=3", "run.rounds=2", "cohort.sites=3"),
     ]
-    options = [part for setting in settings for part in ("--set", setting)]
+    options = set_options(settings)
     result = found(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), *options)
     plan = parse(small_plan.read_text(), settings)
     data = plan.data.model_copy(update={"held_out": 0.0})

@@ -17,7 +17,7 @@ from cloister.server.gate import Gate
 from cloister.simulations.federation import lay_out_records
 from cloister.simulations.partition import site_name
 from cloister.simulations.poison import altered, poisoned, scale_of
-from cloister.tests.command import found, lone_refusal, ran
+from cloister.tests.command import found, lone_refusal, ran, set_options
 from cloister.tests.federation import changed, tiny
 
 PUBLIC = ("data.held_out=0.0", "server.evaluation=simulation:public", "simulation.public=0.2")
@@ -31,7 +31,7 @@ def run(small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     """Simulates the tiny plan with settings: what it prints, its lines of metrics, and its folder."""
 
     def simulate(*settings: str) -> tuple[dict[str, Any], list[dict[str, Any]], Path]:
-        options = [part for setting in (*PUBLIC, *settings) for part in ("--set", setting)]
+        options = set_options((*PUBLIC, *settings))
         out = tmp_path / "run"
         answer = found(capsys, "simulate", str(small_plan), *options, "--out", str(out), "--workers", "1")
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -107,7 +107,7 @@ def test_the_report_and_the_card_say_that_sites_were_poisoned(
         return "\n".join(report["not_covered"])
 
     for name, settings in (("poisoned", FLIP), ("honest", ())):
-        options = [part for setting in ("run.rounds=1", *settings) for part in ("--set", setting)]
+        options = set_options(("run.rounds=1", *settings))
         found(capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / name), "--workers", "1")
         found(capsys, "export", str(tmp_path / name), str(tmp_path / f"{name}-model"))
         card = (tmp_path / f"{name}-model" / "README.md").read_text()
@@ -132,7 +132,7 @@ def test_a_refusal_is_said_and_charged(
         "run.rounds=1",
         "server.gate.norm=1e-9",
     )
-    options = [part for setting in private for part in ("--set", setting)]
+    options = set_options(private)
     out = tmp_path / "run"
     code, told, _ = ran(capsys, "simulate", str(small_plan), *options, "--out", str(out), "--workers", "1")
     assert code == 0
@@ -184,7 +184,7 @@ def test_a_refusal_is_said_and_charged(
 def test_what_has_no_effect_is_refused(
     small_plan: Path, capsys: pytest.CaptureFixture[str], settings: list[str], line: str
 ) -> None:
-    options = [part for setting in settings for part in ("--set", setting)]
+    options = set_options(settings)
     assert line in lone_refusal(capsys, "plan", "check", str(small_plan), *options)
 
 

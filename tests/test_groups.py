@@ -50,7 +50,7 @@ from cloister.server.progress import (
 )
 from cloister.server.run import run
 from cloister.simulations.federation import simulate
-from cloister.tests.command import found
+from cloister.tests.command import found, set_options
 from cloister.tests.federation import CENTRAL, PRIVATE, RUN, SKELLAM, Federation, tiny
 from cloister.tests.kills import die, kill_while
 from cloister.tests.test_site import Attack
@@ -213,7 +213,7 @@ def test_what_a_person_reads_says_that_there_are_groups(
 ) -> None:
     from cloister.cli.main import main
 
-    options = itertools.chain(*(("--set", setting) for setting in GROUPS))
+    options = set_options(GROUPS)
     assert main(["plan", "check", str(small_plan), *options]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "groups, of whose means the median is taken 3 of 4 sites" in shown

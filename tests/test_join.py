@@ -31,6 +31,7 @@ from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, ModelError
 from cloister.protocol.messages import Contribution, Failed, Inbox, Joined, Request
 from cloister.protocol.wire import decode_reply, encode, view
+from cloister.tests.command import set_options
 from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, SKELLAM, Federation, changed, tiny, whole
 from cloister.tests.overheard import Overheard
 
@@ -549,7 +550,7 @@ def test_a_site_checks_its_data_before_a_run(
 ) -> None:
     lines(tmp_path / "data.jsonl", [*map(json.dumps, VALID), "{"])
     (tmp_path / "site.toml").write_text('name = "a"\ndata = "data.jsonl"\nstate = "state"\n')
-    private = [argument for each in RECORD for argument in ("--set", each)]
+    private = set_options(RECORD)
     call = ["site", "check", str(tmp_path / "site.toml"), str(small_plan), *private, "--only", "data"]
     line = "6 records are used: 6 units to train on, 0 held out; left out: 1 not readable"
     assert main(call) == 0

@@ -25,7 +25,7 @@ from cloister.server.progress import Event, Finished, Step
 from cloister.simulations import federation, site_losses
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.simulations.process import identify
-from cloister.tests.command import found, ran
+from cloister.tests.command import found, ran, set_options
 from cloister.tests.federation import tiny
 
 PER_SITE = "Held-out loss of each site"
@@ -208,7 +208,7 @@ def test_a_model_of_few_positions_writes_as_much_as_they_hold_and_no_evaluation_
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["model.config.max_position_embeddings=24", "server.evaluation=none", "run.rounds=1"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    arguments = set_options(settings)
     out = tmp_path / "run"
     code, printed, err = ran(
         capsys, "simulate", str(small_plan), *arguments, "--per-site", "--out", str(out), "--workers", "2"

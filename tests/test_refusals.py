@@ -30,7 +30,7 @@ from cloister.server.folder import RunFolder, read_plan
 from cloister.server.journal import CREATED, DONE, Journal
 from cloister.server.progress import SiteFailed
 from cloister.simulations import federation
-from cloister.tests.command import lone_refusal, ran
+from cloister.tests.command import lone_refusal, ran, set_options
 from cloister.tests.federation import CENTRAL, TINY, write_records
 
 LONG = "x" * 300
@@ -70,7 +70,7 @@ def test_records_of_sites_are_not_public_under_a_unit(
     records = write_records(tmp_path / "records.jsonl")
     monkeypatch.chdir(tmp_path)
     fields = [*CENTRAL, f"simulation.source={records}", f"{field}=records.jsonl"]
-    options = [part for each in fields for part in ("--set", each)]
+    options = set_options(fields)
     code, _, err = ran(capsys, "simulate", str(plan), *options, "--out", str(tmp_path / "run"))
     assert code == 2
     assert (

@@ -15,7 +15,7 @@ import pytest
 from cloister.clients.holdings import holdings
 from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import load_model
-from cloister.tests.command import found, lone_refusal, ran, refusal
+from cloister.tests.command import found, lone_refusal, ran, refusal, set_options
 from cloister.tests.federation import RECORD, SKELLAM, TINY, tiny
 from cloister.tests.rank_work import dies_at_start, interrupts_the_site
 
@@ -33,7 +33,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         (tmp_path / "site.toml").write_text(
             f'name = "a"\ndata = "missing.jsonl"\nstate = "state"\ndevice = "{device}"\n[mesh]\n{table}'
         )
-        changed = [argument for setting in settings for argument in ("--set", setting)]
+        changed = set_options(settings)
         return ["site", "check", "site.toml", "plan.toml", "--only", "devices", *changed]
 
     return arguments

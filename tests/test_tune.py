@@ -30,7 +30,7 @@ from cloister.simulations import trials, tuning
 from cloister.simulations.study import Study
 from cloister.simulations.trials import Engine, Processes
 from cloister.simulations.tuning import SearchFolder
-from cloister.tests.command import done, found, lone_refusal, ran, refusal
+from cloister.tests.command import done, found, lone_refusal, ran, refusal, set_options
 from cloister.tests.federation import TINY, write_records
 from cloister.tests.kills import die, kill_while
 
@@ -490,7 +490,7 @@ def test_the_price_is_known_before_the_search(
     )
     text = private.read_text().replace("sampling_rate = 0.5\n", "")
     private.write_text(text)
-    sets = [word for each in central for word in ("--set", each)]
+    sets = set_options(central)
     answer = found(capsys, "tune", str(private), str(search), *sets, "--dry-run")
     sites = Selection("negative-binomial", 3.0, (Gaussian(1.0, 1),), 2, 1.0)
     assert answer["epsilon"] == spent([sites], 1e-3).epsilon
@@ -611,7 +611,7 @@ def test_refused_private_searches(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = [word for each in sets for word in ("--set", each)]
+    options = set_options(sets)
     search = write_search(tmp_path, text)
     line = lone_refusal(capsys, "tune", str(private), str(search), *options, "--dry-run")
     for word in words:

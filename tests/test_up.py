@@ -49,6 +49,7 @@ from cloister.protocol.supernode import make_supernode_key
 from cloister.server.folder import RunFiles, RunFolder, read_plan
 from cloister.server.registry import Registry
 from cloister.simulations.rehearsal import prepare, running
+from cloister.tests.command import set_options
 
 # Flower 1.39 calls pathspec by a name that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
@@ -91,7 +92,7 @@ FEWER = ("cohort.sites=3", "run.rounds=2")
 def simulated(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a simulation of the same plan prints."""
     out = tmp_path_factory.mktemp("simulated") / "run"
-    options = [part for field in FEWER for part in ("--set", field)]
+    options = set_options(FEWER)
     return told("simulate", str(small_plan), *options, "--out", str(out), "--workers", "1")
 
 
