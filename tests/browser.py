@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
 import shutil
 import subprocess
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from cloister.tests.descriptors import readable
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NEEDS_CHROMIUM = pytest.mark.skipif(
@@ -71,7 +72,7 @@ class Page:
     def _next(self) -> dict[str, Any]:
         until = time.monotonic() + ANSWER_S
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, until - time.monotonic()))
+            ready = readable(self._from, max(0.0, until - time.monotonic()))
             assert ready, f"chromium did not answer within {ANSWER_S} s"
             more = os.read(self._from, 1 << 20)
             assert more, "chromium ended"

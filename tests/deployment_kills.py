@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from cloister.server.events import from_json
 from cloister.server.folder import RunFiles, RunFolder
 from cloister.server.progress import RoundStarted
 from cloister.simulations.rehearsal import prepare, running
+from cloister.tests.descriptors import readable
 
 PARTIES = ["flower-superlink", "coordinator run", "coordinator start", "site start", "flower-supernode"]
 ROUNDS = 2 * len(PARTIES)
@@ -55,9 +55,7 @@ def wait_for_end(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             descriptor = os.pidfd_open(pid)
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            assert poll.poll(60_000), f"process {pid} goes on"
+            assert readable(descriptor, 60), f"process {pid} goes on"
             os.close(descriptor)
 
 

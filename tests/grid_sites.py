@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from flwr.clientapp import ClientApp
 
 from cloister.protocol.errors import DataError
 from cloister.simulations.grid import LocalGrid
+from cloister.tests.descriptors import readable
 
 VECTOR = np.arange(1_000_000, dtype=np.float32)
 
@@ -148,7 +148,7 @@ class Events:
 
     def empty(self) -> bool:
         """Whether every site that has begun was returned by `next`."""
-        return not select.select([self._socket], [], [], 0)[0]
+        return not readable(self._socket.fileno(), 0)
 
     def close(self) -> None:
         self._socket.close()
@@ -199,6 +199,6 @@ def ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([fd], [], [], 30)[0])
+        return readable(fd, 30)
     finally:
         os.close(fd)

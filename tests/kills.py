@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder
 from cloister.server.progress import Event
 from cloister.simulations.federation import simulate
+from cloister.tests.descriptors import readable
 
 Moment = Callable[[Event], bool]
 
@@ -73,6 +73,6 @@ def family(process: int) -> list[int]:
 def ended(process: int, within_s: float = 30) -> bool:
     """Whether a process, given by a file descriptor of `os.pidfd_open`, ends in time; closes the descriptor."""
     try:
-        return bool(select.select([process], [], [], within_s)[0])
+        return readable(process, within_s)
     finally:
         os.close(process)

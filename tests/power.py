@@ -31,7 +31,7 @@ class Power:
 
     Args:
         folder: The folder.
-        monkeypatch: Replaces `os.fsync` until the test ends.
+        monkeypatch: Replaces `os.fsync` until the block ends.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,7 @@ class Power:
         self._folders: dict[Inode, dict[str, Inode]] = {}
         self._left: int | None = None  # syncs before the process is stopped
         self._stopped = False
+        self._monkeypatch, self._really_sync = monkeypatch, os.fsync
         self._take_all()
         monkeypatch.setattr(os, "fsync", self._fsync)
 
@@ -48,6 +49,10 @@ class Power:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._monkeypatch.setattr(os, "fsync", self._really_sync)  # what is synced later shall not be held
+        self._let_go()
+
+    def _let_go(self) -> None:
         for descriptor in self._held.values():
             os.close(descriptor)
         for record in (self._held, self._files, self._folders):
@@ -58,7 +63,7 @@ class Power:
         top = _inode(os.stat(self._folder))
         shutil.rmtree(self._folder)
         self._restore(top, self._folder, {})
-        self.__exit__()
+        self._let_go()
         self._take_all()
 
     @contextmanager
