@@ -1,4 +1,4 @@
-"""Waiting for a file descriptor of any number: `select.select` takes none of 1024 or more, and a long suite has some."""
+"""Waiting for a file descriptor of any number: `select.select` takes none above 1023, and a long suite has some."""
 
 from __future__ import annotations
 
