@@ -37,6 +37,11 @@ def raw(vector: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
     return array
 
 
+def processes(_worker: object) -> tuple[int, int]:
+    """The process of a worker, which runs this, and that of the raylet which has started it."""
+    return os.getpid(), os.getppid()
+
+
 def this_node() -> str:
     import ray  # a variable of the environment must be set before its first import
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,8 +86,12 @@ def _descriptors() -> Iterator[None]:
     yield
     open_files = Path("/proc/self/fd")
     if open_files.is_dir() and len(os.listdir(open_files)) > 150:
-        gc.unfreeze()  # a command that simulates takes what was there before it from the collector
-        gc.collect()
+        with warnings.catch_warnings():
+            # Ray leaves the processes that it started and their streams to the collector.
+            warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
+            warnings.filterwarnings("ignore", "unclosed file .*name='/dev/null'", ResourceWarning)
+            gc.unfreeze()  # a command that simulates takes what was there before it from the collector
+            gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import fcntl
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -35,6 +34,7 @@ from cloister.tests.cluster_sites import (
     make_counting,
     make_endless,
     make_nothing,
+    processes,
     raw,
 )
 from cloister.tests.command import lone_refusal, ran, refusal
@@ -42,7 +42,7 @@ from cloister.tests.kills import ended
 from cloister.tests.test_flower_engine import needs_ray, ray_leaves
 
 SITES = 6
-IDLE = "ray::_Worker"
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 pytestmark = [needs_ray, *ray_leaves]
 
@@ -55,11 +55,11 @@ class TwoNodes:
     raylets: Mapping[str, int]
     """By name of the node, the process of its raylet."""
 
-    def workers(self, node: str, does: str = r"ray::_Worker\b.*") -> list[int]:
-        """The processes of workers on a node, with a title that says what they do."""
+    def workers(self, node: str) -> list[int]:
+        """The processes of workers on a node: not all get a title from Ray that says so."""
         raylet = self.raylets[node]
         children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
-        return [int(child) for child in children if re.fullmatch(does, title(int(child)))]
+        return [int(child) for child in children if title(int(child)) not in ("", *AGENTS)]
 
 
 def title(process: int) -> str:
@@ -108,19 +108,37 @@ def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and
 ) -> None:
     """The worker is stopped before a round, so that it keeps the message that it gets, and killed in it. Its site is a
     dropout of the attempt, and takes part in the next one."""
+    import ray
+
     from cloister.simulations.ray_workers import RayWorkers
 
     at_work: set[str] = set()
     stopped: list[int] = []
     killed: list[int] = []
-    ask, process = GridChannel.ask, RayWorkers.process_message
+    pools: list[RayWorkers] = []
+    ask, process, build = GridChannel.ask, RayWorkers.process_message, RayWorkers.build
+
+    def built(self: RayWorkers, app_fn: Any) -> None:
+        pools.append(self)
+        build(self, app_fn)
+
+    def idle() -> dict[str, int]:
+        """For each node that has one, the process of an idle worker."""
+        workers: list[Any] = list(pools[-1]._idle.queue)
+        found = ray.get([worker.__ray_call__.remote(processes) for worker in workers], timeout=PATIENCE_S)
+        return {
+            node: process for node, raylet in two.raylets.items() for process, of in found if of == raylet
+        }
+
+    def both() -> dict[str, int] | None:
+        return found if len(found := idle()) == len(two.raylets) else None
 
     def watched(self: GridChannel, requests: Mapping[int, Request], *arguments: Any, **options: Any) -> Any:
-        await_(lambda: all(map(two.workers, two.raylets)))
-        at_work.update(node for node in two.raylets if two.workers(node))
+        ready = await_(both)
+        at_work.update(ready)
         training = any(isinstance(r, Contribute) and r.sum.purpose == TRAIN for r in requests.values())
         if training and not stopped:
-            stopped.extend(await_(lambda: two.workers("two", IDLE)))
+            stopped.append(ready["two"])
             os.kill(stopped[0], signal.SIGSTOP)
         return ask(self, requests, *arguments, **options)
 
@@ -132,6 +150,7 @@ def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and
         return reply
 
     monkeypatch.setattr(GridChannel, "ask", watched)
+    monkeypatch.setattr(RayWorkers, "build", built)
     monkeypatch.setattr(RayWorkers, "process_message", kill_it)
     monkeypatch.chdir(tmp_path)  # the nodes have another working directory
     all_sites = ["--set", "cohort.quorum=1.0"]
