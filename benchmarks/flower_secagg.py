@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,12 +43,10 @@ STEP = 16 / 2**22
 PARAMETERS = "parameters"
 
 
-@lru_cache(maxsize=64)
 def update(site: int, sites: int, d: int) -> npt.NDArray[np.float32]:
-    """(d,) float32 in ±0.5, a different one for each site, made once in place of training; read-only."""
+    """(d,) float32 in ±0.5, a different one for each site, made at negligible cost in place of training."""
     vector = np.full(d, (site + 1) / (2 * sites), np.float32)
     vector[::1000] *= np.linspace(-1, 1, len(vector[::1000]))
-    vector.flags.writeable = False
     return vector
 
 
