@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         self._dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: nobody passes one
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's also takes a closure; no caller has one
         """Take a step on each matrix that has a gradient."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
