@@ -5,8 +5,10 @@ So a run does not depend on a tracker or its network, and any run can be sent, w
 figures of rounds and the fields of the plan, without [simulation] and [faults]: no names of sites, and nothing that a
 privacy unit keeps at the sites, because the coordinator does not have it.
 
-What the trackers' packages would add on their own account is switched off: observations of the machine, its name, the
-console, the repository, telemetry of their makers. A path that the plan names is sent as the plan names it.
+What the trackers' packages would add on their own account is switched off: observations of the machine, its name, its
+list of packages, the console, the repository, reports to their makers. One thing has no switch: Weights & Biases keeps
+with a run the platform, which of the known frameworks were imported, and the versions of Python, of Transformers and
+of its own package. A path that the plan names is sent as the plan names it.
 
 A tracker gets a round once: the last round that has arrived is kept in the run folder, for each tracker, server and
 project.
@@ -161,19 +163,19 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
     """
 
     def opener(name: str, id: str, config: Mapping[str, str]) -> Tracker:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when it opens a run
         try:
             import wandb
         except ImportError as error:
             raise EngineError("--to", "wandb", expected="its package", fix=_EXTRA) from error
-        # Its own observations of the machine, the console and the repository are off: they are not the run's.
+        # What it observes of the machine, the console and the repository is not the run's.
         settings = wandb.Settings(
             silent=True,
             console="off",
-            disable_git=True,
             save_code=False,
             host="cloister",
-            x_disable_meta=True,
-            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
             finish_timeout=_FINISH_S,
             finish_timeout_raises=True,
         )

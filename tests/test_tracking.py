@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,25 +47,28 @@ def records(file: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def in_wandb(run: Path) -> tuple[Curves, dict[str, Any]]:
-    """What the files of offline runs hold: curves and parameters."""
+def from_wandb(run: Path) -> Iterator[Any]:
+    """The records in the files of offline runs."""
     from wandb.proto import wandb_internal_pb2
 
     recorded: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]  # its generated module has no types
+    for path in run.glob("wandb/offline-run-*/*.wandb"):
+        yield from map(recorded.FromString, records(path.read_bytes()))
+
+
+def in_wandb(run: Path) -> tuple[Curves, dict[str, Any]]:
+    """What the files of offline runs hold: curves and parameters."""
     curves: Curves = {}
     config: dict[str, Any] = {}
-    for path in run.glob("wandb/offline-run-*/*.wandb"):
-        for data in records(path.read_bytes()):
-            record = recorded.FromString(data)
-            for item in record.run.config.update:
-                config[item.key] = json.loads(item.value_json)
-            row = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
-            for name, value in row.items():
-                if not name.startswith("_"):
-                    curves.setdefault(name, {})[row["_step"]] = value
+    for record in from_wandb(run):
+        for item in record.run.config.update:
+            config[item.key] = json.loads(item.value_json)
+        row = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+        }
+        for name, value in row.items():
+            if not name.startswith("_"):
+                curves.setdefault(name, {})[row["_step"]] = value
     return curves, config
 
 
@@ -112,8 +114,14 @@ def test_a_tracker_has_the_figures_of_each_round_once(
     assert "site-00" not in everything
     assert str(private.parent) not in everything
     if tracker == "wandb":
-        files = [path.read_bytes() for path in private.glob("wandb/offline-run-*/*.wandb")]
-        assert not any(socket.gethostname().encode() in file for file in files)
+        own = list(from_wandb(private))
+        kinds = {record.WhichOneof("record_type") for record in own}
+        assert kinds == {"header", "run", "telemetry", "history", "summary", "exit"}, "nothing of the machine"
+        assert {record.run.host for record in own if record.HasField("run")} == {"cloister"}
+        assert not list(private.glob("wandb/offline-run-*/files/*"))
+        logs = list(private.glob("wandb/offline-run-*/logs/debug-core.log"))
+        starts = [json.loads(log.read_text().splitlines()[0]) for log in logs]
+        assert {start["disable-analytics"] for start in starts} == {True}, "no reports to its maker"
     else:
         assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
         assert found(capsys, *command[:-1], "elsewhere")["sent"] == [0, 1, 2, 3], (
