@@ -178,9 +178,10 @@ class Inviting:
         self._thread.start()
 
     def close(self) -> None:
-        """Invite no more."""
+        """Invite no more, and tell all bytes that have moved. The channel is still open."""
         self._over.set()
         self._thread.join()
+        self._tell_moved()
 
     def _work(self) -> None:
         while not self._over.is_set():
@@ -230,9 +231,13 @@ class Inviting:
         if connected != self._shown:
             self._shown = connected
             self._observe(connected)
+        if time.monotonic() - self._moved_at >= _TOLD_S:
+            self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        """Tell the bytes that have moved, if they are others than were told last."""
         sites = self._channel.connected()
         moved = Moved({site.name: site.sent for site in sites}, {site.name: site.received for site in sites})
-        now = time.monotonic()
-        if moved != self._moved and now - self._moved_at >= _TOLD_S:
-            self._moved, self._moved_at = moved, now
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, time.monotonic()
             self._observe(moved)

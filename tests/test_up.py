@@ -123,8 +123,15 @@ def test_status_tells_of_the_coordinator_and_its_sites(
 ) -> None:
     found = told("status", str(rehearsed.federation))
     assert [entry["state"] for entry in found["runs"]] == ["done"]
-    received = found["now"]["Moved"]["received"]
-    assert set(received) == {site.parent.name for site in rehearsed.sites()}
+    moved = found["now"]["Moved"]
+    (started,) = [
+        event for event in messages(rehearsed.files.path / "events.jsonl") if event["event"] == "Started"
+    ]
+    model = 4 * started["parameters"]
+    names = {site.parent.name for site in rehearsed.sites()}
+    assert moved["sent"] == dict.fromkeys(names, 3 * model), "to its end: the initial model and two more"
+    assert set(moved["received"]) == names
+    assert all(2 * model < bytes_ < 2.1 * model for bytes_ in moved["received"].values())
     assert main(["status", str(rehearsed.federation)]) == 0
     assert "done" in capsys.readouterr().out
     for site in rehearsed.sites():
