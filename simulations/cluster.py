@@ -5,6 +5,11 @@ the sites keep their records and their state, must be on a file system that all 
 lock of one node hold for the others at once. `check_nodes` tries both on each node before the run begins. Alternative
 refused: folders that stay on the node where a site first ran, because a run could not be resumed without that node, nor
 its report be read.
+
+Ray listens on all addresses of the machine, and who reaches its ports runs code as its owner. So a cluster that is
+started here asks for a token that only its own processes have. Its logs, which hold the errors of sites and with them
+perhaps records, are in a folder that only the owner can read, and are removed with it. A cluster that is joined is what
+its owner has made of it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +41,7 @@ from cloister.protocol.errors import EngineError, one_line
 from cloister.simulations.process import environment
 
 ANSWER_S = 10.0
+_ENDING_S = 10.0  # for Ray's processes, after they were told to end
 _CHECK_S = 90.0  # for a node to start a process that imports this package
 _HTTP2 = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -58,19 +66,56 @@ def cluster(address: str | None) -> Iterator[None]:
         EngineError: the cluster does not answer, or has another version of Ray or Python.
     """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    try:
-        if address is None:
-            # Ray's processes inherit the variables, but not what was added to this process's sys.path.
-            with environment({**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
-                cpus = len(os.sched_getaffinity(0))
-                ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
-        else:
+    if address is None:
+        with _own_folder() as folder:
+            try:
+                # Ray's processes inherit the variables, but not what was added to this process's sys.path.
+                with environment({**_ENVIRONMENT, **_closed(), "PYTHONPATH": os.pathsep.join(sys.path)}):
+                    _read_variables()
+                    cpus = len(os.sched_getaffinity(0))
+                    ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **quiet)
+                yield
+            finally:
+                ray.shutdown()
+                _read_variables()
+    else:
+        try:
             _check_answers(address)
             with environment(_ENVIRONMENT):
                 _join(address, quiet)
-        yield
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _closed() -> dict[str, str]:
+    """The variables of a cluster that only processes with these variables can use."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _read_variables() -> None:
+    """Let Ray read its variables again, which it has read when it was imported."""
+    compiled: Any = ray._raylet  # without types
+    compiled.Config.initialize("")
+    compiled.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder for Ray's logs and sockets, which only this user can read, and which is removed at exit.
+
+    Its path is short, because that of a socket in it has at most 107 bytes.
+    """
+    folder = tempfile.mkdtemp(prefix="cloister-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+    try:
+        yield os.path.join(folder, "ray")  # Ray lets all users into the folder that it is given
     finally:
-        ray.shutdown()
+        again, until = threading.Event(), time.monotonic() + _ENDING_S
+        while os.path.exists(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # Ray's processes that are ending may write to it
+            if time.monotonic() > until:
+                break
+            again.wait(0.05)
 
 
 def _join(address: str, quiet: Mapping[str, Any]) -> None:

@@ -162,13 +162,14 @@ def _root(error: BaseException) -> BaseException:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Turn off Flower's telemetry, and its log: its errors are raised, so that the log would show them twice."""
+    telemetry.FLWR_TELEMETRY_ENABLED = (
+        "0"  # read when flwr was imported, and again by threads that may run on after this
+    )
     logger = logging.getLogger("flwr")
-    level, enabled = logger.level, telemetry.FLWR_TELEMETRY_ENABLED
-    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # flwr read the variable when it was imported
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         with environment({"FLWR_TELEMETRY_ENABLED": "0"}):
             yield
     finally:
         logger.setLevel(level)
-        telemetry.FLWR_TELEMETRY_ENABLED = enabled

@@ -74,6 +74,7 @@ def two() -> Iterator[TwoNodes]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers when others fill the memory
         patch.setenv("RAY_worker_niceness", "0")  # with 15, the default, other tests leave workers no CPU

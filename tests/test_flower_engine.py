@@ -6,9 +6,13 @@ import importlib
 import importlib.util
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.clientapp import ClientApp
@@ -26,9 +30,30 @@ ray_leaves = [
 ]
 
 
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Where Ray makes its folders: a path that is short enough for its sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def strangers_answer(folder: Path) -> str:
+    """What a process without the token hears from the Ray whose folder this is."""
+    import ray
+
+    compiled: Any = ray._raylet  # without types
+    (port,) = folder.glob("*/ray/session_latest/gcs_server_port_*")
+    with pytest.raises(ray.exceptions.AuthenticationError) as refused:
+        compiled.GcsClient(address=f"127.0.0.1:{port.read_text()}")
+    return str(refused.value)
+
+
 @needs_ray
-def test_ctrl_c_stops_the_run_and_all_its_processes(small_plan: Path, tmp_path: Path) -> None:
-    """On a Ray that the run has started for itself; `test_resume.py` continues runs that were stopped."""
+def test_ctrl_c_stops_the_run_and_all_its_processes(
+    small_plan: Path, tmp_path: Path, ray_folder: Path
+) -> None:
+    """On a Ray that the run has started for itself, which no other can use, and of which nothing is left;
+    `test_resume.py` continues runs that were stopped."""
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
     with subprocess.Popen(
@@ -37,9 +62,12 @@ def test_ctrl_c_stops_the_run_and_all_its_processes(small_plan: Path, tmp_path: 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env=os.environ | {"RAY_TMPDIR": str(ray_folder)},
     ) as process:
         assert process.stdout is not None
         assert any(line.startswith("round 1: 4 sites") for line in process.stdout)
+        assert "InvalidAuthToken" in strangers_answer(ray_folder)
+        assert [stat.S_IMODE(made.stat().st_mode) for made in ray_folder.iterdir()] == [0o700]
         ends = [os.pidfd_open(pid) for pid in family(process.pid)]
         assert len(ends) > 3, "Ray's own processes are among them"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -51,6 +79,7 @@ def test_ctrl_c_stops_the_run_and_all_its_processes(small_plan: Path, tmp_path: 
     assert printed.splitlines()[-1] == f"stopped; continue with: cloister resume {out}"
     assert errors == "cloister: interrupted\n"
     assert all(map(ended, ends))
+    assert not list(ray_folder.iterdir())
 
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -621,6 +621,16 @@ def test_refused_private_searches(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_private_search_on_ray_is_refused(
+    private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray has a folder of its own for each trial."""
+    search, out = write_search(tmp_path, f"{LAW}{RANGE}"), tmp_path / "out"
+    line = refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--engine", "flower")
+    assert "--engine is 'flower': expected local under a privacy unit" in line
+    assert not out.exists()
+
+
 def test_a_process_that_is_killed_ends_the_search(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
