@@ -6,7 +6,10 @@ import argparse
 import datetime
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,13 +74,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     check_ = actions.add_parser(
         "check",
         help="check a site's data and devices for a plan",
-        description="Check a site for a plan before the run; nothing is sent and nothing is charged. First its data: "
-        "it is prepared, as the first training would do it, and the number of records that are used and that are not "
-        "is printed, with the reasons. Under a privacy unit a record that cannot be used is left out without an "
-        "error. What is prepared is kept in the site's state folder, and the run does not prepare it again. Then its "
-        "devices: what each rank of the site's mesh will hold, and, where the devices are here, the time and memory "
-        "of a step that the ranks take on random tokens. Exit code 4: the mesh suits the plan, but its devices are "
-        "absent here, so that no step was taken.",
+        description="Check a site for a plan before the run; the coordinator hears nothing of it, and nothing is "
+        "charged. First its data: it is prepared, as the first training would do it, and the number of records that "
+        "are used and that are not is printed, with the reasons. Under a privacy unit a record that cannot be used is "
+        "left out without an error. What is prepared is kept in the site's state folder, and the run does not "
+        "prepare it again. Then its devices: what each rank of the site's mesh will hold, and, where the devices "
+        "are here, the time and memory of a step that the ranks take on random tokens. Exit code 4: the mesh "
+        "suits the plan, but its devices are absent here, so that no step was taken.",
     )
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
@@ -95,9 +98,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "start",
         help="run the site: connect to the coordinator, and take part in its runs",
         description="Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and "
-        "starts it again when it ends. It opens connections to the coordinator's two addresses only, and none is "
-        "opened to it. It runs no code that a coordinator sends. A site that was killed is started again with the "
-        "same command, and goes on with the run.",
+        "starts it again when it ends. It opens connections to the coordinator's two addresses only, and to the hub if "
+        "the plan's model or tokenizer or the site's data is a hub name; none is opened to it. It runs no code that a "
+        "coordinator sends. A site that was killed is started again with the same command, and goes on with the "
+        "run.",
     )
     start.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_log_format(start)
@@ -109,9 +113,19 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.act(arguments))
 
 
+@contextmanager
+def _own_files() -> Iterator[None]:
+    """Let only this user read the files that are made here: prepared records, and a run's state."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@_own_files()
 def _start(arguments: argparse.Namespace) -> int:
     """Run the site until it is interrupted."""
-    import os
     import threading
 
     from cloister.cli.logs import log_to_stderr
@@ -136,6 +150,7 @@ def _start(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@_own_files()
 def _check(arguments: argparse.Namespace) -> int:
     """Check the data, the devices, or both; a mesh that does not fit the plan is refused before data is prepared."""
     plan = chosen_plan(arguments)

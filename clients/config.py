@@ -25,7 +25,8 @@ class Membership(NamedTuple):
 
 
 class SiteConfig(Section):
-    """The settings of one site, which no other party sees; `speed` is sent to a coordinator whose plan asks for it."""
+    """The settings of one site. Other parties see the name; the speed, where a plan asks for it; and by the parts of an
+    update how many devices it has."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """The site's name in the federation."""

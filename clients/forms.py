@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from cloister.protocol.errors import PlanError
 
 SETTINGS = """\
-# The settings of this site alone; none of them but "speed" is sent. Relative paths start at this file's folder.
+# The settings of this site alone. Others learn its name, its "speed" if a plan asks for it, and from the parts of an
+# update how many devices it has. Relative paths start at this file's folder.
 
 # The site's name, as on its card.
 name = {name}

@@ -29,6 +29,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -470,6 +471,9 @@ def _loaded(
     place: Place, config: PreTrainedConfig | None, *, classify: bool, new_head: bool
 ) -> tuple[PreTrainedModel, bool]:
     """A checkpoint in float32, and whether it has no head, if it may lack it: then the head is as new."""
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = (
+        "1"  # transformers would ask a service to convert one on the hub
+    )
     try:
         with no_progress_bars():
             module, info = _auto(classify).from_pretrained(

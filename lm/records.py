@@ -123,7 +123,7 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
             `owner/name:configuration`.
         split: Split of a hub data set; files have none.
         cache: Folder for the Arrow files from which large data is mapped. Without one, local files are read into
-            memory and leave no copy on disk, and a hub data set uses the hub's own cache.
+            memory and leave no copy on disk once they are read, and a hub data set uses the hub's own cache.
 
     Raises:
         DataError: the source is missing, empty, without records, or broken (with file and line); a folder mixes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -553,7 +554,13 @@ def test_a_site_checks_its_data_before_a_run(
     private = set_options(RECORD)
     call = ["site", "check", str(tmp_path / "site.toml"), str(small_plan), *private, "--only", "data"]
     line = "6 records are used: 6 units to train on, 0 held out; left out: 1 not readable"
+    (tmp_path / "state").mkdir(mode=0o755)
+    before = os.umask(0o022)
     assert main(call) == 0
+    assert os.umask(before) == 0o022, "the files of other commands are as before"
+    made = list((tmp_path / "state").rglob("*"))
+    assert any(path.suffix == ".npy" for path in made)
+    assert not [path for path in made if path.stat().st_mode & 0o077], "records, which others cannot read"
     assert capsys.readouterr().out.strip() == line
     assert main([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

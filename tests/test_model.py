@@ -1,6 +1,7 @@
 """Models: the same on every party, refused where they do not fit, and saved so that transformers and PEFT read them."""
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -500,6 +501,7 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: p
     real = AutoModelForCausalLM.from_pretrained
 
     def from_cache(name: str, **options: Any) -> Any:
+        assert os.environ.pop("DISABLE_SAFETENSORS_CONVERSION"), "no service is asked to convert it"
         asked.append(options)
         return real(str(tmp_path / "final"), **options)
 

@@ -115,7 +115,10 @@ def test_a_deployment_ends_with_the_weights_of_a_simulation(
     assert not rehearsed.ended
     assert not rehearsed.files.spool.exists(), "the uploads are removed"
     for site in rehearsed.sites():
-        assert not list((site.parent / "state" / "exchange").iterdir()), "so are those of a site"
+        state = site.parent / "state"
+        assert not list((state / "exchange").iterdir()), "so are those of a site"
+        assert any(state.rglob("*.npy"))
+        assert not [path for path in state.rglob("*") if path.stat().st_mode & 0o077]
 
 
 def test_status_tells_of_the_coordinator_and_its_sites(
