@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,6 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.act(arguments))
 
 
+def _closed(config: SiteConfig) -> SiteConfig:
+    """The configuration. Its state folder, which may hold records, is closed to others if it is this user's."""
+    with suppress(OSError):
+        config.folder.chmod(0o700)
+    return config
+
+
 @contextmanager
 def _own_files() -> Iterator[None]:
     """Let only this user read the files that are made here: prepared records, and a run's state."""
@@ -135,7 +142,7 @@ def _start(arguments: argparse.Namespace) -> int:
     from cloister.clients.config import read_config
     from cloister.clients.deployed import DeployedSite
 
-    known["site"] = read_config(Path(arguments.site)).name
+    known["site"] = _closed(read_config(Path(arguments.site))).name
     stopped = threading.Event()
     site = DeployedSite(Path(arguments.site), logging.getLogger("cloister").info)
     try:
@@ -156,7 +163,7 @@ def _check(arguments: argparse.Namespace) -> int:
     plan = chosen_plan(arguments)
     from cloister.clients.config import read_config
 
-    config = read_config(Path(arguments.site))
+    config = _closed(read_config(Path(arguments.site)))
     devices = None
     if arguments.only != "data":
         from cloister.cli.devices import Devices

@@ -181,7 +181,10 @@ class Inviting:
         """Invite no more, and tell all bytes that have moved. The channel is still open."""
         self._over.set()
         self._thread.join()
-        self._tell_moved()
+        try:
+            self._tell_moved()
+        except Exception:  # the run's own error counts
+            _log.warning("telling the bytes that have moved failed", exc_info=True)
 
     def _work(self) -> None:
         while not self._over.is_set():
@@ -238,6 +241,6 @@ class Inviting:
         """Tell the bytes that have moved, if they are others than were told last."""
         sites = self._channel.connected()
         moved = Moved({site.name: site.sent for site in sites}, {site.name: site.received for site in sites})
-        if moved != self._moved:
+        if sites and moved != self._moved:
             self._moved, self._moved_at = moved, time.monotonic()
             self._observe(moved)

@@ -174,6 +174,7 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
             console="off",
             save_code=False,
             host="cloister",
+            program="cloister",
             x_disable_machine_info=True,
             x_save_requirements=False,
             finish_timeout=_FINISH_S,

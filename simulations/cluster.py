@@ -14,6 +14,7 @@ its owner has made of it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -21,6 +22,7 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -102,20 +104,40 @@ def _read_variables() -> None:
 
 @contextmanager
 def _own_folder() -> Iterator[str]:
-    """A folder for Ray's logs and sockets, which only this user can read, and which is removed at exit.
+    """A folder for Ray's logs and sockets, which only this user can read.
 
-    Its path is short, because that of a socket in it has at most 107 bytes.
+    At exit it is removed, and the processes that have it in their command line are killed: a start of Ray that was
+    interrupted leaves processes that nothing else ends, and they would make the folder again.
+
+    Raises:
+        EngineError: there is no place for it.
     """
-    folder = tempfile.mkdtemp(prefix="cloister-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    try:
+        os.makedirs(place, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="cloister-", dir=place)
+    except OSError as error:
+        raise EngineError(
+            "RAY_TMPDIR", place, expected=f"a folder for Ray's logs and sockets ({one_line(error)})"
+        ) from error
     try:
         yield os.path.join(folder, "ray")  # Ray lets all users into the folder that it is given
     finally:
         again, until = threading.Event(), time.monotonic() + _ENDING_S
-        while os.path.exists(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # Ray's processes that are ending may write to it
-            if time.monotonic() > until:
-                break
+        while (_kill_all(folder) or os.path.exists(folder)) and time.monotonic() < until:
+            shutil.rmtree(folder, ignore_errors=True)
             again.wait(0.05)
+
+
+def _kill_all(folder: str) -> bool:
+    """Kill the processes that have a folder in their command line; returns whether there was one."""
+    found = False
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{folder}/".encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                found = True
+    return found
 
 
 def _join(address: str, quiet: Mapping[str, Any]) -> None:

@@ -261,13 +261,13 @@ def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = l
         complete = [trial for trial in trials if trial.state == "complete"]
         best = min(complete, key=_rank, default=None)
         return Found(best, folder.trial(best.number) if best else None, trials)
-    if engine.engine != "local":
-        raise EngineError(
-            "--engine",
-            engine.engine,
-            expected="local under a privacy unit: what Ray keeps on its nodes tells of every trial",
-        )
     if not (folder.best.exists() or (folder.untrained / "final").exists()):
+        if engine.engine != "local":
+            raise EngineError(
+                "--engine",
+                engine.engine,
+                expected="local under a privacy unit: what Ray keeps on its nodes tells of every trial",
+            )
         _run_sealed(folder, engine, observe)
     if not folder.best.exists():
         shutil.rmtree(folder.sealed, ignore_errors=True)

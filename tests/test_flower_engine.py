@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -10,7 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,41 @@ def test_ctrl_c_stops_the_run_and_all_its_processes(
     assert errors == "cloister: interrupted\n"
     assert all(map(ended, ends))
     assert not list(ray_folder.iterdir())
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines that name a folder."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            lines.append(os.fsdecode(path.read_bytes()))
+    return [line for line in lines if str(folder) in line]
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning")
+def test_a_start_of_ray_that_is_interrupted_leaves_nothing(
+    ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.node import Node
+
+    from cloister.simulations.cluster import cluster
+
+    start: Callable[[Any], None] = Node.start_ray_processes
+
+    def interrupted(node: Any) -> None:
+        start(node)
+        assert len(processes_of(ray_folder)) > 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Node, "start_ray_processes", interrupted)
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder))
+    with pytest.raises(KeyboardInterrupt), cluster(None):
+        raise AssertionError("it has begun")
+    assert not processes_of(ray_folder)
+    assert not list(ray_folder.iterdir())
+    gc.collect()  # what Ray leaves, inside the test that ignores its warnings
 
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

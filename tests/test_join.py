@@ -560,7 +560,8 @@ def test_a_site_checks_its_data_before_a_run(
     assert os.umask(before) == 0o022, "the files of other commands are as before"
     made = list((tmp_path / "state").rglob("*"))
     assert any(path.suffix == ".npy" for path in made)
-    assert not [path for path in made if path.stat().st_mode & 0o077], "records, which others cannot read"
+    closed = [tmp_path / "state", *made]
+    assert not [path for path in closed if path.stat().st_mode & 0o077], "records, which others cannot read"
     assert capsys.readouterr().out.strip() == line
     assert main([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +131,42 @@ def test_a_tracker_has_the_figures_of_each_round_once(
         assert found(capsys, *command[:-1], "elsewhere")["sent"] == [0, 1, 2, 3], (
             "another project has none yet"
         )
+
+
+def test_weights_and_biases_hears_nothing_of_the_machine(private: Path) -> None:
+    """What opens a run at a server, which refuses it."""
+    heard: list[dict[str, Any]] = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            resumes = heard[-1]["operationName"] == "RunResumeStatus"
+            answer = b'{"data": {"model": null}}' if resumes else b'{"errors": [{"message": "no"}]}'
+            self.send_response(200 if resumes else 400)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            there = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "a" * 40}
+            command = [sys.executable, "-m", "cloister.cli.main", *to_tracker(private, "wandb", private)[:-1]]
+            done = subprocess.run(
+                command, env=os.environ | there, capture_output=True, text=True, timeout=120
+            )
+        finally:
+            server.shutdown()
+    assert done.returncode == 2
+    assert "expected a tracker that accepts the run (no)" in done.stderr
+    sent = heard[-1]["variables"]
+    known = {name: value for name, value in sent.items() if value not in (None, [], "")}
+    assert json.loads(known.pop("config"))["privacy.unit"]["value"] == '"site"'
+    assert set(known) == {"name", "project", "displayName", "program"}
+    assert known["program"] == "cloister"
 
 
 def test_a_run_that_goes_on_is_sent_to_its_newest_round_but_one(
