@@ -47,6 +47,8 @@ COMMON = (
     "cohort.deadline_s=1e6",  # a central run has one round
 )
 FEDAVG = ("server.optimizer=fedavg", "server.learning_rate=1.0")
+FURTHER = ("server.optimizer=fedavg", "server.learning_rate=1.3")
+LITTLE_MOMENTUM = ("server.optimizer=nesterov", "server.learning_rate=1.0", "server.momentum=0.3")
 NESTEROV = ("server.optimizer=nesterov", "server.learning_rate=0.7", "server.momentum=0.6")
 EIGHT_BITS = ("aggregation.ring_bits=8", "aggregation.compression={}")
 
@@ -64,6 +66,8 @@ class Choice:
     state: str = "keep"
     server: tuple[str, ...] = FEDAVG
     ring: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    """Another division of the records, which is shown and not compared."""
 
     def settings(self, steps: int) -> list[str]:
         """Those of its plan, for so many steps of the largest batch."""
@@ -76,10 +80,12 @@ class Choice:
             f"local.optimizer_state={self.state}",
             *self.server,
             *self.ring,
+            *self.data,
         ]
 
 
 BASE = Choice()
+MUON = replace(BASE, optimizer="muon", rate=8e-3, ring=EIGHT_BITS, every=7)
 FEDERATED = {
     "base: a round every 10 steps, batch 4, AdamW 0.004, kept state, FedAvg, 32 bits": BASE,
     "batch 8": replace(BASE, batch=8),
@@ -98,8 +104,19 @@ FEDERATED = {
     "Muon 0.004, 8 bits": replace(BASE, optimizer="muon", ring=EIGHT_BITS),
     "Muon 0.008": replace(BASE, optimizer="muon", rate=8e-3),
     "Muon 0.016": replace(BASE, optimizer="muon", rate=16e-3),
-    "Muon 0.008, 8 bits, a round every 7 steps": replace(
-        BASE, optimizer="muon", rate=8e-3, ring=EIGHT_BITS, every=7
+    "Muon 0.008, 8 bits, a round every 7 steps": MUON,
+    "Muon 0.008, 8 bits, a round every 7 steps, records divided at random": replace(
+        MUON, data=("simulation.partition=iid",)
+    ),
+    "Muon 0.008, 8 bits, a round every 2 steps": replace(MUON, every=2),
+    "Muon 0.012, 8 bits, a round every 7 steps": replace(MUON, rate=12e-3),
+    "Muon 0.008, 8 bits, a round every 7 steps, batch 2": replace(MUON, batch=2),
+    "Muon 0.004, 8 bits, a round every 7 steps, batch 2": replace(MUON, batch=2, rate=4e-3),
+    "Muon 0.008, 8 bits, a round every 7 steps, FedAvg with rate 1.3": replace(MUON, server=FURTHER),
+    "Muon 0.008, 8 bits, a round every 7 steps, Nesterov 0.7, 0.6": replace(MUON, server=NESTEROV),
+    "Muon 0.008, 8 bits, a round every 7 steps, Nesterov 1, 0.3": replace(MUON, server=LITTLE_MOMENTUM),
+    "Muon 0.008, 8 bits, a round every 7 steps, Nesterov 1, 0.3, batch 2": replace(
+        MUON, server=LITTLE_MOMENTUM, batch=2
     ),
 }
 CENTRAL = {
@@ -214,9 +231,8 @@ def main() -> int:
     alone = [found for found in runs if found["name"] in CENTRAL]
     one = min((found["loss"] for found in alone if found["steps"] == steps), default=None)
     one_any = min((found["loss"] for found in alone), default=None)
-    few = [
-        found["loss"] for found in runs if found["name"] in FEDERATED and found["bytes"] <= synchronous / 10
-    ]
+    skewed = {name for name, choice in FEDERATED.items() if not choice.data}
+    few = [found["loss"] for found in runs if found["name"] in skewed and found["bytes"] <= synchronous / 10]
     best = min(few, default=None)
     result = {
         "steps": steps,
