@@ -162,9 +162,7 @@ def _root(error: BaseException) -> BaseException:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Turn off Flower's telemetry, and its log: its errors are raised, so that the log would show them twice."""
-    telemetry.FLWR_TELEMETRY_ENABLED = (
-        "0"  # read when flwr was imported, and again by threads that may run on after this
-    )
+    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # and it stays off: a thread of Flower may read it after this
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
