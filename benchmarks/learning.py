@@ -7,7 +7,7 @@ others change what their name says. A synchronous run would exchange gradients i
 
 Bytes are those of one site, both ways: it fetches the model as float32 and sends ring integers, in each round.
 
-    python benchmarks/learning.py [--json] [--steps N] [--only NAME]... [--plot FILE.svg]
+    python benchmarks/learning.py [--json] [--steps N] [--seed N] [--only NAME]... [--plot FILE.svg]
 
 Keys of the JSON: `central`, the best loss of the central runs of N steps; `central_any`, that of all central runs, also
 those that take more steps of smaller batches; `best`, that of the federated runs with at most a tenth of the bytes of a
@@ -207,6 +207,7 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=200, help="steps of the largest batch, a multiple of 20 (default: 200)"
     )
+    parser.add_argument("--seed", type=int, default=0, help="that of the plans (default: 0)")
     parser.add_argument(
         "--only",
         action="append",
@@ -223,7 +224,7 @@ def main() -> int:
     for name, settings in every.items():
         if arguments.only and name not in arguments.only:
             continue
-        runs.append({"name": name, **run(settings)})
+        runs.append({"name": name, **run([*settings, f"run.seed={arguments.seed}"])})
         if not arguments.json:
             print(f"{runs[-1]['loss']:.4f}  {runs[-1]['bytes'] / 1e6:9.1f} MB  {name}", flush=True)
     spent = cost_of(plan_of([]))

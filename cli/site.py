@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _closed(config: SiteConfig) -> SiteConfig:
     """The configuration. Its state folder, which may hold records, is closed to others if it is this user's."""
     with suppress(OSError):
-        config.folder.chmod(0o700)
+        if config.folder.stat().st_uid == os.geteuid():
+            config.folder.chmod(0o700)
     return config
 
 

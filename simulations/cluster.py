@@ -44,6 +44,7 @@ from cloister.simulations.process import environment
 
 ANSWER_S = 10.0
 _ENDING_S = 10.0  # for Ray's processes, after they were told to end
+_LONGEST_PLACE = 21  # bytes, so that the paths of Ray's sockets have the 107 that the kernel allows
 _CHECK_S = 90.0  # for a node to start a process that imports this package
 _HTTP2 = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -112,13 +113,22 @@ def _own_folder() -> Iterator[str]:
     Raises:
         EngineError: there is no place for it.
     """
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    chosen = os.environ.get("RAY_TMPDIR", "")
+    place = os.path.abspath(chosen or tempfile.gettempdir())
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        if chosen:
+            raise EngineError(
+                "RAY_TMPDIR",
+                chosen,
+                expected=f"a path of {_LONGEST_PLACE} bytes or less, for Ray's sockets in it",
+            )
+        place = "/tmp"
     try:
         os.makedirs(place, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="cloister-", dir=place)
     except OSError as error:
         raise EngineError(
-            "RAY_TMPDIR", place, expected=f"a folder for Ray's logs and sockets ({one_line(error)})"
+            "folder for Ray", place, expected=f"a place for its logs and sockets ({one_line(error)})"
         ) from error
     try:
         yield os.path.join(folder, "ray")  # Ray lets all users into the folder that it is given
@@ -132,11 +142,12 @@ def _own_folder() -> Iterator[str]:
 def _kill_all(folder: str) -> bool:
     """Kill the processes that have a folder in their command line; returns whether there was one."""
     found = False
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if f"{folder}/".encode() in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-                found = True
+    with contextlib.suppress(FileNotFoundError):  # a system without it
+        for process in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if f"{folder}/".encode() in Path("/proc", process, "cmdline").read_bytes():
+                    os.kill(int(process), signal.SIGKILL)
+                    found = True
     return found
 
 

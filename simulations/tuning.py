@@ -266,7 +266,7 @@ def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = l
             raise EngineError(
                 "--engine",
                 engine.engine,
-                expected="local under a privacy unit: what Ray keeps on its nodes tells of every trial",
+                expected="local under a privacy unit: Ray leaves traces of every trial",
             )
         _run_sealed(folder, engine, observe)
     if not folder.best.exists():

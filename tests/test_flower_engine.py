@@ -87,9 +87,9 @@ def test_ctrl_c_stops_the_run_and_all_its_processes(
 def processes_of(folder: Path) -> list[str]:
     """The command lines that name a folder."""
     lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
-            lines.append(os.fsdecode(path.read_bytes()))
+            lines.append(os.fsdecode(Path("/proc", process, "cmdline").read_bytes()))
     return [line for line in lines if str(folder) in line]
 
 
@@ -117,6 +117,20 @@ def test_a_start_of_ray_that_is_interrupted_leaves_nothing(
     assert not processes_of(ray_folder)
     assert not list(ray_folder.iterdir())
     gc.collect()  # what Ray leaves, inside the test that ignores its warnings
+
+
+@needs_ray
+def test_a_folder_with_too_long_a_path_for_ray_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cloister.simulations.cluster import cluster
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "0123456789"))
+    with (
+        pytest.raises(EngineError, match=r"RAY_TMPDIR is '.*': expected a path of 21 bytes or less"),
+        cluster(None),
+    ):
+        raise AssertionError("it has begun")
 
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from cloister.server.folder import RunFiles, RunFolder
+from cloister.server.folder import RunFiles, RunFolder, read_plan
 from cloister.server.journal import FINISHED, Journal
 from cloister.server.run import run
+from cloister.server.tracking import parameters
 from cloister.tests.command import done, found, lone_refusal
 from cloister.tests.federation import CENTRAL, Federation, tiny
 
@@ -133,8 +134,8 @@ def test_a_tracker_has_the_figures_of_each_round_once(
         )
 
 
-def test_weights_and_biases_hears_nothing_of_the_machine(private: Path) -> None:
-    """What opens a run at a server, which refuses it."""
+def test_weights_and_biases_opens_a_run_without_host_path_or_user(private: Path) -> None:
+    """At a server, which refuses the run."""
     heard: list[dict[str, Any]] = []
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -153,18 +154,19 @@ def test_weights_and_biases_hears_nothing_of_the_machine(private: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
+            own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
             there = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "a" * 40}
             command = [sys.executable, "-m", "cloister.cli.main", *to_tracker(private, "wandb", private)[:-1]]
-            done = subprocess.run(
-                command, env=os.environ | there, capture_output=True, text=True, timeout=120
-            )
+            done = subprocess.run(command, env=own | there, capture_output=True, text=True, timeout=120)
         finally:
             server.shutdown()
     assert done.returncode == 2
     assert "expected a tracker that accepts the run (no)" in done.stderr
     sent = heard[-1]["variables"]
     known = {name: value for name, value in sent.items() if value not in (None, [], "")}
-    assert json.loads(known.pop("config"))["privacy.unit"]["value"] == '"site"'
+    config = json.loads(known.pop("config"))
+    assert set(config) == {"_wandb", *parameters(read_plan(private))}
+    assert config["privacy.unit"]["value"] == '"site"'
     assert set(known) == {"name", "project", "displayName", "program"}
     assert known["program"] == "cloister"
 
