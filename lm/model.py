@@ -471,9 +471,8 @@ def _loaded(
     place: Place, config: PreTrainedConfig | None, *, classify: bool, new_head: bool
 ) -> tuple[PreTrainedModel, bool]:
     """A checkpoint in float32, and whether it has no head, if it may lack it: then the head is as new."""
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = (
-        "1"  # transformers would ask a service to convert one on the hub
-    )
+    # For a checkpoint on the hub without safetensors transformers would ask a service to convert it.
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     try:
         with no_progress_bars():
             module, info = _auto(classify).from_pretrained(

@@ -183,7 +183,7 @@ class Inviting:
         self._thread.join()
         try:
             self._tell_moved()
-        except Exception:  # the run's own error counts
+        except Exception:  # such as a reader that is gone: it must not take the place of an error of the run
             _log.warning("telling the bytes that have moved failed", exc_info=True)
 
     def _work(self) -> None:
