@@ -288,6 +288,7 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     assert sorted(path.name for path in out.iterdir()) == [".lock", "best", "drawn", "search.json"]
     answer = found(capsys, "tune", "--again", str(out))
     assert (answer["settings"], answer["loss"]) == (SETTINGS[winner], known[winner])
+    assert found(capsys, "tune", "--again", str(out), "--engine", "flower") == answer, "nothing is run"
     assert read_plan(out / "best").local.learning_rate == SETTINGS[winner]["local.learning_rate"]
     assert answer["epsilon"] == price()
     assert "trials" not in answer
