@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.rotation import ROTATED, Floats, rotated_blocks
-from cloister.lm.optimizer import step_sizes
+from cloister.lm.optimizer import learning_rate
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -74,7 +74,8 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
-            scale = step_sizes(plan, 1)
+            steps = plan.run.rounds * local.steps
+            scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
             if local.optimizer == "sgd":
                 scale *= local.clip_norm / math.sqrt(parameters)
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)

@@ -11,7 +11,6 @@ from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
-from cloister.protocol.blocks import Span
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
@@ -34,7 +33,7 @@ def count_of_loss(nats: float) -> int:
     return min(round(nats * LOSS_SCALE), _LARGEST_LOSS) if math.isfinite(nats) else _LARGEST_LOSS
 
 
-def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
+def training_layout(plan: Plan, parameters: int) -> SumLayout:
     """The layout of a round's sum: the weighted updates, and totals of tokens, losses and clipped values.
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
@@ -43,16 +42,15 @@ def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> 
 
     Args:
         plan: The plan.
-        parameters: Trained parameters that the round sums (`lm/parts.py`).
-        largest: Those of the round that sums the most of them, for which noise is priced; None: this round.
+        parameters: Number of trained parameters.
 
     Raises:
         PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
     bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
-    terms = terms_of(plan, largest or parameters)
+    terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
-        mechanism = terms.mechanism.on(parameters)
+        mechanism = terms.mechanism
         bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
         extra = mechanism.size - parameters
         layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
@@ -95,9 +93,9 @@ def confusion_counters(plan: Plan) -> tuple[str, ...]:
     return tuple(f"{what} {true} taken for {given}" for true in outcomes for given in outcomes)
 
 
-def layout_for(purpose: Purpose, plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
+def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:
     """The layout of a sum of that purpose, `train` or `evaluate`; arguments as for `training_layout`."""
-    return training_layout(plan, parameters, largest) if purpose == TRAIN else evaluation_layout(plan)
+    return training_layout(plan, parameters) if purpose == TRAIN else evaluation_layout(plan)
 
 
 def contract_for(
@@ -107,11 +105,9 @@ def contract_for(
     run: str,
     parameters: int,
     model: str,
-    part: Span | None = None,
-    largest: int | None = None,
     group: int = 0,
 ) -> Contract:
-    """The contract of the secure sums of one purpose in a run, or in its rounds that sum one part of the vector.
+    """The contract of the secure sums of one purpose in a run.
 
     Args:
         purpose: `train` or `evaluate`; each has attempts of its own.
@@ -120,12 +116,9 @@ def contract_for(
         run: Identity of the run.
         parameters: Number of trained parameters.
         model: Digest of the trained parameters' names and shapes.
-        part: The span of them that the rounds sum; None: all of them.
-        largest: As for `training_layout`.
         group: The group that is summed.
     """
-    span = part if part is not None and purpose == TRAIN else Span(0, parameters)
-    layout = layout_for(purpose, plan, span.size, largest)
+    layout = layout_for(purpose, plan, parameters)
     ring = layout.ring
     meaning = pack(
         purpose,
@@ -137,7 +130,6 @@ def contract_for(
         float(ring.bound).hex(),
         model,
         *(("rotated blocks", layout.values, layout.blocks.seed) if layout.blocks is not None else ()),
-        *(("part", span.start, span.stop) if span.size < parameters else ()),
     )
     return Contract(
         run=f"{run}/{purpose}",

@@ -69,7 +69,7 @@ class Admission:
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
         if self._config.policy:
-            self.check_policy(plan, run, terms_of(plan, count_parameters(plan).summed))
+            self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
     def pin(self, plan: Plan, run: str) -> None:
         """Join a plan and a run, durably: the site joins no other after this.

@@ -3,9 +3,7 @@ over units that are records, windows of text, or owners with some of their recor
 
 One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
 
-1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling). With
-   `privacy.largest_batch`, the `privacy.most_units` places for units are drawn, of which some are empty, and of more
-   places than that limit so many are kept, uniformly at random. Only the first units have places.
+1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling).
 2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
    an owner, the mean over the records of this mean. The loss of a text that is classified is first multiplied by the
    weight of its class (`data.class_weights`), a number of the plan.
@@ -15,9 +13,7 @@ One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_s
 
 Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
 every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
-and a round is `local.steps` of them. With a largest batch a unit may push another out, which accounting counts
-(`privacy/events.py`); places and not units are drawn, because the cost at another number of units may be larger, and
-that number is secret. The following keeps this true:
+and a round is `local.steps` of them. The following keeps this true:
 
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
 - A unit whose gradient is not finite contributes zero, without an error: an error would reveal that the unit is there.
@@ -171,13 +167,6 @@ def _recomputes(module: nn.Module) -> bool:
 def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
     """The units below `n` that are in a batch, each independently with probability `rate` (to 2^-53), in order."""
     return np.flatnonzero(noise.generator().random(n) < rate)
-
-
-def at_most(noise: NoiseStream, drawn: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Of more than `most` that were drawn so many, uniformly at random, in order."""
-    if len(drawn) <= most:
-        return drawn
-    return np.sort(noise.generator().choice(drawn, most, replace=False))
 
 
 class ClippedSum:
@@ -504,18 +493,10 @@ class PrivateTrainer:
         expected = local.batch_size * local.accumulation
         assert sequences.starts is not None
         n_units = len(sequences.starts) - 1
-        n_places = privacy.most_units or n_units
-        if n_units > n_places:
-            _log.warning(
-                "there are %d units, and privacy.most_units is %d: the rest is not used", n_units, n_places
-            )
         nats, tokens, not_finite = 0.0, 0, 0
         for step in range(local.steps):
             own = noise.child(f"step-{step + 1}")
-            batch = poisson_batch(own.child("batch"), n_places, self._rate)
-            if privacy.largest_batch is not None:
-                batch = at_most(own.child("largest batch"), batch, privacy.largest_batch)
-                batch = batch[batch < n_units]  # empty places were drawn too
+            batch = poisson_batch(own.child("batch"), n_units, self._rate)
             total = self.new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
             with seeded("dropout", dropout, *weights.draws, device=self._device):

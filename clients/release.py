@@ -40,7 +40,7 @@ class Finished:
     """The result of local training."""
 
     vector: Vector
-    """The part of the update that the round sums, or a rank's span of it, float32."""
+    """The update, or a rank's span of it, float32."""
     tokens: int
     """Tokens learned from; under privacy it must not leave the site."""
     loss: float
@@ -262,17 +262,16 @@ def code_for(
     Args:
         plan: The plan.
         terms: Its privacy.
-        dimension: Coordinates of the update that the round sums: at most those of `terms`.
+        dimension: Coordinates of the update.
         rounding: Seed of the public rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
         remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.
     """
+    layout = training_layout(plan, dimension)
     if terms is not None and terms.mechanism is not None:
         assert noise is not None, "a plan with a unit has noise"
-        layout = training_layout(plan, dimension, terms.mechanism.dimension)
-        return Protected(layout, terms.mechanism.on(dimension), clip_norm, noise)
-    layout = training_layout(plan, dimension)
+        return Protected(layout, terms.mechanism, clip_norm, noise)
     weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
         assert remainders is not None, "a plan with compression has scales and remainders"

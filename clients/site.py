@@ -15,10 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cloister.aggregation.average import SumLayout
 from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.rotation import Floats
@@ -37,25 +35,20 @@ from cloister.aggregation.sums import (
     layout_for,
     training_layout,
 )
-from cloister.aggregation.variates import move
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
-from cloister.clients.drift import Drift, drifts
 from cloister.clients.feedback import Feedback
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.release import Finished, Remainders, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
-from cloister.clients.variates import Variates
 from cloister.clients.work import Task, masking
 from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
-from cloister.lm.optimizer import step_sizes
-from cloister.lm.parts import parts_of
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -216,7 +209,6 @@ class Site:
         check_sent("global model", request.model, request.model_hash)
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         bounds = _checked_scales(loaded, request)
-        _check_control(loaded, request)
         own, seconds = self._admission.own_steps(plan, request), 0.0
 
         def make() -> list[Piece]:
@@ -238,8 +230,7 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            control = request.control.hash if request.control else b""
-            model = basis(request.model_hash, request.clip, request.steps, request.scales, control)
+            model = basis(request.model_hash, request.clip, request.steps, request.scales)
             attempts = self._attempts(loaded, request.sum)
             statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
         else:
@@ -296,10 +287,9 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
-        parts, roster, draw = parts_of(plan, layout), demands.roster(), draw_of(plan, purpose)
-        part, largest = parts.of(sum_id.round), parts.largest
+        roster, draw = demands.roster(), draw_of(plan, purpose)
         group = draw.group_of(self.name, roster.names, sum_id.round)
-        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, part, largest, group)
+        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum(draw.sizes[group]))
         return Attempts(folder, contract, member, loaded.live, self._agreements)
@@ -378,16 +368,14 @@ class Site:
 
         Under privacy an update is charged before it is trained, and synced to disk before it is sent: training again
         would be a second release. What is masked is synced first: it may be masked again, and must be the same then. A
-        round has one update: from a second one, of another model, clipping norm, list of local steps, scales or control
-        variate or with other noise, a coordinator that sums both with the same others could compute the difference.
+        round has one update: from a second one, of another model, clipping norm, list of local steps or scales or with
+        other noise, a coordinator that sums both with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them from another model, clipping norm, list of steps, scales or control
-                variate.
+            StaleError: the site has made them from another model, clipping norm, list of steps or scales.
         """
         plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
-        parts = parts_of(plan, loaded.model.layout)
-        layout = layout_for(purpose, plan, parts.of(round_number).size, parts.largest)
+        layout = layout_for(purpose, plan, loaded.model.layout.size)
         facts = {
             "plan": plan.digest(),
             "run": request.sum.run,
@@ -399,8 +387,6 @@ class Site:
             facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
         if request.scales:
             facts["scales"] = hashlib.sha256(request.scales).hexdigest()
-        if request.control:
-            facts["control variate"] = f"{request.control.hash.hex()} with round {request.control.summed}"
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.terms is not None:
@@ -437,82 +423,36 @@ class Site:
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
-        parts = parts_of(plan, loaded.model.layout)
-        part, whole = parts.of(round_number), loaded.model.layout.size
-        own = replace(own, factor=own.factor * self._scale)
+        own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 
-        def made(
-            remainders: Remainders | None, correction: Vector | None = None, drift: Drift | None = None
-        ) -> Written:
+        def made(remainders: Remainders | None) -> Written:
             code = code_for(
                 plan,
                 terms,
-                part.size,
+                size,
                 rounding=rounding,
                 clip_norm=request.clip,
                 noise=noise,
                 remainders=remainders,
             )
             opener, state = self._opener(loaded), self.config.folder
-            of = None if part.size == whole else part
-            task = Task(round_number, opener, state, own, seed, code, noise, correction, of, drift)
+            task = Task(round_number, opener, state, own, seed, code, noise)
             started = self._clock()
             written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
             return replace(written, seconds=self._clock() - started)
 
-        run, digest, summed = request.sum.run, plan.digest(), partial(self._summed, plan, request.sum.run)
-        if plan.aggregation.fragments > 1:
-            carried = drifts(self.config.folder, run, digest, whole)
-            base = carried.base(round_number, summed)
-
-            def drifting(after: Path) -> Written:
-                return made(None, drift=Drift.of(carried, base, round_number, parts, after))
-
-            return carried.keep(round_number, base, drifting, durable=durable)
-        if part.size < whole:
-            return made(None)
-        layout = training_layout(plan, whole)
-        if request.control is not None:
-            return self._controlled(plan, layout, request, partial(made, None))
-        blocks = layout.blocks
+        blocks = training_layout(plan, size).blocks
         if blocks is None or bounds is None:
             return made(None)
-        feedback = Feedback(self.config.folder, run, digest, blocks)
-        base = feedback.base(round_number, summed)
+        feedback = Feedback(self.config.folder, request.sum.run, plan.digest(), blocks)
+        base = feedback.base(round_number, partial(self._summed, plan, request.sum.run))
         before = feedback.path(base) if base else None
         return feedback.write(
             round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
         )
 
-    def _controlled(
-        self,
-        plan: Plan,
-        layout: SumLayout,
-        request: Contribute,
-        made: Callable[[Vector], Written],
-    ) -> Written:
-        """Make the update of the round with the site's control variate, and keep what this becomes if it is summed.
-
-        It is always synced: an update could be made again after a power cut, but not what earlier ones have left here.
-        """
-        control, round_number = request.control, request.sum.round
-        assert control is not None, "_check_control has found it"
-        assert layout.heaviest == 1, "a plan with control variates weighs all sites alike"
-        variates = Variates(self.config.folder, request.sum.run, plan.digest(), layout.size)
-        own = variates.read(control.summed)
-        with np.errstate(over="ignore"):  # training refuses what is not finite
-            correction = control.common - own
-        written = made(correction)
-        for offset, piece in written.pieces:
-            values = piece[: max(0, layout.size - offset)]
-            span = slice(offset, offset + values.size)
-            update = layout.ring.decode(values).astype(np.float32)
-            move(own[span], control.common[span], update, step_sizes(plan, round_number))
-        variates.write(round_number, control.summed, own)
-        return written
-
     def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
-        """Whether the site's update of a round is in its sum, as far as the site knows (`carried.py`)."""
+        """Whether the site's update of a round is in its sum, as far as the site knows (`feedback.py`)."""
         if not plan.aggregation.secure:
             return True
         with AttemptFiles.turn(self._attempts_folder(TRAIN, run), run) as files:
@@ -560,31 +500,6 @@ def _checked_scales(loaded: Loaded, request: Contribute) -> Floats | None:
             expected="none; only valid for an update under a plan with aggregation.compression",
         )
     return None
-
-
-def _check_control(loaded: Loaded, request: Contribute) -> None:
-    """Check the control variate of a request.
-
-    Raises:
-        UpdateError: it is missing, has another hash, is not finite or of a later round; or the plan has none.
-    """
-    control = request.control
-    if request.sum.purpose != TRAIN or not loaded.plan.local.control_variates:
-        if control is not None:
-            raise UpdateError(
-                "control variate",
-                "sent",
-                expected="none; only valid for an update under a plan with local.control_variates = true",
-            )
-        return
-    if control is None:
-        raise UpdateError("control variate", "missing", expected="c, with local.control_variates = true")
-    loaded.model.layout.check(control.common)
-    check_sent("control variate", control.common, control.hash)
-    if not 0 <= control.summed < request.sum.round:
-        raise UpdateError(
-            "round of the control variate", control.summed, expected=f"0 to {request.sum.round - 1}"
-        )
 
 
 def _check_clip(clip: float, *, clips: bool) -> None:

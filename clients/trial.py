@@ -183,7 +183,7 @@ def some_sequences(plan: Plan, vocabulary: int) -> Prepared:
         each = (1 if privacy.record == "window" or classify else privacy.windows) * (
             privacy.records if privacy.unit == "owner" else 1
         )
-        units = min(round(rows / privacy.sampling_rate), privacy.most_units or 2**63)
+        units = round(rows / privacy.sampling_rate)
         rows, starts = units * each, np.arange(units + 1) * each
     token = np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
     label, place = token.copy(), np.arange(length, dtype=np.int32)

@@ -18,7 +18,6 @@ from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Piece, manifest_of
 from cloister.clients.attempt import Mask
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.drift import Drift
 from cloister.clients.kept import Written, write_pieces
 from cloister.clients.release import Code, Finished, Protected, contribution
 from cloister.lm.data import Prepared
@@ -29,7 +28,6 @@ from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
 from cloister.protocol.balance import OwnSteps
-from cloister.protocol.blocks import Span, all_finite
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -54,12 +52,6 @@ class Task:
     """How the update becomes ring integers."""
     noise: NoiseStream | None
     """The secret stream of batches and noise of this update, with a privacy unit."""
-    correction: Vector | None = None
-    """(d,) float32: c - c_i, with `local.control_variates`."""
-    part: Span | None = None
-    """The span of the update that the round sums (`lm/parts.py`); None: all of it."""
-    drift: Drift | None = None
-    """What the site has not sent yet, with `aggregation.fragments`; otherwise None."""
 
 
 class Work(Protocol):
@@ -114,24 +106,21 @@ class Work(Protocol):
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
 ) -> Finished:
-    """The part of one site's update that the round sums, or this rank's span of it, without what its code adds, scaled
-    by its number of steps.
+    """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
 
     Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
-    a failure would reveal it. The site then begins without drift again.
+    a failure would reveal it.
 
     Raises:
         CloisterError: the site cannot train.
     """
     sequences, protected = prepared.train, isinstance(task.code, Protected)
-    drift = None if task.drift is None else task.drift.read(start.size)
-    begin = start if drift is None else start + drift
     try:
         if isinstance(trainer, PrivateTrainer):
             assert task.noise is not None
             assert terms is not None
             local = trainer.train(
-                begin,
+                start,
                 sequences,
                 round=task.round,
                 noise=task.noise,
@@ -139,60 +128,29 @@ def train(
                 state=task.state,
             )
         elif protected and not len(sequences):
-            return _nothing(trainer, task)  # its code adds the noise
+            return _nothing(trainer)  # its code adds the noise
         else:
             local = trainer.train(
-                begin,
+                start,
                 sequences,
                 round=task.round,
                 site_seed=task.seed,
                 state=task.state,
                 steps=task.own.steps,
-                correction=task.correction,
             )
-        sent = _sent(local.vector, task, drift)
     except UpdateError as error:
         if not protected:
             raise
         _log.warning("round %d: sending zeros: %s", task.round, error)
-        return _nothing(trainer, task)
+        return _nothing(trainer)
     if task.own.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite
-            np.multiply(sent, np.float32(task.own.factor), out=sent)
-    return Finished(sent, local.tokens, local.loss)
+            np.multiply(local.vector, np.float32(task.own.factor), out=local.vector)
+    return Finished(local.vector, local.tokens, local.loss)
 
 
-def _sent(update: Vector, task: Task, drift: Vector | None) -> Vector:
-    """The part of an update that the round sums; what is kept of the rest is written.
-
-    Args:
-        update: What was trained in the round; overwritten.
-        task: The task.
-        drift: That with which the round began.
-
-    Raises:
-        UpdateError: update and drift together are not finite.
-    """
-    if task.part is None:
-        return update
-    if drift is None:
-        return task.part.of(update)
-    assert task.drift is not None, "a drift has been read"
-    with np.errstate(over="ignore"):
-        update += drift
-    if not all_finite(update):
-        raise UpdateError("change since the fragments were sent", "non-finite", expected="finite numbers")
-    sent = task.part.of(update).copy()
-    task.part.of(update)[:] = 0
-    task.drift.write(update)
-    return sent
-
-
-def _nothing(trainer: Trainer | PrivateTrainer, task: Task) -> Finished:
-    span = trainer.weights.span
-    if task.drift is not None:
-        task.drift.write(np.zeros(span.size, np.float32))
-    return Finished(np.zeros((task.part or span).size, np.float32), 0, 0.0)
+def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
+    return Finished(np.zeros(trainer.weights.span.size, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)

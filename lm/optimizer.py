@@ -5,8 +5,7 @@ the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to t
 gains and biases take AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not
 weights of a layer, and neither source covers them: with an adapter a plan cannot ask for Muon.
 
-`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state: what the control
-variates of SCAFFOLD are derived for (`aggregation/variates.py`).
+`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state.
 
 The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
 fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
@@ -154,18 +153,6 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     done = min(1.0, (step - local.warmup_steps) / max(1, total - 1 - local.warmup_steps))
     final = local.final_learning_rate
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def step_sizes(plan: Plan, round: int) -> float:
-    """The sum of the learning rates of a round's local steps, of a site that takes `local.steps`.
-
-    Args:
-        plan: The plan.
-        round: The round, from 1.
-    """
-    local, before = plan.local, (round - 1) * plan.local.steps
-    total = plan.run.rounds * local.steps
-    return math.fsum(learning_rate(local, before + step, total) for step in range(local.steps))
 
 
 def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:

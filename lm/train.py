@@ -16,15 +16,14 @@ and divides by the number of texts, not by the sum of their weights. So the loss
 micro-batch, rank or site it is: sums over parts of a step are added up, and sites count by their texts. The
 second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
 gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
-float32 weights. With `local.control_variates` (SCAFFOLD) c - c_i is added to the clipped gradient before the step
-(`aggregation/variates.py`).
+float32 weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -189,7 +188,6 @@ class Trainer:
         steps: int | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
-        correction: Vector | None = None,
     ) -> LocalUpdate:
         """Train from `start` and return the update.
 
@@ -206,7 +204,6 @@ class Trainer:
             steps_before: Local steps of the run before this round, for the learning rate; by default
                 (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
-            correction: (layout.size,) float32, added to each clipped gradient: c - c_i of SCAFFOLD. Of one process.
 
         Raises:
             DataError: there are no sequences.
@@ -225,16 +222,7 @@ class Trainer:
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             with seeded("train", *seeds, *self.weights.draws, device=self._device):
-                tokens, loss = self._steps(
-                    sequences,
-                    trained,
-                    optimizer,
-                    taken,
-                    before,
-                    seeds,
-                    progress,
-                    self._corrections(correction),
-                )
+                tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
@@ -251,7 +239,6 @@ class Trainer:
         steps_before: int,
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
-        corrections: Mapping[str, torch.Tensor],
     ) -> tuple[int, float]:
         """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
         local = self._plan.local
@@ -267,21 +254,11 @@ class Trainer:
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 self.weights.clip(parameters, local.clip_norm)
-            if corrections:
-                _correct(trained, corrections)
             optimizer.step(steps_before + step * local.steps / steps)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
-
-    def _corrections(self, correction: Vector | None) -> dict[str, torch.Tensor]:
-        """By parameter what is added to its gradients; empty if nothing is."""
-        if correction is None:
-            return {}
-        assert isinstance(self.weights, Whole), "a site with a mesh refuses control variates"
-        parts = self._bench.model.layout.split(correction)
-        return {name: torch.from_numpy(part.copy()).to(self._device) for name, part in parts.items()}
 
     def _micro_batches(
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
@@ -353,13 +330,6 @@ def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu
         for parameter, anchor in zip(parameters, anchors, strict=False):
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - anchor, alpha=mu)
-
-
-def _correct(trained: Named, corrections: Mapping[str, torch.Tensor]) -> None:
-    """Add to the gradients; a parameter that the step did not use has a gradient of zero."""
-    for name, parameter in trained:
-        correction = corrections[name].view_as(parameter)
-        parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
 
 
 def _not_finite(round: int, what: str) -> UpdateError:

@@ -40,15 +40,6 @@ class SampledGaussian:
     step. Neighbours: add or remove one unit, which changes f by at most C. The worst case is one dimension: N(0, z^2)
     against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the Gaussian
     mechanism.
-
-    With `largest_batch` B and `most_units` N the sampling is truncated (Ganesh 2025, "Tighter privacy analysis for
-    truncated Poisson sampling"): the N places for units are drawn, and of more than B drawn places B are kept,
-    uniformly at random. An empty place contributes zero. Neighbours: one place is empty or not. If B or more of the
-    other N - 1 places are drawn, with a probability of t, then the place in question is kept with the conditional
-    probability p = P(Bin(N, q) > B) B / (N t), and another one is pushed out for it. So the sum is f + (0 or a) against
-    f + (0 or b), the second with probability p, with |a| <= 2 C and |b| <= C, for which (1 - p) N(0, z^2) + p N(2, z^2)
-    against (1 - p) N(0, z^2) + p N(-2, z^2) is a bound. Else it is kept whenever it is drawn, as above. Whether it is
-    the one or the other does not depend on the data.
     """
 
     noise_multiplier: float
@@ -59,10 +50,6 @@ class SampledGaussian:
     """Steps, 1 or more."""
     unit: Literal["record", "owner"] = "record"
     """What is drawn and clipped: a record (or a window of one), or an owner with all its records."""
-    largest_batch: int | None = None
-    """B, from 1 to N - 1; None: a batch of any size."""
-    most_units: int | None = None
-    """N, the places for units; None exactly if `largest_batch` is."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
@@ -73,15 +60,6 @@ class SampledGaussian:
         object.__setattr__(self, "steps", _count("steps", self.steps))
         if self.unit not in ("record", "owner"):
             raise AccountingError("unit", self.unit, expected="record or owner")
-        if self.largest_batch is not None or self.most_units is not None:
-            largest, places = (
-                _count("largest_batch", self.largest_batch),
-                _count("most_units", self.most_units),
-            )
-            if largest >= places:
-                raise AccountingError(
-                    "largest_batch", largest, expected=f"fewer than most_units, which is {places}"
-                )
 
 
 @dataclass(frozen=True)
@@ -228,7 +206,7 @@ _MECHANISMS: dict[str, type[Any]] = {
 }
 
 
-_LATER: dict[str, object] = {"unit": "record", "largest_batch": None, "most_units": None}
+_LATER: dict[str, object] = {"unit": "record"}
 """Fields that earlier releases did not write, and the values at which they are left out: an old ledger is canonical."""
 
 

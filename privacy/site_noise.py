@@ -170,18 +170,6 @@ class SiteMechanism:
             steps += noise.child("skellam").skellam(extra, self.variance, self.dimension)
         return steps
 
-    def on(self, dimension: int) -> SiteMechanism:
-        """The same mechanism for a vector of at most as many coordinates: its event is an upper bound of the cost.
-
-        Noise and scale are the same, and what depends on the dimension is what rounding adds to the norm of a vector:
-        with fewer coordinates it adds less.
-
-        Args:
-            dimension: Coordinates of the vector.
-        """
-        assert dimension <= self.dimension, "the noise is priced for the largest vector"
-        return dataclasses.replace(self, dimension=dimension)
-
     def correlated_by(self, blt: Blt, pattern: Participation) -> SiteMechanism:
         """The same mechanism with another matrix for the same noise multiplier and pattern.
 

@@ -27,7 +27,6 @@ def basis(
     clip: float,
     steps: tuple[tuple[str, int], ...] = (),
     scales: bytes = b"",
-    control: bytes = b"",
 ) -> bytes:
     """32 bytes that name all that the vectors of a sum are computed from.
 
@@ -36,9 +35,7 @@ def basis(
         clip: Clipping norm, if the unit of privacy is the site; otherwise 0.
         steps: Local steps of each site of the cohort; empty where the plan gives all sites the same.
         scales: Bounds of the blocks of a compressed update, as the message has them; otherwise empty.
-        control: Hash of c, where updates are corrected by control variates; otherwise empty.
     """
     counted = (steps,) if steps else ()
     scaled = (scales,) if scales else ()  # bytes, so it is not taken for steps
-    corrected = (("control variate", control),) if control else ()
-    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex(), *counted, *scaled, *corrected)).digest()
+    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex(), *counted, *scaled)).digest()

@@ -144,7 +144,7 @@ class Begin:
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
     model: Digest
-    """Hash of the global model, the clipping norm, the sites' local steps, the scales and c (`digest.basis`)."""
+    """Hash of the global model, the clipping norm, the sites' local steps and the scales (`digest.basis`)."""
 
 
 @dataclass(frozen=True)
@@ -215,18 +215,6 @@ class Inbox:
 
 
 @dataclass(frozen=True)
-class ControlVariate:
-    """With `local.control_variates`, what an update is corrected by (`aggregation/variates.py`)."""
-
-    hash: Digest
-    """Hash of `common`."""
-    common: Floats
-    """c, the mean of the control variates of all sites, as long as the model."""
-    summed: int
-    """The last round whose change of the recipient's own control variate is in c; 0: none."""
-
-
-@dataclass(frozen=True)
 class Contribute:
     """Asks a site for its part of a sum: its update of the round, or its held-out totals of the model."""
 
@@ -245,8 +233,6 @@ class Contribute:
     scales: Annotated[bytes, Limit(MOST_SCALES)] = b""
     """Under a plan with `aggregation.compression`, for an update: the bound of each block (`aggregation/scales.py`),
     float32, little-endian."""
-    control: ControlVariate | None = None
-    """Under a plan with `local.control_variates`, for an update; otherwise None."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
-from cloister.lm.parts import parts_of
 from cloister.privacy.ledger import Entry as Charged
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import balanced
@@ -92,7 +91,6 @@ from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.speeds import Measured, speed_of
 from cloister.server.spending import Spending
-from cloister.server.variates import ControlVariates
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
 
@@ -231,9 +229,6 @@ class Wanted:
     """Local steps of each site of the cohort; empty where all take those of the plan. `sum_over` decides them."""
     scales: Scales | None = None
     """The bounds of a compressed update's blocks; otherwise None."""
-    controls: ControlVariates | None = None
-    """The control variates of updates with `local.control_variates`; otherwise None. They do not change during the
-    sum."""
     group: int = 0
     """The group of the round's cohort that is summed."""
 
@@ -430,12 +425,9 @@ class _Plain:
         """As in `Total`."""
         self.too_stale = 0
         """Updates that exceeded `cohort.staleness`."""
-        parts = parts_of(party.plan, party.layout)
-        self.part, self.largest = parts.of(wanted.round), parts.largest
-        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, self.part.size, self.largest)
+        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
         self.bounds = wanted.scales.bounds if wanted.scales else None
         self.scales = wanted.scales.to_bytes() if wanted.scales else b""
-        self.controls = {} if wanted.controls is None else wanted.controls.messages(sites)
         self.kept = party.kept.of_group(wanted.group)
 
     def run(self, needed: int) -> Asks[Opened]:
@@ -493,14 +485,7 @@ class _Plain:
             self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
         requests = {
             site: Contribute(
-                self.sum_id,
-                self.model_hash,
-                wanted.clip,
-                inbox,
-                wanted.model,
-                wanted.steps,
-                self.scales,
-                self.controls.get(site),
+                self.sum_id, self.model_hash, wanted.clip, inbox, wanted.model, wanted.steps, self.scales
             )
             for site, inbox in inboxes.items()
         }
@@ -644,12 +629,9 @@ class _Masked(_Plain):
             party.run,
             layout.size,
             layout.digest() + party.base_hash.hex(),
-            self.part,
-            self.largest,
             wanted.group,
         )
-        control = next((told.hash for told in self.controls.values()), b"")
-        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales, control)
+        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales)
         coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(

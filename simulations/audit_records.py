@@ -8,8 +8,7 @@ steps of `PrivateTrainer` and plants canaries in them.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the site's
 own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
-records, and is drawn into batches as every unit is; where the places for units are limited, the last real units make
-room for canaries. Its gradient is
+records, and is drawn into batches as every unit is. Its gradient is
 `FAR` clipping norms along one coordinate that no other canary has, so that clipping is attacked as well. The adversary
 sees every noised sum and subtracts the sum of the real units' clipped gradients, which it knows: they depend on the
 canaries only through earlier releases, so revealing them costs no canary anything. Its score of a canary is the
@@ -129,7 +128,6 @@ class CanaryTrainer(PrivateTrainer):
         """What was released, against the charge."""
         self._included = np.flatnonzero(included)
         self._drawn = np.zeros(len(included), np.bool_)
-        self._places = plan.privacy.most_units
         self._layout = model.layout
         self._seed = plan.run.seed
         self._score = score
@@ -146,10 +144,8 @@ class CanaryTrainer(PrivateTrainer):
     def among(self, sequences: Sequences) -> Sequences:
         """The sequences, with the included canaries appended as units without tokens."""
         assert sequences.starts is not None
-        self._real = len(sequences.starts) - 1
-        if self._places is not None:  # whether a canary is included changes nothing else
-            self._real = min(self._real, self._places - len(self.scores))
-        starts = sequences.starts[: self._real + 1]
+        starts = sequences.starts
+        self._real = len(starts) - 1
         return replace(sequences, starts=np.append(starts, np.full(len(self._included), starts[-1])))
 
     @contextmanager
@@ -321,15 +317,12 @@ class RecordGame:
         """The number of canaries; each needs its own coordinate in every round."""
         rounds = range(1, min(2, self.plan.run.rounds) + 1)
         most = min(sum(p.numel() for _, p in self.model.trainable_in_round(number)) for number in rounds)
-        places = self.plan.privacy.most_units or most
         if wanted is None:
-            return max(1, min(_MOST_CANARIES, most, places, int(0.1 / self.terms.delta)))
+            return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
         if wanted > most:
             raise CloisterError(
                 "--canaries", wanted, expected=f"at most the {most} coordinates that every round trains"
             )
-        if wanted > places:
-            raise CloisterError("--canaries", wanted, expected=f"at most privacy.most_units, {places}")
         return wanted
 
     def _score(self, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

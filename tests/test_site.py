@@ -90,7 +90,6 @@ class Attack:
         attempt: The attempt.
         clip: The clipping norm that sites are told, if the unit of privacy is the site.
         purpose: What is summed.
-        control: Hash of c, with `local.control_variates`.
         config: Of the sites.
     """
 
@@ -100,7 +99,6 @@ class Attack:
         attempt: int = 1,
         clip: float = 0.0,
         purpose: Purpose = TRAIN,
-        control: bytes = b"",
         **config: Any,
     ) -> None:
         self.federation, self.purpose, plan = federation, purpose, federation.plan
@@ -108,7 +106,7 @@ class Attack:
         layout = federation.layout
         contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
         steps, scales = (federation.steps(), federation.scales()) if purpose == TRAIN else ((), b"")
-        model = basis(vector_hash(federation.model), clip, steps, scales, control)
+        model = basis(vector_hash(federation.model), clip, steps, scales)
         self.coordinator = SecureCoordinator(contract, 1, attempt, model)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:

@@ -81,16 +81,6 @@ def test_an_owner_pays_for_a_step_what_a_record_pays() -> None:
     assert (owner.unit, owner.relation) == ("owner", "add or remove all records of one owner")
 
 
-def test_a_largest_batch_is_charged() -> None:
-    limits = ["privacy.largest_batch=20", "privacy.most_units=200"]
-    found = terms_for([*RECORD, *limits, "privacy.target_epsilon=3.0"])
-    assert found.round_events == (
-        SampledGaussian(found.noise_multiplier, 0.05, 6, "record", largest_batch=20, most_units=200),
-    )
-    assert 2.9 < found.epsilon(7) <= 3.0
-    assert found.noise_multiplier > terms_for([*RECORD, "privacy.target_epsilon=3.0"]).noise_multiplier
-
-
 # Without a guarantee.
 
 

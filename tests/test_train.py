@@ -79,10 +79,10 @@ class Run:
 # --- references -------------------------------------------------------------------------------------------------------
 
 
-def adamw_by_hand(
+def steps_by_hand(
     plan: Plan, model: LanguageModel, data: Sequences, rounds: int = 1, mu: float = 0.0
 ) -> tuple[np.ndarray, float]:
-    """Rounds in a row without a break, from AdamW's paper; the final vector and the last round's mean loss."""
+    """Rounds in a row, by AdamW's paper or plain SGD; the final vector and the last round's mean loss."""
     local, module = plan.local, model.module.eval()
     beta1, beta2 = local.betas
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -112,6 +112,9 @@ def adamw_by_hand(
             with torch.no_grad():
                 for p, g, (first, second) in zip(parameters, gradients, moments, strict=True):
                     p.mul_(1 - rate * (local.weight_decay if p.ndim >= 2 else 0))
+                    if local.optimizer == "sgd":
+                        p.sub_(rate * g)
+                        continue
                     first.mul_(beta1).add_(g, alpha=1 - beta1)
                     second.mul_(beta2).add_(g * g, alpha=1 - beta2)
                     p.sub_(rate * (first / (1 - beta1**time)) / ((second / (1 - beta2**time)).sqrt() + 1e-8))
@@ -126,12 +129,13 @@ def adamw_by_hand(
         ["local.weight_decay=0.3", "local.warmup_steps=2", "local.betas=[0.8, 0.99]"],
         ["local.accumulation=2", "local.batch_size=2"],
         ["model.adapter.scheme=lora", "model.adapter.rank=2"],
+        ["local.optimizer=sgd", "local.learning_rate=0.3", "local.weight_decay=0.3"],
     ],
 )
 def test_a_round_is_a_plain_loop(overrides: list[str]) -> None:
     run = Run(plan_of("llama", *overrides))
     update = run.train()
-    expected, loss = adamw_by_hand(run.plan, load_model(run.plan), some())
+    expected, loss = steps_by_hand(run.plan, load_model(run.plan), some())
     assert update.loss == pytest.approx(loss, rel=1e-6)
     # Adam divides by the root of tiny second moments, so single elements are the last to agree.
     np.testing.assert_allclose(run.start + update.vector, expected, rtol=0, atol=1e-5)
@@ -143,8 +147,8 @@ def test_fedprox_equals_its_penalty_through_autograd() -> None:
     mu = 30.0
     run = Run(plan_of("llama", f"local.proximal={mu}", "local.clip_norm=0"))
     update = run.train()
-    expected, loss = adamw_by_hand(run.plan, load_model(run.plan), some(), mu=mu)
-    free, _ = adamw_by_hand(run.plan, load_model(run.plan), some())
+    expected, loss = steps_by_hand(run.plan, load_model(run.plan), some(), mu=mu)
+    free, _ = steps_by_hand(run.plan, load_model(run.plan), some())
     np.testing.assert_allclose(run.start + update.vector, expected, rtol=0, atol=5e-6)
     assert update.loss == pytest.approx(loss, rel=1e-6), "the penalty is no part of the reported loss"
     assert np.linalg.norm(expected - free) > 0.05 * np.linalg.norm(free - run.start)
@@ -389,7 +393,7 @@ def test_kept_moments_continue_as_if_there_were_no_rounds(tmp_path: Path) -> Non
     vector = run.start
     for round in (1, 2):
         vector = vector + run.train(vector, round=round, state=tmp_path).vector
-    expected, _ = adamw_by_hand(run.plan, load_model(run.plan), some(), rounds=2)
+    expected, _ = steps_by_hand(run.plan, load_model(run.plan), some(), rounds=2)
     np.testing.assert_allclose(vector, expected, rtol=0, atol=5e-6)
     reset = Run(plan_of("llama", "local.weight_decay=0.1"))
     other = reset.start

@@ -277,7 +277,7 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 # What is not one message.
 
 
-@pytest.mark.parametrize("version", ["cloister/wire/4", "cloister/wire/6", "", 1, b"cloister/wire/5", ()])
+@pytest.mark.parametrize("version", ["cloister/wire/5", "cloister/wire/7", "", 1, b"cloister/wire/6", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
     with pytest.raises(EncodingError, match="install the same release of cloister at the coordinator and"):
         decode_reply([pack(version, "Joined", "site-0", b"", struct.pack(">d", 1.0))])
