@@ -219,7 +219,7 @@ RATE, REPEATED, RELEASES = "rate at which canaries are drawn", "noise summed ove
     [
         *((mutant, NOISE) for mutant in LESS_NOISE_IN_STEPS),
         (Mutant("clients.dpsgd:PrivateTrainer.new_sum", "self._plan.", "2 * self._plan."), LENGTH),
-        (Mutant(STEPS, "n_places, self._rate", "n_places, 2 * self._rate"), RATE),
+        (Mutant(STEPS, "n_units, self._rate", "n_units, 2 * self._rate"), RATE),
         (Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"), RELEASES),
         (Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'), REPEATED),
         (UNCHARGED, RELEASES),
