@@ -6,7 +6,7 @@ import hashlib
 import math
 
 from cloister.aggregation import masks
-from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
+from cloister.aggregation.average import CLIPPED, WEIGHT, Counter, SumLayout
 from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
@@ -26,6 +26,8 @@ BYTES = "bytes"
 LOSS_SCALE = 1 << 20
 """Summed losses are sent as whole multiples of 2^-20 nats."""
 _LARGEST_LOSS = 1 << 50
+_LARGEST_COUNT = 1 << 48
+"""Most tokens or bytes of a site's held-out records."""
 
 
 def count_of_loss(nats: float) -> int:
@@ -53,23 +55,26 @@ def training_layout(plan: Plan, parameters: int) -> SumLayout:
         mechanism = terms.mechanism
         bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
         extra = mechanism.size - parameters
-        layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
+        layout = SumLayout(Ring(bits, bound, cohort), parameters, (Counter(WEIGHT, 1, 1),), extra=extra)
     else:
         heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
-        counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
+        weight = Counter(WEIGHT, heaviest, 1)
         ring = Ring(bits, plan.aggregation.bound, cohort)
-        if plan.aggregation.compression is None:
-            layout = SumLayout(ring, parameters, counters, heaviest)
-        else:
-            blocks = BlockCode(parameters, plan.run.seed, ring)
-            layout = SumLayout(ring, blocks.size, counters, heaviest, blocks=blocks)
-            if 4 * blocks.blocks > MOST_SCALES:
-                raise PlanError(
-                    "trained parameters",
-                    parameters,
-                    expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
-                    fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
-                )
+        compressed = plan.aggregation.compression is not None
+        blocks = BlockCode(parameters, plan.run.seed, ring) if compressed else None
+        size = parameters if blocks is None else blocks.size
+        counters: tuple[Counter, ...] = (weight,)
+        if terms is None:
+            tokens, loss = Counter(TOKENS, plan.most_labels()), Counter(LOSS, _LARGEST_LOSS)
+            counters = (weight, tokens, loss, Counter(CLIPPED, size))
+        layout = SumLayout(ring, size, counters, heaviest, blocks=blocks)
+        if blocks is not None and 4 * blocks.blocks > MOST_SCALES:
+            raise PlanError(
+                "trained parameters",
+                parameters,
+                expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
+                fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
+            )
     if plan.aggregation.secure and layout.length > masks.LONGEST:
         raise PlanError(
             "trained parameters",
@@ -84,7 +89,9 @@ def evaluation_layout(plan: Plan) -> SumLayout:
     """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes or choices the
     confusion matrix."""
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-    return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES, *confusion_counters(plan)))
+    counts = (CORRECT, TOKENS, BYTES, *confusion_counters(plan))
+    counters = Counter(LOSS, _LARGEST_LOSS), *(Counter(name, _LARGEST_COUNT) for name in counts)
+    return SumLayout(ring, 0, counters)
 
 
 def confusion_counters(plan: Plan) -> tuple[str, ...]:

@@ -361,7 +361,7 @@ class Site:
         cells = [count for row in found.confusion for count in row]
         counters |= zip(confusion_counters(loaded.plan), cells, strict=True)
         layout = evaluation_layout(loaded.plan)
-        return layout.ring.encode_counters([counters[name] for name in layout.counters])
+        return layout.ring.encode_counters([counters[name] for name in layout.names])
 
     def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps, bounds: Floats | None) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.

@@ -116,7 +116,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     done: RoundDone | RoundAbandoned
     attempts = max(result.attempts for result in made)
     if norm is None:
-        spoiled = any(isinstance(result, Failed) and result.spoiled for result in made)
+        spoiled = next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), "")
         done = RoundAbandoned(number, attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
     else:
         counters = Counter[str]()

@@ -22,7 +22,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import QuorumError
+from cloister.protocol.errors import QuorumError, SpoiledError
 from cloister.protocol.joining import check_size
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
@@ -215,7 +215,7 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
 def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
-    abandoned = 0
+    abandoned = spoiled = 0
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
         if party.members.newcomers():
@@ -234,7 +234,18 @@ def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last
             return last, why
         last = number
         _report(context, folder, board, asdict(result))
-        if not isinstance(result, RoundAbandoned) or result.spoiled:
+        if isinstance(result, RoundAbandoned) and result.spoiled:
+            spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
+            if spoiled == min(plan.cohort.attempts, plan.run.rounds):
+                raise SpoiledError(
+                    f"round {number}",
+                    result.spoiled,
+                    expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
+                    "under masks",
+                    fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
+                    "or continue this run with the next round",
+                )
+        elif not isinstance(result, RoundAbandoned):
             abandoned = 0
         elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
             abandoned += 1

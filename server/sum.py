@@ -210,8 +210,9 @@ class Failed:
     """Attempts that failed."""
     bound: bool
     """Shares were requested in one of them: the sites that answered will answer for no other survivors."""
-    spoiled: bool = False
-    """The last sum was opened and makes no mean: a site lied in its weight, and an attempt would sum the same again."""
+    spoiled: str = ""
+    """The total of the opened sum that no honest sites can have: a site lied in its counters, and another attempt would
+    sum the same again."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             journal.record(number, attempt, wanted.step(steps.FAILED), {"reason": reason})
             party.observe(AttemptFailed(number, attempt, reason))
             if isinstance(error, UpdateError):
-                return Failed(failures, bound=True, spoiled=True)
+                return Failed(failures, bound=True, spoiled=reason)
             continue
         finally:
             heard |= under_way.speeds
@@ -668,7 +669,8 @@ class _Masked(_Plain):
         yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
-        return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))), self.bounds)
+        total = coordinator.sum(threads=len(os.sched_getaffinity(0)))
+        return self.sum_layout.open(total, len(survivors.survivors), self.bounds)
 
     def update(self, coordinator: SecureCoordinator) -> Asks[Survivors]:
         """4. Update: fold in the masked vectors, or take the sum that an earlier process has kept."""

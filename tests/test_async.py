@@ -171,7 +171,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
                 assert (reply.site, event.too_stale) == (slow, 1)
                 continue
             vector = np.concatenate(reply.spans)
-            tokens = layout.ring.decode_counters(vector[layout.size :])[layout.counters.index(WEIGHT)]
+            tokens = layout.ring.decode_counters(vector[layout.size :])[layout.names.index(WEIGHT)]
             coded = vector[: layout.size].view(np.int32) / layout.ring.scale * layout.heaviest
             total += coded / np.sqrt(1 + age)  # it was coded times its tokens
             weights += tokens / np.sqrt(1 + age)
@@ -197,7 +197,7 @@ def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:
 
     def lie(step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution) and reply.site == liar:
-            counters = dict.fromkeys(layout.counters, layout.heaviest + 1)
+            counters = dict.fromkeys(layout.names, layout.heaviest + 1)
             vector = np.concatenate([reply.spans[0][: layout.size], layout.tail(counters)])
             request = Contribute(reply.sum, reply.model_hash, 0.0, None, np.empty(0, np.float32))
             return contribution_of(request, liar, vector)

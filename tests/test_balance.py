@@ -344,7 +344,7 @@ def test_the_update_of_a_site_is_scaled_by_its_steps(tmp_path: Path) -> None:
         steps = tuple(zip(federation.names, numbers, strict=True))
         sent = whole(site.contribute(federation.request(steps=steps)))
         vectors.append(trained[-1].vector)
-        opened.append(layout.open(sent.copy()))
+        opened.append(layout.open(sent.copy(), 1))
     assert np.array_equal(vectors[1], vectors[0] * np.float32(2.5))
     assert np.abs(vectors[0]).max() > 1e-3
     for vector, found in zip(vectors, opened, strict=True):
@@ -377,7 +377,7 @@ def test_sites_of_equal_data_count_alike_whatever_their_steps(tmp_path: Path) ->
         layout = training_layout(federation.plan, federation.layout.size)
         for index in range(2):
             vector = whole(federation.joined(index).contribute(federation.request(steps=steps)))
-            means.append(layout.open(vector.copy()).mean)
+            means.append(layout.open(vector.copy(), 1).mean)
     one_of_two, one_of_eight, equal, _ = means
     scale = np.abs(equal).max()
     assert scale == pytest.approx(5 * 2**-17, rel=1e-2)

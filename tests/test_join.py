@@ -380,7 +380,7 @@ def test_a_site_with_nothing_to_train_on_gives_noise_alone(
     assert "NO RECORD IS TRAINED ON" in caplog.text
     if unit is CENTRAL:
         layout = training_layout(sites.federation.plan, sites.federation.layout.size)
-        assert not layout.open(vector).mean.any()  # to which the coordinator adds noise
+        assert not layout.open(vector, 1).mean.any()  # to which the coordinator adds noise
     else:
         assert stream.sigmas
         assert not any(total.any() for total in stream.sums)

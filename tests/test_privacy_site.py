@@ -136,7 +136,7 @@ def test_a_contribution_has_no_room_for_tokens_losses_or_clipped_counts(
     federation = federate(settings)
     vector = whole(federation.joined().contribute(asked(federation)))
     layout = training_layout(federation.plan, federation.model.size)
-    assert layout.counters == ("weight",)
+    assert layout.names == ("weight",)
     assert vector.shape == (federation.model.size + layout.ring.limbs,)
     assert layout.ring.decode_counters(vector[federation.model.size :]) == [1]
     open_plan = tiny("aggregation.secure=false")
@@ -508,7 +508,7 @@ def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federat
     federation = federate(CENTRAL)
     vector = whole(federation.joined().contribute(federation.request(clip=clip)))
     layout = training_layout(federation.plan, federation.model.size)
-    assert float(np.linalg.norm(layout.open(vector).mean.astype(np.float64))) <= 1.001
+    assert float(np.linalg.norm(layout.open(vector, 1).mean.astype(np.float64))) <= 1.001
 
 
 def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: Federate) -> None:

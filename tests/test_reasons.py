@@ -144,7 +144,7 @@ class Sites:
         """The vector of each site: an update of zeros, learned from one token."""
         layout = training_layout(self.plan, LAYOUT.size)
         values, _ = layout.encode(MODEL, 1, 0)
-        return np.concatenate([values, layout.tail(dict.fromkeys(layout.counters, 1))])
+        return np.concatenate([values, layout.tail(dict.fromkeys(layout.names, 1))])
 
     def garble(self, site: str, step: str, frames: list[Buffer]) -> list[Buffer]:
         if (site, step) != (BAD, self.step):

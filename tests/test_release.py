@@ -80,7 +80,7 @@ def test_an_update_of_another_length_does_not_leave() -> None:
 def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     """Tokens and loss of a site are in no place of what it sends."""
     mechanism, layout = exit_of(7)
-    assert layout.counters == ("weight",)
+    assert layout.names == ("weight",)
     one, other = (
         contribution(Protected(layout, mechanism, 1.0, SECRET.child("x")), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
@@ -169,7 +169,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         reveal = attempts[names[number]].agree(requests[names[number]], 1)
         assert isinstance(reveal, Reveal)
         coordinator.revealed(reveal)
-    opened = layout.open(coordinator.sum())
+    opened = layout.open(coordinator.sum(), len(left))
     mean, _ = mechanism.decode(opened.mean, opened.counters[WEIGHT], 1.0, SECRET)
     assert opened.counters == {WEIGHT: len(left)}
     clear = PlainSum(layout)
@@ -420,7 +420,7 @@ def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
     code = code_for(plan, None, 3, rounding=0, clip_norm=0.0, noise=None, remainders=remainders)
     counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
     expected = weight_of(256, plan.most_labels(), 2.0)
-    assert counters[code.layout.counters.index(WEIGHT)] == expected > 256
+    assert counters[code.layout.names.index(WEIGHT)] == expected > 256
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federatio
             site.contribute(federation.request(purpose=purpose))
     # Without the guard the same message opens the site's own update.
     vector = whole(without_guard(federation).contribute(federation.request(plan=clear)))
-    assert np.abs(training_layout(clear, federation.layout.size).open(vector).mean).max() > 0
+    assert np.abs(training_layout(clear, federation.layout.size).open(vector, 1).mean).max() > 0
 
 
 def test_a_site_whose_people_end_sums_in_clear_gives_nothing_in_clear_from_then_on(

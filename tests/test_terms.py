@@ -259,7 +259,7 @@ def test_another_process_calibrates_to_the_same() -> None:
 def test_the_sum_has_one_counter_under_privacy_and_one_more_value_under_adaptive_clipping() -> None:
     for base, more in ((RECORD, 0), (SITE, 0), ([*SITE, ADAPTIVE], 1), ([*CENTRAL, ADAPTIVE], 1)):
         layout = training_layout(parse("", [*base, "privacy.noise_multiplier=1.9"]), DIMENSION)
-        assert layout.counters == ("weight",)
+        assert layout.names == ("weight",)
         assert (layout.size, layout.extra) == (DIMENSION, more)
         assert layout.length == DIMENSION + more + layout.ring.limbs
         assert np.dtype(layout.ring.dtype).itemsize == 4
