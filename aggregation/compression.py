@@ -99,7 +99,7 @@ class BlockCode:
     @property
     def unit(self) -> float:
         """Steps in 1 of a remainder."""
-        return self.most_kept / (2 ** (self.ring.bits - 1) - 1)
+        return float(self.most_kept / (2 ** (self.ring.bits - 1) - 1))
 
     def coded(self, span: Span) -> Span:
         """Where a span of the values, which begins at a block of `protocol.blocks`, is in the coded update."""
