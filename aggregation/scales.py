@@ -18,8 +18,8 @@ It stays between 3, which updates that are all alike need, and 3 n, for one site
 in that number can make the steps 3 n / `multiple` times as large, and no more. At c = 3 and 15 levels rounding adds
 0.7 % to the squared norm of an update, and clipping less.
 
-All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are in the context of a
-masked sum (`protocol/digest.py`: `basis`).
+All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are part of the
+instructions of a sum (`messages.Instructions`).
 
 Refused: bounds from the sites' own norms, which would be totals of their own, or a round trip before each round.
 """

@@ -51,7 +51,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,7 +62,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.optimizer import Carry, LocalOptimizer
 from cloister.lm.passes import Forward, Passes
 from cloister.lm.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.lm.weights import Held, Named, Weights, Whole, whole
@@ -397,7 +396,7 @@ class PrivateTrainer:
         round: int,
         noise: NoiseStream,
         noise_multiplier: float,
-        state: Path | None = None,
+        carry: Carry | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
@@ -415,7 +414,7 @@ class PrivateTrainer:
                 trainings with the same noise, such as a retry of a round from other data or another model, is free of
                 noise.
             noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
-            state: As in `Trainer.train`. The kept state depends on noised gradients only.
+            carry: As in `Trainer.train`. The kept state depends on noised gradients only.
             steps_before: As in `Trainer.train`.
             progress: Called with the number of steps taken so far, after each one.
 
@@ -440,7 +439,7 @@ class PrivateTrainer:
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
         return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
 
     @contextmanager

@@ -15,16 +15,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.rotation import Floats
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
 from cloister.clients import feedback
+from cloister.clients.feedback import Remainders
 from cloister.lm.layout import Vector
 from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
@@ -173,12 +172,8 @@ class Compressed:
     """As in `InClear`."""
     weighted: bool
     """As in `InClear`."""
-    bounds: Floats
-    """(blocks,) float32: the bound of each block."""
-    before: Path | None
-    """The remainder of the site's last update that was summed; None: there is none."""
-    after: Path
-    """File of the remainder of this update, of its full size (`feedback.allocate`)."""
+    remainders: Remainders
+    """The bounds of the round, and the files of what is left out."""
     temperature: float = 1.0
     """As in `InClear`."""
 
@@ -190,7 +185,7 @@ class Compressed:
         gather: Gather = alone,
         out: RingVector | None = None,
     ) -> tuple[RingVector, Clipped]:
-        """The ring integers of one span; its remainder is written into the file `after`.
+        """The ring integers of one span; its remainder is written.
 
         Args:
             values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
@@ -208,12 +203,12 @@ class Compressed:
         span = code.coded(Span(offset, offset + values.size))
         factor = self._weight(tokens) / self.layout.heaviest
         with (
-            feedback.kept_in(self.before, code, span) as kept,
-            feedback.stored(self.after, code, span, os.O_WRONLY) as remainder,
+            feedback.kept_in(self.remainders.before, code, span) as kept,
+            feedback.stored(self.remainders.after, code, span, os.O_WRONLY) as remainder,
         ):
             coded, clipped = code.encode(
                 values,
-                self.bounds,
+                self.remainders.bounds,
                 self.rounding,
                 offset,
                 factor=factor,
@@ -234,17 +229,6 @@ class Compressed:
 
 
 Code: TypeAlias = InClear | Compressed | Protected
-
-
-class Remainders(NamedTuple):
-    """What a compressed update is coded with."""
-
-    bounds: Floats
-    """As in `Compressed`."""
-    before: Path | None
-    """As in `Compressed`."""
-    after: Path
-    """As in `Compressed`."""
 
 
 def code_for(
@@ -275,7 +259,7 @@ def code_for(
     weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
         assert remainders is not None, "a plan with compression has scales and remainders"
-        return Compressed(layout, rounding, weighted, *remainders, temperature)
+        return Compressed(layout, rounding, weighted, remainders, temperature)
     return InClear(layout, rounding, weighted, temperature)
 
 

@@ -38,10 +38,11 @@ from cloister.aggregation.sums import (
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
+from cloister.clients.carried import Carried
 from cloister.clients.config import SiteConfig
-from cloister.clients.feedback import Feedback
+from cloister.clients.feedback import remainders
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.release import Finished, Remainders, code_for
+from cloister.clients.release import Finished, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
@@ -49,21 +50,24 @@ from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepa
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
+from cloister.lm.optimizer import Carry
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
+    NOTHING_CARRIED,
     TRAIN,
     Agree,
     Begin,
     Contribute,
     Contribution,
+    Instructions,
     Join,
     Joined,
     Masked,
@@ -150,7 +154,7 @@ class Site:
             fact = Fact("refusal", run, plan.hex(), 0, 0, self.name, str(error))
         else:
             run, plan = request.sum.run, request.sum.plan
-            fact = self._fact("refusal", request.sum, str(error))
+            fact = self._fact("refusal", request.sum, str(error), request.tries)
         self._audit_log.record(fact)
         return self._demands(run).refuse(run, plan, error)
 
@@ -206,23 +210,24 @@ class Site:
         demands.check_unpaid(plan, purpose)
         demands.check_policy(plan, request.sum.run, loaded.terms)
         demands.check_round(plan, purpose, request.sum.round)
-        check_sent("global model", request.model, request.model_hash)
-        _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
-        bounds = _checked_scales(loaded, request)
-        own, seconds = self._admission.own_steps(plan, request), 0.0
+        told, digest = request.told, instructions_digest(request.told)
+        check_sent("global model", request.model, told.model)
+        _check_clip(told.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
+        bounds = _checked_scales(loaded, told)
+        own, seconds = demands.own_steps(plan, told), 0.0
 
         def make() -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
-                made = self._made(loaded, request, own, bounds)
+                made = self._made(loaded, told, request.model, own, bounds)
             seconds = made.seconds
             return made.pieces
 
         def mask(site: SecureSite, pieces: list[Piece]) -> Written:
             if purpose == EVALUATE:
-                return masking(model)(site, pieces)
-            path = self._kept.update_path(request.sum.round)
-            return loaded.work.mask(site, pieces, path, model=model, threads=plan.local.threads)
+                return masking(digest)(site, pieces)
+            path = self._kept.update_path(told.sum.round)
+            return loaded.work.mask(site, pieces, path, instructions=digest, threads=plan.local.threads)
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -230,9 +235,10 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            model = basis(request.model_hash, request.clip, request.steps, request.scales)
-            attempts = self._attempts(loaded, request.sum)
-            statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
+            attempts = self._attempts(loaded, told.sum)
+            statement, sent = attempts.mask(
+                request.inbox, told.sum.round, digest, make, mask, fresh=told.fresh
+            )
         else:
             pieces = make()
             sent = Written(manifest_of(pieces), pieces)
@@ -240,10 +246,8 @@ class Site:
         if plan.local.balance != "dynamic":
             seconds = 0.0
         vector = f"{purpose}, vector {manifest_digest(sent.manifest).hex()}"
-        self._audit_log.record(self._fact("release", request.sum, vector))
-        return Contribution(
-            self.name, request.sum, request.model_hash, statement, sent.manifest, spans, seconds
-        )
+        self._audit_log.record(self._fact("release", told.sum, vector, request.tries))
+        return Contribution(self.name, told.sum, digest, statement, sent.manifest, spans, seconds)
 
     # For the site alone: not sent.
 
@@ -292,7 +296,13 @@ class Site:
         contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum(draw.sizes[group]))
-        return Attempts(folder, contract, member, loaded.live, self._agreements)
+        history = NOTHING_CARRIED
+        if purpose == TRAIN and plan.carries:
+            history = self._carried(plan, sum_id.run).history(sum_id.round)
+        return Attempts(folder, contract, member, loaded.live, history, self._agreements)
+
+    def _carried(self, plan: Plan, run: str) -> Carried:
+        return Carried(self.config.folder, run, plan.digest())
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         """A folder for each run: the answers of one run are kept while other runs continue."""
@@ -349,9 +359,9 @@ class Site:
 
     # Contributions to a sum.
 
-    def _totals(self, loaded: Loaded, request: Contribute) -> RingVector:
+    def _totals(self, loaded: Loaded, weights: Vector) -> RingVector:
         """Totals of the model on the site's held-out records."""
-        found = self.held_out(loaded.plan, request.model, loaded.base_hash)
+        found = self.held_out(loaded.plan, weights, loaded.base_hash)
         counters = {
             LOSS: count_of_loss(found.loss_nats),
             CORRECT: found.correct,
@@ -363,40 +373,40 @@ class Site:
         layout = evaluation_layout(loaded.plan)
         return layout.ring.encode_counters([counters[name] for name in layout.names])
 
-    def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps, bounds: Floats | None) -> Written:
+    def _made(
+        self, loaded: Loaded, told: Instructions, weights: Vector, own: OwnSteps, bounds: Floats | None
+    ) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.
 
         Under privacy an update is charged before it is trained, and synced to disk before it is sent: training again
         would be a second release. What is masked is synced first: it may be masked again, and must be the same then. A
-        round has one update: from a second one, of another model, clipping norm, list of local steps or scales or with
-        other noise, a coordinator that sums both with the same others could compute the difference.
+        round has one update: from a second one, by other instructions or with other noise, a coordinator that sums both
+        with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them from another model, clipping norm, list of steps or scales.
+            StaleError: the site has made them by other instructions.
         """
-        plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
+        plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
         layout = layout_for(purpose, plan, loaded.model.layout.size)
         facts = {
             "plan": plan.digest(),
-            "run": request.sum.run,
+            "run": told.sum.run,
             "base": loaded.base_hash.hex(),
-            "model": request.model_hash.hex(),
-            "clip": request.clip.hex(),
+            "instructions": instructions_digest(told).hex(),
         }
-        if request.steps:
-            facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
-        if request.scales:
-            facts["scales"] = hashlib.sha256(request.scales).hexdigest()
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.terms is not None:
-                self._spending.check_paid(request.sum.run, round_number)
+                self._spending.check_paid(told.sum.run, round_number)
             return kept
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
-                return write_pieces(path, [(0, self._totals(loaded, request))])
-            return self._update(loaded, request, own, path, bounds, durable=durable)
+                return write_pieces(path, [(0, self._totals(loaded, weights))])
+            update = partial(self._update, loaded, told, weights, own, path, bounds)
+            if not plan.carries:
+                return update(None)
+            return self._carried(plan, told.sum.run).make(told, update, durable=durable)
 
         durable = loaded.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)
@@ -404,63 +414,40 @@ class Site:
     def _update(
         self,
         loaded: Loaded,
-        request: Contribute,
+        told: Instructions,
+        weights: Vector,
         own: OwnSteps,
         path: Path,
         bounds: Floats | None,
-        *,
-        durable: bool,
+        carry: Carry | None,
     ) -> Written:
         """Train the update of the round into a file, after the charge."""
-        plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
+        plan, terms, round_number = loaded.plan, loaded.terms, told.sum.round
         noise = None
         if terms is not None:
-            rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
-            paid = self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
+            rounds, policy = self._demands(told.sum.run).rounds(plan), self._admission.policy()
+            paid = self._spending.pay(plan, terms, told.sum.run, round_number, rounds, policy)
             if self._audit_log:
                 head = f"head of the ledger {paid.hash.hex()}"
-                self._audit_log.record(self._fact("charge", request.sum, head))
+                self._audit_log.record(self._fact("charge", told.sum, head))
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
         own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 
-        def made(remainders: Remainders | None) -> Written:
-            code = code_for(
-                plan,
-                terms,
-                size,
-                rounding=rounding,
-                clip_norm=request.clip,
-                noise=noise,
-                remainders=remainders,
-            )
-            opener, state = self._opener(loaded), self.config.folder
-            task = Task(round_number, opener, state, own, seed, code, noise)
-            started = self._clock()
-            written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
-            return replace(written, seconds=self._clock() - started)
-
-        blocks = training_layout(plan, size).blocks
-        if blocks is None or bounds is None:
-            return made(None)
-        feedback = Feedback(self.config.folder, request.sum.run, plan.digest(), blocks)
-        base = feedback.base(round_number, partial(self._summed, plan, request.sum.run))
-        before = feedback.path(base) if base else None
-        return feedback.write(
-            round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
+        blocks, left = training_layout(plan, size).blocks, None
+        if blocks is not None and bounds is not None and carry is not None:
+            left = remainders(carry, bounds, blocks)
+        code = code_for(
+            plan, terms, size, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left
         )
+        task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
+        started = self._clock()
+        written = loaded.work.update(task, weights, path, partial(self._trained_to, round_number))
+        return replace(written, seconds=self._clock() - started)
 
-    def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
-        """Whether the site's update of a round is in its sum, as far as the site knows (`feedback.py`)."""
-        if not plan.aggregation.secure:
-            return True
-        with AttemptFiles.turn(self._attempts_folder(TRAIN, run), run) as files:
-            answered = files.state(None).marks.answered
-        return answered is not None and answered.round == round_number
-
-    def _fact(self, what: What, about: SumId, detail: str) -> Fact:
-        return Fact(what, about.run, about.plan.hex(), about.round, about.tries, self.name, detail)
+    def _fact(self, what: What, about: SumId, detail: str, tries: int = 0) -> Fact:
+        return Fact(what, about.run, about.plan.hex(), about.round, tries, self.name, detail)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""
@@ -485,18 +472,18 @@ def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenize
     return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
-def _checked_scales(loaded: Loaded, request: Contribute) -> Floats | None:
+def _checked_scales(loaded: Loaded, told: Instructions) -> Floats | None:
     """The bounds of the blocks of a compressed update; None for what is not compressed.
 
     Raises:
         UpdateError: they are missing or outside of what the plan allows; or the plan has none.
     """
-    if request.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
-        return bounds_in(request.scales, loaded.plan, loaded.model.layout.size)
-    if request.scales:
+    if told.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
+        return bounds_in(told.scales, loaded.plan, loaded.model.layout.size)
+    if told.scales:
         raise UpdateError(
             "scales",
-            f"{len(request.scales)} bytes",
+            f"{len(told.scales)} bytes",
             expected="none; only valid for an update under a plan with aggregation.compression",
         )
     return None

@@ -159,7 +159,7 @@ def _task(plan: Plan, size: int) -> Task:
     clip = plan.privacy.clip if plan.privacy.unit == "site" else 0.0
     code = code_for(plan, terms, size, rounding=0, clip_norm=clip, noise=noise)
     vocabulary = configuration(plan).get_text_config().vocab_size
-    return Task(1, partial(some_sequences, plan, vocabulary), _NO_FILE, OwnSteps(STEPS), (0,), code, noise)
+    return Task(1, partial(some_sequences, plan, vocabulary), None, OwnSteps(STEPS), (0,), code, noise)
 
 
 def some_sequences(plan: Plan, vocabulary: int) -> Prepared:

@@ -24,6 +24,7 @@ from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
+from cloister.lm.optimizer import Carry
 from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
@@ -42,8 +43,8 @@ class Task:
     """The round, from 1."""
     sequences: Callable[[], Prepared]
     """Opens the site's sequences; picklable."""
-    state: Path
-    """The site's state folder, for kept optimizer state."""
+    carry: Carry | None
+    """What the update begins with, and where what it leaves is written; None where the plan carries nothing."""
     own: OwnSteps
     """The optimizer steps, and what the update of so many is scaled by."""
     seed: tuple[int, ...]
@@ -75,7 +76,7 @@ class Work(Protocol):
         """
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
     ) -> Written:
         """Mask a finished update; each element once.
 
@@ -83,11 +84,11 @@ class Work(Protocol):
             site: The site's side of the attempt, which has the seeds.
             pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
             path: The file in which it is kept.
-            model: What the attempt's masks are bound to.
+            instructions: Digest of those that the update was made by, to which the masks are bound.
             threads: Threads that mask.
 
         Raises:
-            SecureSumError: the attempt has another model, or its seeds were used.
+            SecureSumError: the attempt has other instructions, or its seeds were used.
         """
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
@@ -125,7 +126,7 @@ def train(
                 round=task.round,
                 noise=task.noise,
                 noise_multiplier=terms.noise_multiplier,
-                state=task.state,
+                carry=task.carry,
             )
         elif protected and not len(sequences):
             return _nothing(trainer)  # its code adds the noise
@@ -135,7 +136,7 @@ def train(
                 sequences,
                 round=task.round,
                 site_seed=task.seed,
-                state=task.state,
+                carry=task.carry,
                 steps=task.own.steps,
             )
     except UpdateError as error:
@@ -175,10 +176,10 @@ class Here:
         return write_pieces(path, [(0, vector)])
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
     ) -> Written:
         """As `Work.mask`, in place."""
-        return masking(model, threads)(site, pieces)
+        return masking(instructions, threads)(site, pieces)
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""
@@ -189,17 +190,17 @@ class Here:
         """As `Work.close`: there is none."""
 
 
-def masking(model: bytes, threads: int = 1) -> Mask:
+def masking(instructions: bytes, threads: int = 1) -> Mask:
     """Masks the pieces of a vector in place, in this process.
 
     Args:
-        model: What the attempt's masks are bound to.
+        instructions: As in `Work.mask`.
         threads: Threads that mask.
     """
 
     def mask(site: SecureSite, pieces: list[Piece]) -> Written:
         for offset, vector in pieces:
-            site.mask(vector, model=model, offset=offset, threads=threads)
+            site.mask(vector, instructions=instructions, offset=offset, threads=threads)
         return Written(manifest_of(pieces), pieces)
 
     return mask

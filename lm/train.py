@@ -25,7 +25,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -37,7 +36,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import LocalOptimizer, states
+from cloister.lm.optimizer import Carry, LocalOptimizer
 from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
@@ -100,7 +99,7 @@ class Bench:
         take_steps: Callable[[Named, LocalOptimizer], _T],
         *,
         round: int,
-        state: Path | None,
+        carry: Carry | None,
     ) -> tuple[Vector, _T]:
         """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
 
@@ -109,7 +108,7 @@ class Bench:
             take_steps: Takes the round's steps; called with the parameters that the round trains and their
                 optimizer.
             round: The round, from 1.
-            state: The folder of the optimizer's moments, as in `Trainer.train`.
+            carry: Where the optimizer's moments are, as in `Trainer.train`.
 
         Raises:
             ModelError: the device runs out of memory.
@@ -121,10 +120,9 @@ class Bench:
         self._reset(start)
         trained = weights.trained(round)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
-        kept = weights.state(state) if state is not None and local.optimizer_state == "keep" else None
-        if kept is not None:  # after a crash, some ranks may have a newer state than others
-            newest = weights.least(max((number for number in states(kept) if number < round), default=0))
-            optimizer.load(kept, newest + 1, layout.digest())
+        kept = carry if local.optimizer_state == "keep" else None
+        if kept is not None and kept.before is not None:
+            optimizer.load(weights.state(kept.before), layout.digest())
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -141,7 +139,7 @@ class Bench:
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
-            optimizer.save(kept, round, layout.digest())
+            optimizer.save(weights.state(kept.after), layout.digest())
         return update, taken
 
     def _reset(self, start: Vector) -> None:
@@ -184,7 +182,7 @@ class Trainer:
         *,
         round: int,
         site_seed: tuple[int, ...],
-        state: Path | None = None,
+        carry: Carry | None = None,
         steps: int | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
@@ -196,9 +194,8 @@ class Trainer:
             sequences: The site's training sequences.
             round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
             site_seed: Separates this site's random choices from those of other sites.
-            state: The site's folder for the optimizer's moments, used when `local.optimizer_state` is `keep`. The
-                newest state of an earlier round is read and that of this round is written, so a retry of the round,
-                after a crash or in a new attempt, starts from the same moments. Without a state they start at zero.
+            carry: The folders that the optimizer's moments are read from and written to, used when
+                `local.optimizer_state` is `keep`; without moments they start at zero.
             steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
                 that of local.steps steps: step s of n has the rate of step s local.steps / n.
             steps_before: Local steps of the run before this round, for the learning rate; by default
@@ -227,7 +224,7 @@ class Trainer:
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
         return LocalUpdate(update, tokens, loss, taken, self.weights.span.start)
 
     def _steps(

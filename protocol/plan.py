@@ -656,6 +656,16 @@ class Plan(Section):
         """Largest number of tokens on which one site can train in one round."""
         return self._most_sequences() * self.data.sequence_length
 
+    @property
+    def carries(self) -> bool:
+        """Whether a site carries something from one of its updates into the next (`clients/carried.py`)."""
+        return self.local.optimizer_state == "keep" or self.aggregation.compression is not None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sum is over a part of the federation, drawn anew in each round."""
+        return self.cohort.size() < self.cohort.sites or self.aggregation.groups > 1
+
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""

@@ -227,6 +227,8 @@ class RoundDone:
     released and is charged."""
     label: str = "token"
     """What `tokens` counts: each `token`, or each `text` that is classified."""
+    behind: bool | None = None
+    """Where sites carry something into the next round, whether its histories may differ (`sum.Total`)."""
     multiple: float | None = None
     """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
     (`aggregation/scales.py`); otherwise None."""

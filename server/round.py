@@ -151,6 +151,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             refused=refused,
             label=plan.data.label,
             multiple=context.scales.multiple if context.scales else None,
+            behind=any(total.behind for total in totals.values()) if plan.carries else None,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()

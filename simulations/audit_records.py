@@ -56,7 +56,7 @@ from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.messages import TRAIN, Contribute, Join, SumId
+from cloister.protocol.messages import TRAIN, Contribute, Instructions, Join, SumId
 from cloister.protocol.plan import Plan
 from cloister.simulations.audited import FAR, Audited, Noises, Progress, Streams, house, played
 
@@ -297,10 +297,12 @@ class RecordGame:
         layout, weights = training_layout(plan, self.start.size), self.start
         scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
         for number in range(1, rounds + 1):
-            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number, 1)
+            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
             bounds = scales.to_bytes() if scales else b""
-            asked = Contribute(about, vector_hash(weights), 0.0, None, weights, scales=bounds)
-            sent = site.contribute(asked)
+            told = Instructions(
+                about, vector_hash(weights), scales=bounds, state="carried" if plan.carries else "fresh"
+            )
+            sent = site.contribute(Contribute(told, 1, None, weights))
             total = PlainSum(layout)
             total.add([(0, np.concatenate(sent.spans))])
             mean = total.open(scales.bounds if scales else None).mean

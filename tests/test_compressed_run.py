@@ -17,7 +17,7 @@ from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.model import load_model
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import StaleError, UpdateError
 from cloister.protocol.messages import EVALUATE, Failed
 from cloister.protocol.roster import load_roster
@@ -204,15 +204,15 @@ def test_sites_that_were_told_different_scales_do_not_finish_a_sum(federation: F
     attack = Attack(federation)
     inboxes = attack.deal()
     request = federation.request(inbox=inboxes["site-001"], scales=other)
-    with pytest.raises(StaleError, match="model"):
+    with pytest.raises(StaleError, match="instructions"):
         attack.sites[1].contribute(request)
     attack.contribute(attack.sites[0], inboxes["site-000"])
     # Or the attempt itself is another one for this site: nothing that it signs is taken, and no masks are agreed.
     second = Attack(federation, attempt=2)
-    model = basis(vector_hash(federation.model), 0.0, (), other)
-    begun = SecureCoordinator(second.coordinator.contract, 1, 2, model)
+    digest = instructions_digest(federation.told(scales=other))
+    begun = SecureCoordinator(second.coordinator.contract, 1, 2, digest)
     reply: Any = second.agree(second.sites[1], begun.begin)
-    with pytest.raises(StaleError, match="model"):
+    with pytest.raises(StaleError, match="instructions"):
         second.coordinator.advertised(reply)
 
 
@@ -220,7 +220,7 @@ def test_a_round_has_one_update_of_one_list_of_scales(tmp_path: Path) -> None:
     federation = Federation(tmp_path, tiny(*EIGHT_BITS, "aggregation.secure=false"))
     site = federation.joined()
     site.contribute(federation.request())
-    with pytest.raises(StaleError, match="scales"):
+    with pytest.raises(StaleError, match="instructions"):
         site.contribute(federation.request(scales=doubled(federation.scales()), tries=2))
 
 

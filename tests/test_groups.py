@@ -28,7 +28,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import PlanError, QuorumError, SecureSumError
 from cloister.protocol.messages import EVALUATE, TRAIN, Advertise, Agree, Join, Request
 from cloister.protocol.soundness import load, parse
@@ -294,7 +294,7 @@ def test_sites_of_all_groups_are_asked_together(tmp_path: Path) -> None:
     case = Case(tmp_path, "run.rounds=1")
     lost = set(case.groups()[1][:2])
     case.federation.channel.down = lambda site, step, request: (
-        step == "share" and site in lost and not isinstance(request, Join) and request.sum.tries == 1
+        step == "share" and site in lost and not isinstance(request, Join) and request.tries == 1
     )
     (done,) = case.run()
     assert isinstance(done, RoundDone)
@@ -417,8 +417,7 @@ def test_a_coordinator_cannot_put_a_site_into_another_group(tmp_path: Path) -> N
     layout = federation.layout
     victim, (mate, *_) = case.groups()[0][0], case.groups()[1]
     contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest(), group=1)
-    model = basis(vector_hash(federation.model), 0.0)
-    other = SecureCoordinator(contract, 1, 1, model)
+    other = SecureCoordinator(contract, 1, 1, instructions_digest(federation.told()))
     assert victim not in other.attempt.cohort
     sites = {name: federation.joined(federation.names.index(name)) for name in (victim, mate)}
     replies = {name: site.agree(Agree(federation.sum_id(), other.begin)) for name, site in sites.items()}

@@ -63,7 +63,7 @@ LAYOUT = Layout.of([("weights", torch.nn.Parameter(torch.zeros(5)))])
 MASKED, CLEAR = tiny(), tiny("aggregation.secure=false")
 MODEL = np.zeros(5, np.float32)
 DIGEST, SIGNATURE = bytes(32), bytes(64)
-SUM = SumId(EVIL, DIGEST, TRAIN, 1, 1)
+SUM = SumId(EVIL, DIGEST, TRAIN, 1)
 
 EVERY_KIND: dict[type[Any], Reply] = {
     Joined: Joined(EVIL, SIGNATURE),

@@ -25,7 +25,7 @@ from cloister.clients.work import Here
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import (
     MemberError,
     PinnedError,
@@ -105,9 +105,8 @@ class Attack:
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
-        steps, scales = (federation.steps(), federation.scales()) if purpose == TRAIN else ((), b"")
-        model = basis(vector_hash(federation.model), clip, steps, scales)
-        self.coordinator = SecureCoordinator(contract, 1, attempt, model)
+        digest = instructions_digest(federation.told(purpose=purpose, clip=clip))
+        self.coordinator = SecureCoordinator(contract, 1, attempt, digest)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
         return site.agree(Agree(self.federation.sum_id(purpose=self.purpose, **about), told))
@@ -330,11 +329,13 @@ def test_the_cohort_is_the_draw_whoever_is_there(federation: Federation) -> None
     """A coordinator that begins with fewer sites gets the n, A and t of the draw all the same."""
     contract = Attack(federation).coordinator.contract
     three = dataclasses.replace(contract, roster=Roster.of(federation.roster.cards[:3]))
-    offered = SecureCoordinator(three, 1, 1, basis(vector_hash(federation.model), 0.0))
+    offered = SecureCoordinator(three, 1, 1, instructions_digest(federation.told()))
     site = federation.joined()
     reply = site.agree(Agree(federation.sum_id(), offered.begin))
     assert isinstance(reply, Advertise)
-    with pytest.raises(StaleError, match="the same run, round, attempt, roster, plan, model and cohort"):
+    with pytest.raises(
+        StaleError, match="the same run, round, attempt, roster, plan, instructions and cohort"
+    ):
         offered.advertised(reply)
     assert reply.context == Attack(federation).coordinator.attempt.context
 
@@ -359,12 +360,8 @@ def test_a_round_has_one_update(tmp_path: Path, settings: list[str], what: str) 
     paid = len(federation.entries())
     # A later attempt has it, too, and the site has made its update.
     again = Attack(federation, attempt=2, clip=other.get("clip", clip))
-    again.coordinator = SecureCoordinator(
-        again.coordinator.contract,
-        1,
-        2,
-        basis(vector_hash(other.get("model", federation.model)), other.get("clip", clip)),
-    )
+    told = federation.told(**{"clip": clip, **other})
+    again.coordinator = SecureCoordinator(again.coordinator.contract, 1, 2, instructions_digest(told))
     later = again.deal()
     with pytest.raises((StaleError, UpdateError)):
         again.contribute(site, later[site.name], **other)

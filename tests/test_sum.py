@@ -518,14 +518,13 @@ def test_a_site_that_speaks_for_another_is_left_out(open_run: Callable[..., Run]
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])
-@pytest.mark.parametrize("what", ["try", "round", "purpose", "run", "plan", "model"])
+@pytest.mark.parametrize("what", ["round", "purpose", "run", "plan", "instructions"])
 def test_a_contribution_to_another_sum_is_left_out(
     open_run: Callable[..., Run], secure: str, what: str
 ) -> None:
     """It was late, or a site mixed it up: without masks nothing else would tell."""
     run = open_run(6, f"aggregation.secure={secure}")
     other: dict[str, dict[str, Any]] = {
-        "try": {"tries": 2},
         "round": {"round": 2},
         "purpose": {"purpose": "evaluate"},
         "run": {"run": "another"},
@@ -534,8 +533,8 @@ def test_a_contribution_to_another_sum_is_left_out(
 
     def late(_step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution) and reply.site == "site-001":
-            if what == "model":
-                return dataclasses.replace(reply, model_hash=bytes(32))
+            if what == "instructions":
+                return dataclasses.replace(reply, told=bytes(32))
             return dataclasses.replace(reply, sum=dataclasses.replace(reply.sum, **other[what]))
         return reply
 
@@ -695,7 +694,7 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     """The shares for a site come with a request for its vector, and in no other way."""
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
-    sum_id = SumId(RUN, bytes.fromhex(run.plan.digest()), TRAIN, 1, 1)
+    sum_id = SumId(RUN, bytes.fromhex(run.plan.digest()), TRAIN, 1)
     others: list[Any] = [inboxes[name], sum_id, None]
     for told in others:
         with pytest.raises(EncodingError, match=r"Agree\.told .* Begin or Peers or Survivors or Unmask"):
@@ -753,7 +752,7 @@ def test_a_survivor_that_has_not_joined_again_is_a_dropout(
 
 
 def die_at_second_try(request: Request) -> None:
-    if not isinstance(request, Join) and request.sum.tries == 2:
+    if not isinstance(request, Join) and request.tries == 2:
         raise KeyboardInterrupt
 
 
@@ -1149,7 +1148,7 @@ def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callabl
     first = SecureCoordinator(run.contract, 1, 1, model)
     with pytest.raises(StepError, match="upload of this site first"):
         run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
-    with pytest.raises(StepError, match="share first"):
+    with pytest.raises(StepError, match="the keys of the other sites first"):
         run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
         run.attempts(name).agree(first.begin, 1)
