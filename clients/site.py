@@ -41,7 +41,7 @@ from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.config import SiteConfig
 from cloister.clients.feedback import Feedback
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.release import Finished, Remainders, code_for
+from cloister.clients.release import Code, Finished, Remainders, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
@@ -424,31 +424,27 @@ class Site:
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
         own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
+        coded = partial(code_for, plan, terms, size, rounding=rounding, clip_norm=request.clip, noise=noise)
 
-        def made(remainders: Remainders | None) -> Written:
-            code = code_for(
-                plan,
-                terms,
-                size,
-                rounding=rounding,
-                clip_norm=request.clip,
-                noise=noise,
-                remainders=remainders,
-            )
-            opener, state = self._opener(loaded), self.config.folder
-            task = Task(round_number, opener, state, own, seed, code, noise)
+        def train(code: Code) -> Written:
+            task = Task(round_number, self._opener(loaded), self.config.folder, own, seed, code, noise)
             started = self._clock()
             written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
             return replace(written, seconds=self._clock() - started)
 
+        if bounds is None:
+            return train(coded())
         blocks = training_layout(plan, size).blocks
-        if blocks is None or bounds is None:
-            return made(None)
+        assert blocks is not None, "a plan with bounds has blocks"
         feedback = Feedback(self.config.folder, request.sum.run, plan.digest(), blocks)
         base = feedback.base(round_number, partial(self._summed, plan, request.sum.run))
         before = feedback.path(base) if base else None
         return feedback.write(
-            round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
+            round_number,
+            base,
+            bounds,
+            lambda after: train(coded(remainders=Remainders(bounds, before, after))),
+            durable=durable,
         )
 
     def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
