@@ -117,8 +117,9 @@ def train(
     """The part of one site's update that the round sums, or this rank's span of it, without what its code adds, scaled
     by its number of steps.
 
-    Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
-    a failure would reveal it. The site then begins without drift again.
+    Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
+    NaN, which the code sends as zeros. Whether they have one depends on the data, and a failure would reveal it. The
+    site then begins without drift again.
 
     Raises:
         CloisterError: the site cannot train.
@@ -192,7 +193,7 @@ def _nothing(trainer: Trainer | PrivateTrainer, task: Task) -> Finished:
     span = trainer.weights.span
     if task.drift is not None:
         task.drift.write(np.zeros(span.size, np.float32))
-    return Finished(np.zeros((task.part or span).size, np.float32), 0, 0.0)
+    return Finished(np.full((task.part or span).size, np.nan, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)
