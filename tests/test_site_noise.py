@@ -656,7 +656,7 @@ def test_the_scale_is_the_largest_that_the_ring_and_the_sampler_take(
     assert found.variance_per_site * (floor - colluders) == pytest.approx(event.variance, rel=1e-12)
     assert event.variance == pytest.approx((z * bound) ** 2, rel=1e-12)
     assert bound < event.l2 <= bound + math.sqrt(dimension)
-    assert event.l1 == min(math.sqrt(dimension) * event.l2, event.l2**2)
+    assert event.l1 == pytest.approx(min(math.sqrt(dimension) * event.l2, event.l2**2), rel=1e-12)
 
 
 def test_more_noise_than_counted_for_is_not_claimed() -> None:
