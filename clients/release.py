@@ -39,7 +39,7 @@ class Finished:
     """The result of local training."""
 
     vector: Vector
-    """The update, or a rank's span of it, float32."""
+    """The update, or a rank's span of it, float32. NaN: there is none, under unit `site`."""
     tokens: int
     """Tokens learned from; under privacy it must not leave the site."""
     loss: float
@@ -52,8 +52,8 @@ class Clipped:
 
     values: int = 0
     """Values of the span beyond the ring's bound."""
-    update: bool = False
-    """Whether the whole update was longer than the clipping norm; the same for all its spans."""
+    count: int = 0
+    """What the site adds to adaptive clipping's count, as `SiteMechanism.encode` returns it; the same for all spans."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Protected:
             UpdateError: the span ends beyond the update, or inside a block that goes on.
         """
         coded: RingVector = np.empty(values.shape, self.layout.ring.dtype) if out is None else out
-        within = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
-        return coded, Clipped(update=not within)
+        count = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
+        return coded, Clipped(count=count)
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
         """The span after the update's: adaptive clipping's coordinate, and the weight 1.
@@ -158,8 +158,7 @@ class Protected:
             tokens: Not used, like what follows: they are outside the privacy budget.
             loss: Mean training loss.
         """
-        within = not clipped[0].update
-        return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(within, self.noise))
+        return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(clipped[0].count, self.noise))
 
 
 @dataclass(frozen=True)

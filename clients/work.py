@@ -109,8 +109,8 @@ def train(
 ) -> Finished:
     """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
 
-    Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
-    a failure would reveal it.
+    Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
+    NaN, which the code sends as zeros. Whether they have one depends on the data, and a failure would reveal it.
 
     Raises:
         CloisterError: the site cannot train.
@@ -151,7 +151,7 @@ def train(
 
 
 def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
-    return Finished(np.zeros(trainer.weights.span.size, np.float32), 0, 0.0)
+    return Finished(np.full(trainer.weights.span.size, np.nan, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)

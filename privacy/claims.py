@@ -204,7 +204,9 @@ def relation(plan: Plan) -> str:
     if plan.privacy.unit == "none":
         return ""
     if plan.privacy.unit == "site":
-        return "the replacement of one site's updates by zeros in every round"
+        return (
+            "adding or removing all records of one site, which sends zeros in every coordinate if it has none"
+        )
     if plan.privacy.unit == "owner":
         return "adding or removing all records of one owner at one site"
     return f"adding or removing one such {_thing(plan)} at one site"
@@ -374,9 +376,10 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         f"as the site trains. {own}"
     )
     zeros = (
-        "Neighbouring data sets differ in one site: in one of the two its updates are replaced by zeros. Two "
-        "different data sets of a site are two such steps apart: between them epsilon is up to twice as "
-        "large, and delta is larger too."
+        "Neighbouring data sets differ in one site: in one of the two it has no records, and sends zeros in every "
+        f"coordinate of every round{', the count that gives the quantile included' if privacy.adaptive else ''}. Two "
+        "different data sets of a site are two such steps apart, like a group of two sites: between them epsilon is up "
+        "to twice as large, and delta is larger too."
     )
     amplified = (
         "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."

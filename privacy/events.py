@@ -23,8 +23,8 @@ ADD_OR_REMOVE = "add or remove one record"
 """Neighbours of the unit `record`."""
 ADD_OR_REMOVE_OWNER = "add or remove all records of one owner"
 """Neighbours of the unit `owner`."""
-ZERO_OUT = "replace one site's updates by zeros"
-"""Neighbours of the unit `site`."""
+ZERO_OUT = "add or remove all records of one site, which sends zeros in every coordinate if it has none"
+"""Neighbours of the unit `site`; other records in place of a site's own are two such steps away."""
 
 
 def relation(unit: Unit) -> str:
@@ -66,7 +66,7 @@ class SampledGaussian:
 class Gaussian:
     """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
 
-    Neighbours: one site's terms are replaced by zeros, which changes f by at most C. k of them, also of different z,
+    Neighbours (`ZERO_OUT`): one site's terms or zeros, which changes f by at most C. k of them, also of different z,
     are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
     """
 
@@ -84,8 +84,8 @@ class Gaussian:
 class CorrelatedGaussian:
     """All rounds of a run, with noise that is correlated over them: C^-1 (C G + N(0, (z sens(C) C_0)^2 I)).
 
-    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours: one site's terms
-    are replaced by zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
+    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours (`ZERO_OUT`): one
+    site's terms or zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
     apart, so C G changes by at most sens(C) C_0, and the whole run is one Gaussian mechanism of noise multiplier z,
     whatever C is (`cloister.privacy.correlated`).
     """
@@ -109,7 +109,7 @@ class CorrelatedGaussian:
 class Skellam:
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
-    Neighbours: one site's vector is replaced by zeros, which changes f by at most `l2` and `l1` in those norms. For
+    Neighbours (`ZERO_OUT`): one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
     integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
     learning", Theorem 3.5 and its corollary for vectors)
 

@@ -59,6 +59,7 @@ class Mutant:
 STEPS = "clients.dpsgd:PrivateTrainer._steps"
 TERMS = "privacy.terms:_round"
 ENCODE = "privacy.site_noise:SiteMechanism.encode"
+TAIL = "privacy.site_noise:SiteMechanism.tail"
 DECODE = "privacy.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
 DECODED = "mean, clip = mechanism.decode(mean, sites, context.clip, noise)"

@@ -86,7 +86,7 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     adaptive = words(*base, "privacy.adaptive={count_noise=2.0}")
     assert "C follows a quantile" in adaptive
     for text in (distributed, central, clear, adaptive):
-        assert "replacement of one site's updates by zeros" in text
+        assert "adding or removing all records of one site, which sends zeros" in text
         assert "Opacus" not in text
 
 

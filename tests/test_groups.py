@@ -24,6 +24,7 @@ from cloister.cli.run_page import in_words
 from cloister.cli.view import Watched
 from cloister.clients.site import Site
 from cloister.privacy.claims import assumptions, mechanism
+from cloister.privacy.events import Skellam
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of
@@ -458,6 +459,19 @@ def test_each_group_has_noise_of_the_coordinator_for_itself(tmp_path: Path) -> N
     )
     assert np.std(released, axis=1) == pytest.approx([50.0] * 3, rel=0.05)
     assert np.abs(np.corrcoef(released)[np.triu_indices(3, 1)]).max() < 0.1
+
+
+def test_the_smallest_group_has_all_of_the_noise_that_is_charged() -> None:
+    """Of 16 sites groups of 5 and 6 are drawn; of the smallest sums of them 2 and 3 sites are surely honest."""
+    plan = parse("", [*SKELLAM, "cohort.sites=16", "aggregation.groups=3"])
+    terms = terms_of(plan, 100)
+    assert terms is not None
+    assert terms.mechanism is not None
+    (event,) = terms.round_events
+    assert isinstance(event, Skellam)
+    honest = [plan.quorum(n) - plan.threshold(n).colluders for n in plan.summed()]
+    assert (plan.summed(), honest) == ((5, 6), [2, 3])
+    assert event.variance == pytest.approx(2 * terms.mechanism.variance, rel=1e-12)
 
 
 def test_adaptive_clipping_moves_by_the_median_of_the_groups(tmp_path: Path) -> None:

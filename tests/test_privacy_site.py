@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.span import manifest_of
 from cloister.aggregation.sums import training_layout
 from cloister.clients.admission import Admission
@@ -25,7 +26,7 @@ from cloister.clients.serve import reticent
 from cloister.clients.site import Site
 from cloister.clients.spending import Spending
 from cloister.lm.model import load_model
-from cloister.lm.train import Trainer
+from cloister.lm.train import LocalUpdate, Trainer
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Ledger
 from cloister.privacy.terms import terms_of
@@ -66,6 +67,7 @@ from cloister.tests.federation import (
     changed,
     tiny,
     whole,
+    write_records,
 )
 
 Federate = Callable[[list[str]], Federation]
@@ -607,6 +609,33 @@ def test_training_that_fails_is_charged_and_its_reason_stays(
     else:
         assert reply == Failure("site-000", "StorageError: the reason is in the site's own log")
     assert len(federation.entries()) == 1
+
+
+@pytest.mark.parametrize("why", ["no records", "not finite"])
+def test_a_site_without_an_update_sends_zeros_in_the_count_too(
+    why: str, federate: Federate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The neighbour that the charge is for: what it sends differs by r in the count from what others send, not 2 r."""
+    federation = federate([*CENTRAL, "privacy.adaptive={count_noise=2.0}"])
+    site = federation.joined(
+        data=str(write_records(tmp_path / "none.jsonl", 0 if why == "no records" else 9))
+    )
+    if why == "not finite":
+        right = Trainer.train
+
+        def overflow(*given: Any, **how: Any) -> LocalUpdate:
+            update = right(*given, **how)
+            update.vector[3] = math.inf
+            return update
+
+        monkeypatch.setattr(Trainer, "train", overflow)
+    layout = training_layout(federation.plan, federation.model.size)
+    opened = layout.open(whole(site.contribute(federation.request())).copy())
+    assert (opened.mean.size, opened.counters) == (federation.model.size + 1, {WEIGHT: 1})
+    assert not opened.mean.any()  # in this plan the coordinator adds the noise
+    monkeypatch.undo()
+    other = federation.joined(1)
+    assert layout.open(whole(other.contribute(federation.request())).copy()).mean[-1]
 
 
 # What a policy needs of a site's configuration.
