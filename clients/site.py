@@ -220,7 +220,7 @@ class Site:
         _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         bounds = _checked_scales(loaded, request)
         _check_control(loaded, request)
-        own, seconds = self._admission.own_steps(plan, request), 0.0
+        own, seconds = demands.own_steps(plan, request), 0.0
 
         def make() -> list[Piece]:
             nonlocal seconds
