@@ -142,7 +142,7 @@ class Attempts:
             site.answered = reveal
             answer = _handle(site, told)
             if step is Step.UNMASK:
-                files.keep_revealed(to_bytes(told), to_bytes(answer))
+                files.keep_revealed(self._state(files), to_bytes(told), to_bytes(answer))
                 self._remember(files.end(self._state(files)), None)
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)

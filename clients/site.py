@@ -83,6 +83,9 @@ from cloister.protocol.storage import sync_folders
 
 _log = logging.getLogger(__name__)
 
+MUST_STAY = "must stay at this site"
+"""Marks what is said of the site's own records to the persons of the site: exact, and charged to no ledger."""
+
 Noise = Callable[[int], NoiseStream]
 """Returns, for a round, a stream that no other training uses."""
 
@@ -340,9 +343,10 @@ class Site:
         def make() -> Prepared:
             made = preparation.make()
             level = logging.WARNING if made.left_out else logging.INFO
-            _log.log(level, "%s: %s", self.name, made.summary())
+            _log.log(level, "%s: %s: %s", self.name, MUST_STAY, made.summary())
             if not len(made.train):
-                _log.error("%s: NO RECORD IS TRAINED ON: the site adds noise alone to each sum", self.name)
+                nothing = "NO RECORD IS TRAINED ON: the site adds noise alone to each sum"
+                _log.error("%s: %s: %s", self.name, MUST_STAY, nothing)
             return made
 
         return loaded.prepared(self.config.folder, key, lambda: cached(preparation.folder, key, make))

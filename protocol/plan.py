@@ -561,7 +561,7 @@ class SimulationSection(Section):
     """Worker processes placed on each GPU, where there are GPUs."""
     per_site: bool = False
     """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
-    both losses for each site. It takes as long as two evaluations at all sites."""
+    both losses for each site; only without a privacy unit. It takes as long as two evaluations at all sites."""
     profiles: tuple[ProfileSection, ...] = ()
     """Sites that are slower or occupy more worker slots than the rest."""
 

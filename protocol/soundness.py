@@ -765,6 +765,14 @@ def _check_private(plan: Plan) -> None:
             "released without a charge to the ledger",
             fix='set server.evaluation to public records, or to "none"',
         )
+    if plan.simulation.per_site:
+        raise PlanError(
+            "simulation.per_site",
+            True,
+            expected="false with a privacy unit; each site's own losses and number of sequences would be released "
+            "without a charge to the ledger",
+            fix="remove simulation.per_site, or --per-site",
+        )
     if privacy.dpsgd and privacy.sampling_rate is None:
         raise PlanError(
             "privacy.sampling_rate",

@@ -305,7 +305,7 @@ def _ledger(
     rows = tuple(
         LedgerRow(
             number=entry.number,
-            written=_moment(entry.time),
+            written=_moment(entry.time) if entry.time else "",
             site=entry.charge.dataset,
             event=f"round {entry.charge.round}: {_charge_in_words(entry)}",
             epsilon=None if epsilons is None else epsilons[at],

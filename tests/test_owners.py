@@ -122,7 +122,9 @@ def test_a_record_without_an_owner_changes_nothing_that_leaves(
         found = summed(federation, [OTHERS[0], {"patient": value, "text": "of no one"}, *OTHERS[1:]])
     np.testing.assert_array_equal(found.sums[0], without.sums[0])
     (told,) = caplog.messages
-    assert told.startswith("site-000: 12 records are used: 5 units to train on, 0 held out; left out: ")
+    assert told.startswith(
+        "site-000: must stay at this site: 12 records are used: 5 units to train on, 0 held"
+    )
     assert told.endswith("; left out: 1 without an owner in 'patient', text or a whole number")
 
 

@@ -33,6 +33,8 @@ UNSOUND = [
     (SITE, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
     (RECORD, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
     (SITE, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
+    (RECORD, ["simulation.per_site=true"], "simulation.per_site is True: expected false", "or --per-site"),
+    (SITE, ["simulation.per_site=true"], "simulation.per_site is True: expected false", "or --per-site"),
     # What the accountant assumes of batches.
     (
         [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0"],

@@ -630,12 +630,12 @@ def test_a_site_without_an_update_sends_zeros_in_the_count_too(
 
         monkeypatch.setattr(Trainer, "train", overflow)
     layout = training_layout(federation.plan, federation.model.size)
-    opened = layout.open(whole(site.contribute(federation.request())).copy())
+    opened = layout.open(whole(site.contribute(federation.request())).copy(), 1)
     assert (opened.mean.size, opened.counters) == (federation.model.size + 1, {WEIGHT: 1})
     assert not opened.mean.any()  # in this plan the coordinator adds the noise
     monkeypatch.undo()
     other = federation.joined(1)
-    assert layout.open(whole(other.contribute(federation.request())).copy()).mean[-1]
+    assert layout.open(whole(other.contribute(federation.request())).copy(), 1).mean[-1]
 
 
 # What a policy needs of a site's configuration.
