@@ -391,7 +391,7 @@ def test_a_site_with_nothing_to_train_on_adds_its_share_of_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Attempts, "mask", lambda *given: (None, Written(manifest_of(made := given[-2]()), made))
+        Attempts, "mask", lambda *given, **_: (None, Written(manifest_of(made := given[-2]()), made))
     )
     sites = Sites(tmp_path, *SKELLAM)
     site = sites.site(lines(tmp_path / "data.jsonl", []))

@@ -83,7 +83,7 @@ def federate(tmp_path: Path) -> Federate:
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secure sum without its masks: a test can then look at the vector that goes into it."""
 
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, make: Any, _mask: Any) -> Any:
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
         pieces = make()
         return None, Written(manifest_of(pieces), pieces)
 
@@ -192,7 +192,7 @@ def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     site = federation.joined()
     first = whole(site.contribute(federation.request()))
     other: dict[str, Any] = {"clip": 0.5} if change == "clip" else {"model": federation.model + 1}
-    with pytest.raises(StaleError, match=f"update of round 1 is '{change}': expected the same"):
+    with pytest.raises(StaleError, match="update of round 1 is 'instructions': expected the same"):
         site.contribute(federation.request(**other))
     assert np.array_equal(whole(site.contribute(federation.request())), first)
     assert len(federation.entries()) == 1
