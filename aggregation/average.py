@@ -12,6 +12,10 @@ Weights are whole numbers, so that the sum of them is exact (`weight_of`).
 
 With `aggregation.compression` the update is rotated and coded in blocks (`compression.py`); the rest is the same.
 
+A site may lie in its counters, and the mean is divided by one of them. So each counter has a range for one site
+(`Counter`), and a total outside of as many times that range makes no mean: with uniform weights the total weight is the
+number of sites, and with others a site that lies changes it by `heaviest` at most.
+
 The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
 weighted by its own staleness (`BufferedSum`).
 """
@@ -21,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +57,16 @@ def weight_of(tokens: int, heaviest: int, temperature: float) -> int:
     return max(1, round(heaviest * math.pow(tokens / heaviest, 1 / temperature)))
 
 
+class Counter(NamedTuple):
+    """An exact total that travels with an update, and what one site can add to it."""
+
+    name: str
+    most: int
+    """The largest number that a site can send."""
+    least: int = 0
+    """The smallest."""
+
+
 @dataclass(frozen=True)
 class SumLayout:
     """What a summed vector holds: `size` values of the update, `extra` values beside it, and the counters.
@@ -60,7 +75,7 @@ class SumLayout:
         ring: The ring and its fixed-point code.
         size: Ring elements of the update, one for each value; 0 for a sum of counters alone. With `blocks` those of
             whole blocks.
-        counters: Names of the counters, in their order.
+        counters: The counters, in their order.
         heaviest: The largest weight a site can have.
         extra: Values that a mechanism sums beside the update, coded as the update is.
         blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
@@ -68,10 +83,15 @@ class SumLayout:
 
     ring: Ring
     size: int
-    counters: tuple[str, ...]
+    counters: tuple[Counter, ...]
     heaviest: int = 1
     extra: int = 0
     blocks: BlockCode | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the counters, in their order."""
+        return tuple(counter.name for counter in self.counters)
 
     @property
     def values(self) -> int:
@@ -127,7 +147,7 @@ class SumLayout:
         steps = np.asarray(extra, np.int64)
         if steps.shape != (self.extra,):
             raise UpdateError("extra values", steps.shape, expected=f"a vector of {self.extra} values")
-        coded = self.ring.encode_counters([counters[name] for name in self.counters])
+        coded = self.ring.encode_counters([counters[name] for name in self.names])
         vector: RingVector = np.concatenate([steps.astype(self.ring.dtype), coded])
         return vector
 
@@ -137,22 +157,40 @@ class SumLayout:
                 "update", f"{shape} at {offset}", expected=f"a span of a vector of {self.size} values"
             )
 
-    def open(self, total: RingVector, bounds: Floats | None = None) -> Opened:
+    def counted(self, tail: RingVector, sites: int) -> dict[str, int]:
+        """The totals of the counters over some sites, checked.
+
+        Args:
+            tail: Their ring integers, the end of the vector.
+            sites: The number of sites whose vectors were added.
+
+        Raises:
+            UpdateError: a total is beyond what so many sites can send.
+        """
+        totals = self.ring.decode_counters(tail)
+        for (name, most, least), total in zip(self.counters, totals, strict=True):
+            if not least * sites <= total <= most * sites:
+                expected = f"{least * sites}" if least == most else f"{least * sites} to {most * sites}"
+                raise UpdateError(f"total of {name}", total, expected=f"{expected} for {sites} updates")
+        return dict(zip(self.names, totals, strict=True))
+
+    def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
         """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
 
         Args:
             total: (length,) ring integers; overwritten.
+            sites: The number of vectors in the sum.
             bounds: With `blocks`, the bound of each block.
 
         Raises:
-            UpdateError: the sum of weights is 0.
+            UpdateError: there is no vector in it; or a counter is out of range, so a site lied in it.
         """
+        if not sites:
+            raise UpdateError("number of updates", 0, expected="at least one contribution")
         values = self.size + self.extra
-        counters = dict(zip(self.counters, self.ring.decode_counters(total[values:]), strict=True))
+        counters = self.counted(total[values:], sites)
         if not values:
             return Opened(np.empty(0, dtype=np.float32), counters)
-        if counters[WEIGHT] == 0:
-            raise UpdateError("sum of weights", 0, expected="at least one contribution")
         if self.blocks is not None:
             assert bounds is not None, "a compressed sum has a bound for each block"
             factor = self.heaviest / counters[WEIGHT]
@@ -187,10 +225,11 @@ class PlainSum:
         """Fold in one contribution, in pieces that tile the vector.
 
         Raises:
-            UpdateError: the pieces have another type or do not tile it, or the sum already has as many contributions
-                as the ring holds; the sum is unchanged.
+            UpdateError: the pieces have another type or do not tile it, a counter is out of range, or the sum already
+                has as many contributions as the ring holds; the sum is unchanged.
         """
         check_pieces(pieces, self._layout.length, self._layout.ring.dtype)
+        self._layout.counted(_tail(self._layout, pieces), 1)
         if self.terms >= self._layout.ring.terms:
             raise UpdateError(
                 "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
@@ -207,7 +246,7 @@ class PlainSum:
         """
         assert self._total is not None, "the sum was opened before"
         total, self._total = self._total, None
-        return self._layout.open(total, bounds)
+        return self._layout.open(total, self.terms, bounds)
 
 
 class BufferedSum:
@@ -230,7 +269,7 @@ class BufferedSum:
         assert layout.blocks is None, "scales are those of one round"
         self._layout = layout
         self._total = np.zeros(layout.size)
-        self._counters = dict.fromkeys(layout.counters, 0)
+        self._counters = dict.fromkeys(layout.names, 0)
         self._weight = 0.0
         self.terms = 0
 
@@ -242,18 +281,12 @@ class BufferedSum:
             staleness: Server steps since its model, 0 or more.
 
         Raises:
-            UpdateError: the pieces have another type or do not tile it, or the site's weight is out of range; the sum
-                is unchanged.
+            UpdateError: the pieces have another type or do not tile it, or a counter is out of range; the sum is
+                unchanged.
         """
         layout = self._layout
         check_pieces(pieces, layout.length, layout.ring.dtype)
-        tail: RingVector = np.zeros(layout.length - layout.size, layout.ring.dtype)
-        for offset, vector in pieces:
-            after = max(offset, layout.size)
-            tail[after - layout.size : offset + vector.size - layout.size] = vector[after - offset :]
-        counters = dict(zip(layout.counters, layout.ring.decode_counters(tail), strict=True))
-        if not 0 < counters[WEIGHT] <= layout.heaviest:
-            raise UpdateError("weight", counters[WEIGHT], expected=f"from 1 to {layout.heaviest}")
+        counters = layout.counted(_tail(layout, pieces), 1)
         counts = 1 / math.sqrt(1 + staleness)
         for offset, vector in pieces:
             for begin, end, _, _ in cut(0, max(0, min(vector.size, layout.size - offset))):
@@ -274,3 +307,13 @@ class BufferedSum:
             block *= layout.heaviest / self._weight
             mean[begin:end] = block
         return Opened(mean, self._counters)
+
+
+def _tail(layout: SumLayout, pieces: Sequence[Piece]) -> RingVector:
+    """The counters' ring integers of a contribution, from the pieces that tile it."""
+    start = layout.size + layout.extra
+    tail: RingVector = np.empty(layout.length - start, layout.ring.dtype)
+    for offset, vector in pieces:
+        after = max(offset, start)
+        tail[after - start : max(offset + vector.size, start) - start] = vector[after - offset :]
+    return tail

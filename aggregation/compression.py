@@ -11,10 +11,11 @@ cannot leave the ring, and decodes as R^-1(B_j / L sum q) / (sum_i w_i / w_max).
 
 r' is what q leaves out, rounding and clip together. The site adds it before it codes its next update (error feedback:
 Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD"), so that over rounds nothing is lost: the
-sum of what was sent differs from the sum of what should have been by one remainder. r' is kept in as many bits as
-the ring has, so that it costs little to write and read: up to 4 steps in integers of 4 / 127 steps with 8 bits, up to
-4 L steps in integers of 4 L / 32767 with 16. What exceeds that is cut, so a bound that is far too small cannot let it
-grow without limit.
+sum of what was sent differs from the sum of what should have been by one remainder. r' is cut at M = max(1, L / 4)
+steps, and kept in as many bits as the ring has, in integers of M / 127 or M / 32767 steps. It is cut at M steps of the
+new bounds once more when it is added. So whatever the bounds were, a remainder moves a value by a quarter of L, or by
+one step. Remainders that filled the range would make what sites send constants, and a sum of constants and one other
+vector shows that vector.
 
 Draws are keyed by the offset, as in `ring.py`: element e takes bytes 2 e and 2 e + 1 of the keystream of AES-256-CTR
 (`masks.py`) with the seed as its key. It is used for speed: the draws are public.
@@ -46,8 +47,8 @@ class Remainder(Protocol):
         """Write whole numbers that fit into the ring's signed type."""
 
 
-MOST_KEPT = 4
-"""Steps beyond which a remainder is cut with a ring of 8 bits; with 16 bits bounds of its block."""
+MOST_KEPT = 1 / 4
+"""Share of the L steps of a bound beyond which a remainder is cut. One step, which rounding may leave, is not."""
 
 _STEP = 2**17
 """Elements that are coded at once: with 2^15 it takes a fifth longer (docs/performance.md)."""
@@ -91,10 +92,14 @@ class BlockCode:
         return self.blocks * ROTATED
 
     @property
+    def most_kept(self) -> float:
+        """M: steps beyond which a remainder is cut."""
+        return max(1.0, MOST_KEPT * self.ring.levels)
+
+    @property
     def unit(self) -> float:
         """Steps in 1 of a remainder."""
-        most = MOST_KEPT if self.ring.bits == 8 else MOST_KEPT * self.ring.levels
-        return float(most / (2 ** (self.ring.bits - 1) - 1))
+        return float(self.most_kept / (2 ** (self.ring.bits - 1) - 1))
 
     def coded(self, span: Span) -> Span:
         """Where a span of the values, which begins at a block of `protocol.blocks`, is in the coded update."""
@@ -141,7 +146,9 @@ class BlockCode:
         into = (factor * self.ring.levels / math.sqrt(ROTATED) / own).astype(np.float32)
         if kept is not None:
             again = (kept.bounds / own * self.unit).astype(np.float32)
-        left, most = np.float32(1 / self.unit), np.float32(2 ** (self.ring.bits - 1) - 1)
+            smaller = bool((kept.bounds > own).any())
+        left, cut = np.float32(1 / self.unit), np.float32(self.most_kept)
+        most = np.float32(2 ** (self.ring.bits - 1) - 1)
         stream = masks.keystream(seed.to_bytes(masks.SEED, "little"), 2 * offset)
         numbers, zeros = np.empty(_STEP, "<u2"), memoryview(bytes(2 * _STEP))
         sign = signs(self.seed)
@@ -162,6 +169,8 @@ class BlockCode:
             if kept is not None:
                 extra[:] = kept.remainder[begin : begin + length].reshape(count, ROTATED)
                 extra *= again[block : block + count, None]
+                if smaller:
+                    np.clip(extra, -cut, cut, out=extra)
                 z += extra
             largest = float(np.abs(z, out=x).max())
             if not math.isfinite(largest):

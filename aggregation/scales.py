@@ -14,10 +14,12 @@ not move can move again by the second term. Updates of n sites that have nothing
 times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first, and with a privacy unit always. Without a unit
 it follows the released number of clipped values: a normal coordinate exceeds c root mean squares with probability
 p = 2 Phi(-c). The fraction that was clipped gives c, and `multiple` is multiplied by 3 / c, at least 3/4 and at most 2.
-At c = 3 and 15 levels rounding adds 0.7 % to the squared norm of an update, and clipping less.
+It stays between 3, which updates that are all alike need, and 3 n, for one site that moves alone: so a site that lies
+in that number can make the steps 3 n / `multiple` times as large, and no more. At c = 3 and 15 levels rounding adds
+0.7 % to the squared norm of an update, and clipping less.
 
-All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are in the context of a
-masked sum (`protocol/digest.py`: `basis`).
+All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are part of the
+instructions of a sum (`messages.Instructions`).
 
 Refused: bounds from the sites' own norms, which would be totals of their own, or a round trip before each round.
 """
@@ -33,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.rotation import ROTATED, Floats, rotated_blocks
-from cloister.lm.optimizer import step_sizes
+from cloister.lm.optimizer import learning_rate
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -74,7 +76,8 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
-            scale = step_sizes(plan, 1)
+            steps = plan.run.rounds * local.steps
+            scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
             if local.optimizer == "sgd":
                 scale *= local.clip_norm / math.sqrt(parameters)
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
@@ -103,6 +106,7 @@ class Scales:
         if clipped is not None and self.multiple:
             share = min(max(clipped / (sites * blocks * ROTATED), _RAREST), 0.9)
             multiple *= min(max(TARGET / -NormalDist().inv_cdf(share / 2), _FALL), _RISE)
+        multiple = min(max(multiple, TARGET), TARGET * plan.cohort.size())
         rms = np.sqrt(np.maximum(squares, everywhere * LEAST_SHARE**2))
         return Scales(_within(multiple * rms, plan.aggregation.bound), multiple)
 

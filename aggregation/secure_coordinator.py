@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hmac
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
@@ -61,24 +62,35 @@ class SecureCoordinator:
         contract: As at the sites.
         round_: Round, from 1.
         attempt: Attempt at that round, from 1.
-        model: Hash of the global model.
+        instructions: Digest of what the sites are told (`digest.instructions_digest`).
         needed: Fewest sites in the sum, where more are needed than the protocol needs.
+        fresh: Whether the instructions let no site use what it carries; otherwise all sites of U1 have one history.
 
     Raises:
         ParameterError: the cohort cannot tolerate the dropouts and colluders of the contract.
     """
 
     def __init__(
-        self, contract: Contract, round_: int, attempt: int, model: bytes, *, needed: int = 0
+        self,
+        contract: Contract,
+        round_: int,
+        attempt: int,
+        instructions: bytes,
+        *,
+        needed: int = 0,
+        fresh: bool = False,
     ) -> None:
         self.contract = contract
-        self.begin = Begin(round_, attempt, model)
+        self.begin = Begin(round_, attempt, instructions)
         """The first message to each site of the cohort."""
         self.attempt = Attempt(contract, self.begin)
         self.liars: dict[str, str] = {}
         """Sites that lied, each with what it did; its own signed messages prove it."""
         self.unopened: tuple[str, ...] = ()
         """Sites whose shares too few others could open, so that the attempt ended; those others may have lied."""
+        self.behind: tuple[str, ...] = ()
+        """Sites that have advertised another history than most, and are dropouts of the attempt for that."""
+        self._fresh = fresh
         self._least = max(needed, self.attempt.parameters.quorum)
         self._step: Step | None = Step.ADVERTISE
         self._probe = keys.Exchange(bytes(keys.KEY))
@@ -104,11 +116,22 @@ class SecureCoordinator:
         self._advertised[message.site] = message
 
     def peers(self) -> Peers:
-        """Step 2, end: the message to each site of U1."""
+        """Step 2, end: the message to each site of U1, which have one history unless the instructions are fresh."""
+        if not self._fresh:
+            histories = Counter(message.history for message in self._advertised.values())
+            kept = max(histories, key=lambda history: (histories[history], history), default=b"")
+            others = {site for site, message in self._advertised.items() if message.history != kept}
+            self.behind = tuple(sorted(others))
+            self._advertised = {s: message for s, message in self._advertised.items() if s not in others}
         self._close(Step.ADVERTISE, self._advertised)
         messages = tuple(self._advertised[site] for site in sorted(self._advertised))
         self._transcript = transcript(self.attempt.context, messages)
         return Peers(self.attempt.context, messages)
+
+    @property
+    def advertising(self) -> int:
+        """Number of the sites of U1."""
+        return len(self._advertised)
 
     # 3. Share.
 

@@ -41,6 +41,7 @@ from cloister.protocol.errors import (
     TooFewSitesError,
 )
 from cloister.protocol.messages import (
+    NOTHING_CARRIED,
     Advertise,
     Begin,
     Confirm,
@@ -85,6 +86,7 @@ class SecureSite:
         answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
         earlier: The mark that the site wrote in an earlier attempt at this round, if there is one.
         newest: Round and attempt that the site joined last; only a later attempt is accepted.
+        history: Digest of all instructions on which the state that the site carries depends.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
@@ -99,6 +101,7 @@ class SecureSite:
         answered: Callable[[Answered], None],
         earlier: Answered | None = None,
         newest: tuple[int, int] = (0, 0),
+        history: bytes = NOTHING_CARRIED,
         agreements: keys.Agreements | None = None,
     ) -> None:
         self.contract = contract
@@ -109,6 +112,7 @@ class SecureSite:
         self.answered = answered
         self._earlier = earlier
         self._newest = newest
+        self._history = history
         self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masked: Masked | None = None
@@ -135,9 +139,8 @@ class SecureSite:
         self._share_key = keys.Exchange(self._random(keys.KEY))
         self._mask_private = self._random(keys.KEY)
         self._mask_key = keys.Exchange(self._mask_private)
-        return self._finish(
-            begin, Advertise(attempt.context, self.name, self._share_key.public, self._mask_key.public)
-        )
+        share, mask = self._share_key.public, self._mask_key.public
+        return self._finish(begin, Advertise(attempt.context, self.name, share, mask, self._history))
 
     def _attempt(self, begin: Begin) -> Attempt:
         return Attempt(self.contract, begin)
@@ -327,7 +330,7 @@ class SecureSite:
         self,
         vector: masks.Ring,
         *,
-        model: bytes,
+        instructions: bytes,
         offset: int = 0,
         threads: int = 1,
         pool: Executor | None = None,
@@ -339,17 +342,17 @@ class SecureSite:
 
         Args:
             vector: Shape (m,), of the ring's unsigned type, contiguous.
-            model: Hash of the global model that the vector was computed from.
+            instructions: Digest of the instructions that the vector was computed by.
             offset: Where `vector` starts in the whole vector of `length` elements.
             threads: Parts that are masked at the same time.
             pool: Where they run; by default a pool for this call.
 
         Raises:
             MaskError: wrong type or range, or part of it was masked before.
-            StaleError: the vector was computed from another model than the attempt's.
+            StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step.
         """
-        self._check_may_mask(model)
+        self._check_may_mask(instructions)
         check_vector(vector, self.contract.ring_bits)
         if vector.size == 0:
             return
@@ -370,19 +373,19 @@ class SecureSite:
         )
         self._applied += vector.size
 
-    def take_seeds(self, *, model: bytes) -> Seeds:
+    def take_seeds(self, *, instructions: bytes) -> Seeds:
         """Step 4, for a site whose ranks mask their own shards: the seeds, returned only once.
 
         They must not leave the site.
 
         Args:
-            model: Hash of the global model that the vector was computed from.
+            instructions: As for `mask`.
 
         Raises:
-            StaleError: the vector was computed from another model than the attempt's.
+            StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step, or they were taken, or the vector was masked here.
         """
-        self._check_may_mask(model)
+        self._check_may_mask(instructions)
         if self._ranges:
             raise StepError("masks", expected="either to be applied here or given to ranks, not both")
         self._seeds_taken = True
@@ -411,20 +414,44 @@ class SecureSite:
         if signed.digest != digest:
             raise StepError("masked vector", expected="the one that was signed before")
 
-    def _check_may_mask(self, model: bytes) -> None:
+    def _check_may_mask(self, instructions: bytes) -> None:
         if not self._masking or self._seeds_taken:
             raise StepError("masking", expected="it once, after the shares and before the upload")
-        self.check_model(model)
+        self._check_instructions(instructions)
 
-    def check_model(self, model: bytes) -> None:
-        """Check, before a vector is made, that it will be computed from the model of this attempt.
+    def check_told(self, instructions: bytes, *, fresh: bool) -> None:
+        """4e, before a vector is made: it will be computed by the instructions of this attempt, and from state of one
+        history at all sites or from none.
+
+        Args:
+            instructions: Their digest, computed by the site itself.
+            fresh: Whether they let no site use what it carries.
 
         Raises:
-            StaleError: the attempt has another model.
+            StaleError: the attempt has other instructions.
+            AgreementError: the sites of U1 carry what depends on different instructions.
+            StepError: this site has not seen the keys of U1.
         """
-        if model != self.attempt.model:
+        if Step.SHARE not in self._done:
+            raise StepError("update", expected="the keys of the other sites first")
+        self._check_instructions(instructions)
+        if not fresh:
+            self._check_one_history()
+
+    def _check_instructions(self, instructions: bytes) -> None:
+        own = self.attempt.instructions
+        if instructions != own:
             raise StaleError(
-                "model", model.hex(), expected=f"{self.attempt.model.hex()}, the model of this attempt"
+                "instructions", instructions.hex(), expected=f"{own.hex()}, those of this attempt"
+            )
+
+    def _check_one_history(self) -> None:
+        others = sorted(site for site, peer in self._peers.items() if peer.history != self._history)
+        if others:
+            raise AgreementError(
+                "history of carried state",
+                others[0],
+                expected="that of this site at all sites of the sum, or instructions that let none use it",
             )
 
     def _check_not_masked(self, start: int, end: int) -> None:
@@ -463,11 +490,11 @@ class SecureSite:
             self.attempt.round,
         ):
             return
-        if self._earlier.survivors != answered_digest(self.attempt.model, survivors):
+        if self._earlier.survivors != answered_digest(self.attempt.instructions, survivors):
             raise AnsweredError(
                 "survivors",
                 f"{len(survivors)} sites",
-                expected=f"the same survivors and model as in attempt {self._earlier.attempt}, which this site "
+                expected=f"the same survivors and instructions as in attempt {self._earlier.attempt}, which this site "
                 "answered: the difference of two sums would reveal updates",
                 fix="continue with the next round",
             )
@@ -499,7 +526,7 @@ class SecureSite:
         ctx, survivors = self.attempt.context, request.survivors
         self_shares = tuple((site, self._held[site][0]) for site in survivors if site in self._held)
         mask_shares = tuple((site, self._held[site][1]) for site in request.dropouts if site in self._held)
-        answered = answered_digest(self.attempt.model, survivors)
+        answered = answered_digest(self.attempt.instructions, survivors)
         mark = Answered(self.contract.run, self.attempt.round, self.attempt.attempt, answered)
         self.answered(mark)  # durable before the reply exists
         return self._finish(request, Reveal(ctx, self.name, self_shares, mask_shares))

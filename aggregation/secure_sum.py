@@ -9,11 +9,13 @@ agree on about this attempt (`Attempt.context`). The steps are those of a round 
 from it, and sites that are absent are dropouts.
 
 2. Advertise. A site checks the attempt that it is asked to join (2a-2c) and answers with two one-time X25519 keys: c
-   for shares, s for masks. U1 are the sites that answered.
+   for shares, s for masks; and with the history of what it carries from earlier rounds. U1 are the sites that answered,
+   of one history unless the instructions let nobody use it.
 3. Share. A site checks the keys of U1 (3a-3f), draws the seed b of its self-mask, shares b and s t-of-n among the
    holders that the graph gives, encrypts each share for its holder, commits to b and to each share. U2 are the sites
    that answered.
-4. Mask. A site checks U2 (4a-4d), opens the shares that it received, and uploads y = x + PRG(b) + sum over neighbours j
+4. Mask. A site checks the instructions and U1's histories (4e) before it makes its vector x, and U2 (4a-4d), opens the
+   shares that it received, and uploads y = x + PRG(b) + sum over neighbours j
    in U2 of +-PRG(s_ij) mod 2^b, s_ij from X25519 of the two mask keys, + for the site whose name sorts first. It signs
    with y the keys of U1 and the list U2, and names the sites whose share it cannot open. U3 are the sites whose upload
    is complete.
@@ -29,8 +31,11 @@ I/O or reads a clock; randomness and the durable mark are passed in. `SecureSite
 attempt each: a new attempt has new keys. Each check is a method, so that a test can remove it and see the attack that
 it prevents succeed. Refused: a check inside an adapter, where a second engine would lack it.
 
-A site answers at most one model and one list of survivors in all attempts at one round. The reason is that a retry sums
-the same updates again: from the sums over U3 and over U3 without one site, that site's update follows.
+All sites of an attempt compute by the same instructions, whose digest is in ctx, and what they carry from earlier
+rounds has the same history at all of them: what is not the same at all sites singles one out (docs/secure-sum.md).
+
+A site answers for one digest of instructions and one list of survivors in all attempts at a round. A retry sums the
+same updates again: from the sums over U3 and over U3 without one site, that site's update follows.
 """
 
 from __future__ import annotations
@@ -96,13 +101,13 @@ class Contract:
 
 @dataclass(frozen=True)
 class Answered:
-    """A site's durable mark: it has revealed shares for this model and these survivors, and no others in this round."""
+    """A site's durable mark: it has revealed shares by these instructions for these survivors alone in this round."""
 
     run: str
     round: int
     attempt: int
     survivors: bytes
-    """Digest of the model and of the list of survivors, the same in every attempt (`answered_digest`)."""
+    """Digest of the instructions and of the survivors, the same in every attempt (`answered_digest`)."""
 
 
 class Attempt:
@@ -116,7 +121,7 @@ class Attempt:
         self.contract = contract
         self.round = begin.round
         self.attempt = begin.attempt
-        self.model = begin.model
+        self.instructions = begin.instructions
         sites = contract.roster.names
         cohort = contract.draw.divided(sites, begin.round)[contract.group]
         self.parameters = contract.tolerance.parameters(len(sites), len(cohort))
@@ -129,7 +134,7 @@ _graph = lru_cache(maxsize=8)(Graph)
 
 
 def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
-    """ctx: SHA-256 of the run, round, attempt, roster, plan, model, cohort, n, k, t, ring, layout and cipher."""
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring, layout and cipher."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -139,7 +144,7 @@ def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameter
             begin.attempt,
             contract.roster.hash,
             contract.plan,
-            begin.model,
+            begin.instructions,
             cohort,
             parameters.n,
             parameters.k,
@@ -180,9 +185,9 @@ def share_hash(ctx: bytes, share: bytes, *, sender: str, holder: str) -> bytes:
     return hashlib.sha256(pack("share", ctx, sender, holder, share)).digest()
 
 
-def answered_digest(model: bytes, survivors: tuple[str, ...]) -> bytes:
-    """The digest of the model's hash and of U3 in a site's durable mark: the same in every attempt."""
-    return hashlib.sha256(pack("answered", model, survivors)).digest()
+def answered_digest(instructions: bytes, survivors: tuple[str, ...]) -> bytes:
+    """The digest of the instructions and of U3 in a site's durable mark: the same in every attempt."""
+    return hashlib.sha256(pack("answered", instructions, survivors)).digest()
 
 
 def ring_dtype(ring_bits: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -220,7 +225,7 @@ def check_context(ctx: bytes, own: bytes, what: str) -> None:
     """
     if ctx != own:
         raise StaleError(
-            what, expected="the same run, round, attempt, roster, plan, model and cohort as here"
+            what, expected="the same run, round, attempt, roster, plan, instructions and cohort as here"
         )
 
 
@@ -249,7 +254,7 @@ def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:
     n, k, holders = parameters.n, parameters.k, parameters.n if parameters.complete else parameters.k
     name, key, signature = "x" * name_length, bytes(32), bytes(64)
     names, sealed = (name,) * n, ((name, bytes(82)),) * k
-    own = Advertise(key, name, key, key, signature)
+    own = Advertise(key, name, key, key, key, signature)
     sent = (
         own,
         Shares(key, name, key, sealed, ((name, key, key),) * holders, signature),

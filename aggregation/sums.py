@@ -6,12 +6,11 @@ import hashlib
 import math
 
 from cloister.aggregation import masks
-from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout
+from cloister.aggregation.average import CLIPPED, WEIGHT, Counter, SumLayout
 from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.secure_sum import Contract
 from cloister.privacy.terms import terms_of
-from cloister.protocol.blocks import Span
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
@@ -27,6 +26,8 @@ BYTES = "bytes"
 LOSS_SCALE = 1 << 20
 """Summed losses are sent as whole multiples of 2^-20 nats."""
 _LARGEST_LOSS = 1 << 50
+_LARGEST_COUNT = 1 << 48
+"""Most tokens or bytes of a site's held-out records."""
 
 
 def count_of_loss(nats: float) -> int:
@@ -34,7 +35,7 @@ def count_of_loss(nats: float) -> int:
     return min(round(nats * LOSS_SCALE), _LARGEST_LOSS) if math.isfinite(nats) else _LARGEST_LOSS
 
 
-def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
+def training_layout(plan: Plan, parameters: int) -> SumLayout:
     """The layout of a round's sum: the weighted updates, and totals of tokens, losses and clipped values.
 
     Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit is
@@ -43,35 +44,37 @@ def training_layout(plan: Plan, parameters: int, largest: int | None = None) -> 
 
     Args:
         plan: The plan.
-        parameters: Trained parameters that the round sums (`lm/parts.py`).
-        largest: Those of the round that sums the most of them, for which noise is priced; None: this round.
+        parameters: Number of trained parameters.
 
     Raises:
         PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
     """
     bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
-    terms = terms_of(plan, largest or parameters)
+    terms = terms_of(plan, parameters)
     if terms is not None and terms.mechanism is not None:
-        mechanism = terms.mechanism.on(parameters)
+        mechanism = terms.mechanism
         bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
         extra = mechanism.size - parameters
-        layout = SumLayout(Ring(bits, bound, cohort), parameters, (WEIGHT,), extra=extra)
+        layout = SumLayout(Ring(bits, bound, cohort), parameters, (Counter(WEIGHT, 1, 1),), extra=extra)
     else:
         heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
-        counters = (WEIGHT, TOKENS, LOSS, CLIPPED) if terms is None else (WEIGHT,)
+        weight = Counter(WEIGHT, heaviest, 1)
         ring = Ring(bits, plan.aggregation.bound, cohort)
-        if plan.aggregation.compression is None:
-            layout = SumLayout(ring, parameters, counters, heaviest)
-        else:
-            blocks = BlockCode(parameters, plan.run.seed, ring)
-            layout = SumLayout(ring, blocks.size, counters, heaviest, blocks=blocks)
-            if 4 * blocks.blocks > MOST_SCALES:
-                raise PlanError(
-                    "trained parameters",
-                    parameters,
-                    expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
-                    fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
-                )
+        compressed = plan.aggregation.compression is not None
+        blocks = BlockCode(parameters, plan.run.seed, ring) if compressed else None
+        size = parameters if blocks is None else blocks.size
+        counters: tuple[Counter, ...] = (weight,)
+        if terms is None:
+            tokens, loss = Counter(TOKENS, plan.most_labels()), Counter(LOSS, _LARGEST_LOSS)
+            counters = (weight, tokens, loss, Counter(CLIPPED, size))
+        layout = SumLayout(ring, size, counters, heaviest, blocks=blocks)
+        if blocks is not None and 4 * blocks.blocks > MOST_SCALES:
+            raise PlanError(
+                "trained parameters",
+                parameters,
+                expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
+                fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
+            )
     if plan.aggregation.secure and layout.length > masks.LONGEST:
         raise PlanError(
             "trained parameters",
@@ -86,7 +89,9 @@ def evaluation_layout(plan: Plan) -> SumLayout:
     """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes or choices the
     confusion matrix."""
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-    return SumLayout(ring, 0, (LOSS, CORRECT, TOKENS, BYTES, *confusion_counters(plan)))
+    counts = (CORRECT, TOKENS, BYTES, *confusion_counters(plan))
+    counters = Counter(LOSS, _LARGEST_LOSS), *(Counter(name, _LARGEST_COUNT) for name in counts)
+    return SumLayout(ring, 0, counters)
 
 
 def confusion_counters(plan: Plan) -> tuple[str, ...]:
@@ -95,9 +100,9 @@ def confusion_counters(plan: Plan) -> tuple[str, ...]:
     return tuple(f"{what} {true} taken for {given}" for true in outcomes for given in outcomes)
 
 
-def layout_for(purpose: Purpose, plan: Plan, parameters: int, largest: int | None = None) -> SumLayout:
+def layout_for(purpose: Purpose, plan: Plan, parameters: int) -> SumLayout:
     """The layout of a sum of that purpose, `train` or `evaluate`; arguments as for `training_layout`."""
-    return training_layout(plan, parameters, largest) if purpose == TRAIN else evaluation_layout(plan)
+    return training_layout(plan, parameters) if purpose == TRAIN else evaluation_layout(plan)
 
 
 def contract_for(
@@ -107,11 +112,9 @@ def contract_for(
     run: str,
     parameters: int,
     model: str,
-    part: Span | None = None,
-    largest: int | None = None,
     group: int = 0,
 ) -> Contract:
-    """The contract of the secure sums of one purpose in a run, or in its rounds that sum one part of the vector.
+    """The contract of the secure sums of one purpose in a run.
 
     Args:
         purpose: `train` or `evaluate`; each has attempts of its own.
@@ -120,12 +123,9 @@ def contract_for(
         run: Identity of the run.
         parameters: Number of trained parameters.
         model: Digest of the trained parameters' names and shapes.
-        part: The span of them that the rounds sum; None: all of them.
-        largest: As for `training_layout`.
         group: The group that is summed.
     """
-    span = part if part is not None and purpose == TRAIN else Span(0, parameters)
-    layout = layout_for(purpose, plan, span.size, largest)
+    layout = layout_for(purpose, plan, parameters)
     ring = layout.ring
     meaning = pack(
         purpose,
@@ -137,7 +137,6 @@ def contract_for(
         float(ring.bound).hex(),
         model,
         *(("rotated blocks", layout.values, layout.blocks.seed) if layout.blocks is not None else ()),
-        *(("part", span.start, span.stop) if span.size < parameters else ()),
     )
     return Contract(
         run=f"{run}/{purpose}",

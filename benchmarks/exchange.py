@@ -44,11 +44,21 @@ from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.exchange import ExchangeSite
 from cloister.protocol.address import free_port
 from cloister.protocol.child import Child
-from cloister.protocol.digest import vector_hash
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import CloisterError, EngineError, InvitationError
 from cloister.protocol.flower import QUIET, SECRET, Tasks
 from cloister.protocol.invitation import Invitation
-from cloister.protocol.messages import TRAIN, Contribute, Contribution, Join, Joined, Refused, Request, SumId
+from cloister.protocol.messages import (
+    TRAIN,
+    Contribute,
+    Contribution,
+    Instructions,
+    Join,
+    Joined,
+    Refused,
+    Request,
+    SumId,
+)
 from cloister.protocol.roster import new_identity
 from cloister.protocol.transfer import CHUNK, MESSAGE
 from cloister.server.app import GridChannel, SuperLink
@@ -78,7 +88,8 @@ class Site:
         vector, manifest = self._large, self._manifest
         if request.model.size > 1:
             vector, manifest = self._small, ((0, 1, vector_hash(self._small)),)
-        return Contribution(self.name, request.sum, request.model_hash, None, manifest, (vector,))
+        told = instructions_digest(request.told)
+        return Contribution(self.name, request.sum, told, None, manifest, (vector,))
 
     def refuse(self, request: Request, error: CloisterError) -> Refused:
         raise AssertionError("it has no policy")
@@ -122,12 +133,17 @@ def coordinate(pipe: Connection, invitations: list[Connection], size: int, folde
             model[0] = number
             for step, (name, vector) in enumerate((("up", one), ("folded", one), ("down", model)), 1):
                 forget_peak()
-                sum_id = SumId("run", bytes(32), TRAIN, 3 * number + step, 1)
-                request = Contribute(sum_id, vector_hash(vector), 0.0, None, vector)
+                request = contribute(vector, 3 * number + step)
                 found[name] = timed(partial(ask, channel, request, total if name == "folded" else None))
                 found[f"{name}_peak"] = peak()
             pipe.send(found)
         channel.close(over=True)
+
+
+def contribute(model: Any, number: int) -> Contribute:
+    """A request for a contribution from a model."""
+    told = Instructions(SumId("run", bytes(32), TRAIN, number), vector_hash(model))
+    return Contribute(told, 1, None, model)
 
 
 def ask(channel: Channel, request: Request, total: Any) -> None:
@@ -352,8 +368,7 @@ class Flower:
         for name, vector in (("up", np.ones(1, np.float32)), ("down", np.zeros(self._size // 4, np.float32))):
             self._turns += 1
             vector[0] = self._turns
-            sum_id = SumId("run", bytes(32), TRAIN, self._turns, 1)
-            request = Contribute(sum_id, vector_hash(vector), 0.0, None, vector)
+            request = contribute(vector, self._turns)
             found[name] = timed(partial(ask, channel, request, None))
         return found
 

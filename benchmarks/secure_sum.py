@@ -52,6 +52,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.aggregation import masks
+from cloister.aggregation.compression import BlockCode
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.secure_coordinator import SecureCoordinator
@@ -61,13 +62,14 @@ from cloister.aggregation.span import check_received, manifest_digest, manifest_
 from cloister.aggregation.sums import training_layout
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.feedback import Feedback
+from cloister.clients.feedback import remainders
 from cloister.clients.kept import write_pieces
-from cloister.clients.release import Code, Finished, Remainders, code_for, contribution
+from cloister.clients.release import Code, Finished, code_for, contribution
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
+from cloister.lm.optimizer import Carry
 from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.cohort import Draw
 from cloister.protocol.messages import TRAIN, Masked, Signed
@@ -443,9 +445,9 @@ def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
         clock.run(name, sites[name].receive, inboxes[name])
         if place < timed:
             vector[:] = 0
-            clock.run(name, sites[name].mask, vector, model=MODEL)
+            clock.run(name, sites[name].mask, vector, instructions=MODEL)
         else:
-            sites[name].take_seeds(model=MODEL)
+            sites[name].take_seeds(instructions=MODEL)
         message = clock.run(name, sites[name].masked, bytes(32))
         clock.run("coordinator", coordinator.fold, message, [(0, vector)])
     survivors = clock.run("coordinator", coordinator.survivors)
@@ -511,7 +513,7 @@ def memory(d: int) -> dict[str, Any]:
         extra = 0
         for name, site in sites.items():
             site.receive(inboxes[name])
-            extra = max(extra, peak(site.mask, vector, model=MODEL))
+            extra = max(extra, peak(site.mask, vector, instructions=MODEL))
             statements.append(site.masked(bytes(32)))
         found[f"site_beyond_vector_n{n}"] = extra
         found[f"coordinator_n{n}"] = peak(finish, coordinator, list(sites.values()), statements, vector)
@@ -568,15 +570,13 @@ def against_32_bits(*, quick: bool) -> dict[str, Any]:
 
 
 def _coded(
-    feedback: Feedback, code: partial[Code], scales: Scales, finished: Finished, number: int
+    folder: Path, blocks: BlockCode, code: partial[Code], scales: Scales, finished: Finished, number: int
 ) -> RingVector:
-    """The vector of a round in which the one before was summed."""
-
-    def make(after: Path) -> RingVector:
-        before = feedback.path(number - 1) if number > 1 else None
-        return contribution(code(remainders=Remainders(scales.bounds, before, after)), finished)
-
-    return feedback.write(number, number - 1, scales.bounds, make, durable=False)
+    """The vector of a round, with what the one before has left out."""
+    after = folder / f"{number}"
+    after.mkdir()
+    carry = Carry(folder / f"{number - 1}" if number > 1 else None, after)
+    return contribution(code(remainders=remainders(carry, scales.bounds, blocks)), finished)
 
 
 def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float], int]:
@@ -610,13 +610,12 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
                 vector = timed("code", contribution, code(), finished)
             else:
                 assert layout.blocks is not None
-                feedback = Feedback(folder, "run", plan.digest(), layout.blocks)
-                coded = partial(_coded, feedback, code, scales, finished)
+                coded = partial(_coded, folder, layout.blocks, code, scales, finished)
                 coded(1)
                 vector = timed("code", coded, 2)  # which has a remainder to add
             timed("files", write_pieces, folder / "update", [(0, vector)])
             site.receive(inboxes[name])
-            timed("masks", site.mask, vector, model=MODEL)
+            timed("masks", site.mask, vector, instructions=MODEL)
             manifest = timed("hashes", manifest_of, [(0, vector)])
             statement = site.masked(manifest_digest(manifest))
             timed("hashes", check_received, manifest, [vector], layout.length, layout.ring.dtype)
@@ -628,7 +627,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
     for name, site in sites.items():
         coordinator.revealed(site.unmask(requests[name]))
     total = timed("unmask", coordinator.sum)
-    opened = timed("decode", layout.open, total, scales.bounds if scales else None)
+    opened = timed("decode", layout.open, total, SITES, scales.bounds if scales else None)
     if not RMS / 5 < float(np.sqrt(np.mean(np.square(opened.mean)))) < RMS / 2:  # a third: the mean of nine
         raise SystemExit("the mean is not that of the sites")
     return spent, layout.length * np.dtype(layout.ring.dtype).itemsize

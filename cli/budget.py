@@ -66,12 +66,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
     steps.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
-    steps.add_argument(
-        "--largest-batch", type=int, metavar="B", help="most units in a step; with --most-units"
-    )
-    steps.add_argument(
-        "--most-units", type=int, metavar="N", help="places for units at each site; with --largest-batch"
-    )
     site = parser.add_argument_group("unit site")
     site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
     site.add_argument(

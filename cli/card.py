@@ -183,32 +183,20 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
         ),
     )
     yield "sequences in a step", f"{local.batch_size * local.accumulation:,}"
-    corrected = " with control variates (SCAFFOLD)" if local.control_variates else ""
-    yield (
-        "optimizers",
-        f"{local.optimizer}{corrected} at the sites, {plan.server.optimizer} at the coordinator",
-    )
+    yield "optimizers", f"{local.optimizer} at the sites, {plan.server.optimizer} at the coordinator"
     yield (
         "trained",
         (
             "every parameter"
             if adapter.scheme == "full"
-            else f"LoRA, {adapter.scheme}, rank {adapter.rank}{_redrawn(plan)}, over a base in {adapter.base_precision}"
+            else f"LoRA, {adapter.scheme}, rank {adapter.rank}, over a base in {adapter.base_precision}"
         ),
     )
-    fragments = plan.aggregation.fragments
-    turns = "" if fragments == 1 else f"; of one of {fragments} fragments of the model in each round"
     groups = plan.aggregation.groups
+    how = "secure sum, under masks" if plan.aggregation.secure else "in clear"
     if groups > 1:
-        turns += (
-            f"; one for each of {groups} groups of a round, and the model moved by the median of their means"
-        )
-    yield "sum of the updates", ("secure sum, under masks" if plan.aggregation.secure else "in clear") + turns
-
-
-def _redrawn(plan: Plan) -> str:
-    redraw, phases = plan.model.adapter.redraw, plan.phases()
-    return "" if redraw is None else f" in each of {phases} phases of {redraw:,} rounds, which add up"
+        how += f"; one for each of {groups} groups of a round, and the model moved by the median of the means"
+    yield "sum of the updates", how
 
 
 def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:

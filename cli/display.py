@@ -97,11 +97,13 @@ def describe(event: Event) -> str:
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
-            return f"round {number}: attempt {attempt} failed, and no sum was opened: {reason}"
-        case RoundAbandoned(number, spoiled=True):
-            return f"round {number}: given up: the weights sum to 0, so a site lied in its own; the model is unchanged"
+            return f"round {number}: attempt {attempt} failed: {reason}"
+        case RoundAbandoned(number, spoiled=wrong) if wrong:
+            return f"round {number}: given up: a site lied in its counters: {wrong}; the model is unchanged"
         case RoundAbandoned(number, attempts):
             return f"round {number}: given up after {attempts} attempts; the model is unchanged"
+        case NotEvaluated(number, spoiled=wrong) if wrong:
+            return f"round {number}: not evaluated: a site lied in its totals: {wrong}"
         case NotEvaluated(number, attempts):
             return f"round {number}: not evaluated, after {attempts} attempts"
         case Refusing(number, sites):

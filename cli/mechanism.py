@@ -17,15 +17,7 @@ from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan import CohortSection
 from cloister.protocol.threshold import LARGEST, assumed
 
-_OF_STEPS = (
-    "sampling_rate",
-    "batch_size",
-    "examples",
-    "steps",
-    "steps_per_round",
-    "largest_batch",
-    "most_units",
-)
+_OF_STEPS = ("sampling_rate", "batch_size", "examples", "steps", "steps_per_round")
 _OF_SKELLAM = ("sites", "quorum", "colluders", "clip", "dimension")
 _RING_BITS = 32
 
@@ -94,17 +86,12 @@ def _of_steps(arguments: argparse.Namespace) -> Mechanism:
                 expected=f"from 1 to --examples, which is {arguments.examples}",
             )
         rate = arguments.batch_size / arguments.examples
-    limits = arguments.largest_batch, arguments.most_units
-    if None in limits and limits != (None, None):
-        raise CloisterError("--largest-batch and --most-units", expected="both options together")
 
     def events(noise: float, steps: int) -> Sequence[Event]:
-        return [SampledGaussian(noise, rate, steps, unit, *limits)]
+        return [SampledGaussian(noise, rate, steps, unit)]
 
-    events(1.0, 1)  # refuses a rate outside (0, 1], and limits that are none
+    events(1.0, 1)  # refuses a rate outside (0, 1]
     mechanism = f"Gaussian, in each step; every {unit} is in a step with probability {rate:.4g}, on its own"
-    if arguments.largest_batch is not None:
-        mechanism += f", but at most {limits[0]:,} of {limits[1]:,} places"
     return Mechanism(unit, arguments.delta, arguments.accountant, events, mechanism)
 
 

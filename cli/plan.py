@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.cost import cost, secure_cost
 
     estimate = cost(plan, *count_parameters(plan))
-    secure = secure_cost(plan, estimate.summed_parameters)
-    terms = terms_of(plan, estimate.summed_parameters)
+    secure = secure_cost(plan, estimate.trained_parameters)
+    terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
         found["least_steps"], found["most_steps"] = plan.local.step_limits()
@@ -112,11 +112,7 @@ def _print_cost(
     table.add_column(style="cyan")
     table.add_column(justify="right")
     table.add_row("parameters", f"{estimate.parameters:,}")
-    if estimate.summed_parameters == estimate.trained_parameters:
-        table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
-    else:
-        table.add_row("trained", f"{estimate.trained_parameters:,}")
-        table.add_row("summed in a round, at most", f"{estimate.summed_parameters:,}")
+    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
     cohort = plan.cohort
     if cohort.mode == "async":
         table.add_row("sites that train at the same time", f"{estimate.cohort:,}")

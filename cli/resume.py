@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.cli.shared_options import add_engine, add_json, add_per_site, add_run
+
+if TYPE_CHECKING:
+    from cloister.protocol.plan import Plan
 
 HELP = "continue a run that was stopped"
 
@@ -34,4 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
                 expected="a simulation, and this run was deployed",
                 fix=f"continue it with: {folder.resume_command()}",
             )
+        if arguments.per_site:
+            _check_per_site(folder.plan)
         return execute(folder, arguments, new=False)
+
+
+def _check_per_site(plan: Plan) -> None:
+    """Refuse --per-site if the plan could not have said so itself.
+
+    Raises:
+        PlanError: it has a privacy unit.
+    """
+    from cloister.protocol.soundness import from_json
+
+    simulation = plan.simulation.model_copy(update={"per_site": True})
+    from_json(plan.model_copy(update={"simulation": simulation}).to_json())

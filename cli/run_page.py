@@ -104,8 +104,6 @@ def in_words(plan: Plan, parameters: int | None) -> str:
         if plan.aggregation.secure
         else "Updates are summed in clear: the coordinator sees each."
     )
-    if plan.aggregation.fragments > 1:
-        how += f" Each round sums one of {plan.aggregation.fragments} fragments of the model."
     if plan.aggregation.groups > 1:
         how += f" The model moves by the median of the means of {plan.aggregation.groups} groups."
     privacy = plan.privacy

@@ -57,7 +57,7 @@ def add_per_site(parser: argparse.ArgumentParser) -> None:
         "--per-site",
         action="store_true",
         help="when the run is finished, evaluate the initial and the final model on each site's own held-out records "
-        "(simulation.per_site)",
+        "(simulation.per_site); not under a privacy unit",
     )
 
 

@@ -76,7 +76,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="check a site's data and devices for a plan",
         description="Check a site for a plan before the run; the coordinator hears nothing of it, and nothing is "
         "charged. First its data: it is prepared, as the first training would do it, and the number of records that "
-        "are used and that are not is printed, with the reasons. Under a privacy unit a record that cannot be used is "
+        "are used and that are not is printed, with the reasons. These counts are exact and no privacy unit covers "
+        "them, so their line, and their object in JSON, is marked: must stay at this site. Send neither it nor an "
+        "error about a record to anyone. Under a privacy unit a record that cannot be used is "
         "left out without an error. What is prepared is kept in the site's state folder, and the run does not "
         "prepare it again. Then its devices: what each rank of the site's mesh will hold, and, where the devices "
         "are here, the time and memory of a step that the ranks take on random tokens. Exit code 4: the mesh "
@@ -172,17 +174,19 @@ def _check(arguments: argparse.Namespace) -> int:
         devices = Devices.of(plan, config.mesh, arguments.device or config.device)
     found: dict[str, object] = {}
     if arguments.only != "devices":
+        from cloister.clients.site import MUST_STAY
+
         made = _prepared(config, plan)
-        found |= {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
-        found |= {"summary": made.summary()}
+        counts = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
+        found[MUST_STAY.replace(" ", "_")] = counts | {"summary": made.summary()}
         if not arguments.json:
-            print(made.summary(), flush=True)
+            print(f"{MUST_STAY}: {made.summary()}", flush=True)
     return _finish(arguments, found, devices)
 
 
 def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
     """Prepare the site's data; refuse data of which nothing is trained on."""
-    from cloister.clients.site import preparation_of
+    from cloister.clients.site import MUST_STAY, preparation_of
     from cloister.lm.data import cached
     from cloister.lm.tokenizer import tokenizer_of
 
@@ -192,7 +196,7 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
         raise DataError(
             "data",
             config.data,
-            expected=f"records to train on ({made.summary()})",
+            expected=f"records to train on ({MUST_STAY}: {made.summary()})",
             fix="compare the records with [data] of the plan",
         )
     return made

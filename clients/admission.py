@@ -28,7 +28,7 @@ from cloister.protocol.errors import (
     StaleError,
 )
 from cloister.protocol.joining import check_size, sign_joined
-from cloister.protocol.messages import EVALUATE, TRAIN, Contribute, Join, Joined, Purpose, Refused
+from cloister.protocol.messages import EVALUATE, TRAIN, Instructions, Join, Joined, Purpose, Refused
 from cloister.protocol.plan import Plan
 from cloister.protocol.refusal import printable, sign_refusal
 from cloister.protocol.roster import Roster
@@ -69,7 +69,7 @@ class Admission:
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
         if self._config.policy:
-            self.check_policy(plan, run, terms_of(plan, count_parameters(plan).summed))
+            self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
     def pin(self, plan: Plan, run: str) -> None:
         """Join a plan and a run, durably: the site joins no other after this.
@@ -125,18 +125,18 @@ class Admission:
                 expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
             )
 
-    def own_steps(self, plan: Plan, request: Contribute) -> OwnSteps:
+    def own_steps(self, plan: Plan, told: Instructions) -> OwnSteps:
         """The site's local steps in a round, by the cohort's list, which must be one that the plan allows.
 
         Raises:
             BalanceError: it is not, or its sites are not the cohort that the site draws.
         """
-        cohort, purpose = None, request.sum.purpose
-        if request.steps and plan.aggregation.secure:
+        cohort, purpose = None, told.sum.purpose
+        if told.steps and plan.aggregation.secure:
             draw, names = draw_of(plan, purpose), self.roster().names
-            group = draw.group_of(self._config.name, names, request.sum.round)
-            cohort = draw.divided(names, request.sum.round)[group]
-        return own_steps(plan, purpose, request.steps, self._config.name, cohort)
+            group = draw.group_of(self._config.name, names, told.sum.round)
+            cohort = draw.divided(names, told.sum.round)[group]
+        return own_steps(plan, purpose, told.steps, self._config.name, cohort)
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
         """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.

@@ -38,6 +38,7 @@ from cloister.clients.attempt_files import AttemptFiles, Kept, State
 from cloister.clients.kept import Written
 from cloister.protocol.errors import StaleError, StepError
 from cloister.protocol.messages import (
+    NOTHING_CARRIED,
     Advertise,
     Begin,
     Confirm,
@@ -93,6 +94,7 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
+        history: Of what the site carries into the round (`carried.py`).
         agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
     """
@@ -103,6 +105,7 @@ class Attempts:
         contract: Contract,
         member: Member,
         live: Live,
+        history: bytes = NOTHING_CARRIED,
         agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -110,6 +113,7 @@ class Attempts:
         self._contract = contract
         self._member = member
         self._live = live
+        self._history = history
         self._agreements = agreements
         self._random = random
 
@@ -138,23 +142,31 @@ class Attempts:
             site.answered = reveal
             answer = _handle(site, told)
             if step is Step.UNMASK:
-                files.keep_revealed(to_bytes(told), to_bytes(answer))
+                files.keep_revealed(self._state(files), to_bytes(told), to_bytes(answer))
                 self._remember(files.end(self._state(files)), None)
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
 
     def mask(
-        self, inbox: Inbox, round_number: int, model: bytes, make: Callable[[], list[Piece]], mask: Mask
+        self,
+        inbox: Inbox,
+        round_number: int,
+        instructions: bytes,
+        make: Callable[[], list[Piece]],
+        mask: Mask,
+        *,
+        fresh: bool = False,
     ) -> tuple[Masked, Written]:
         """Step 4: mask the site's vector; the same message again masks the same vector again.
 
         Args:
             inbox: The step's message.
             round_number: The round that the vector is for.
-            model: Hash of the global model and the clipping norm, as the site computed it (`digest.basis`).
+            instructions: Digest of those that the vector is made by, as the site computed it.
             make: Makes the vector in pieces that tile it; called after the message was checked.
             mask: Masks those pieces with the seeds of the site's side of the attempt.
+            fresh: Whether they let no site use what it carries.
 
         Returns:
             The signed statement of the masked vector's manifest, and that vector.
@@ -165,7 +177,8 @@ class Attempts:
         with self._turn() as files:
             state = self._state(files)
             site = self._rebuild(state, self._current(state, round_number))
-            site.check_model(model)  # before a vector is made: making one may be a release
+            # Before a vector is made: making one may be a release.
+            site.check_told(instructions, fresh=fresh)
             site.receive(inbox)
             self._remember(state, None)  # a site whose masking failed is built again
         pieces = make()  # which may take long
@@ -233,6 +246,7 @@ class Attempts:
             answered=_unprepared,
             earlier=state.marks.answered,
             newest=kept.newest,
+            history=self._history,
             agreements=self._agreements,
         )
         for step, body in kept.log:
@@ -264,7 +278,7 @@ def _handle_again(site: SecureSite, step: int, body: bytes) -> None:
     elif step == Step.UPDATE:
         site.receive(from_bytes(Inbox, body))
     elif step == _MASKED:
-        site.take_seeds(model=site.attempt.model)  # they were used and must not be used again
+        site.take_seeds(instructions=site.attempt.instructions)  # they were used and must not be used again
         site.masked(body)
     else:
         raise StepError("step", step, expected="a message of the log of an attempt")

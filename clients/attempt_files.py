@@ -3,20 +3,21 @@
 There are three files that only the site can read. `marks` says which attempt the site joined last, and for which
 survivors it revealed shares last. It has two slots at fixed places, so a damaged length hides nothing. Each slot has
 all marks, the number of the write and a CRC-32; the higher number is newer. A write replaces the older slot and is
-synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot that is
-damaged counts as torn. If both are damaged, or the file is missing or has another length, the site does not know what
-it has answered, and refuses everything (`StorageError`). So damage makes a site forget at most the newest write. That
-both files are an earlier copy is not noticed. They are created once, durably, before the site pins its run
-(`create`), and never again.
+synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot may also be
+damaged later. Then `attempt` still says what was joined last, and `revealed` what was answered last, and the site goes
+on with that: it forgets nothing. If both slots are damaged, or one of them and `revealed`, or the file is missing or
+has another length, the site does not know what it has answered, and refuses everything (`StorageError`). That all
+files are an earlier copy is not noticed. They are created once, durably, before the site pins its run (`create`), and
+never again.
 
 `attempt` holds the secret seed of the current attempt and the messages received so far, in frames: a length, a CRC-32
 and the content. Each is appended and synced before a message that depends on it leaves the site. A damaged frame, the
 last one included, ends the attempt: the site refuses the rest of it and can join the next. When the site has revealed
 its shares, the file is overwritten with zeros, synced and emptied.
 
-`revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request. It is
-synced before the attempt is wiped, so that the answer can be sent again if it was lost. It has no secret of the site:
-only shares that the coordinator was sent.
+`revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request and the
+mark. It is synced before the answer leaves and the attempt is wiped, so that the answer can be sent again if it was
+lost. It has no secret of the site: only shares that the coordinator was sent.
 
 Refused: `marks` as a log that grows, because a truncated log is a valid shorter one. A file for each step, renamed into
 place, is equally safe but cost more than the step itself.
@@ -136,11 +137,8 @@ class AttemptFiles:
         marks, end = self._read_marks(), os.fstat(self._attempt).st_size
         if known is not None and (known.marks, known.end) == (marks, end):
             return known
-        kept = None
-        match _frames(os.pread(self._attempt, end, 0)):
-            case [(int(a), int(b), int(c), int(d), bytes(seed)), *steps] if (c, d) == marks.joined:
-                kept = Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps))
-        return State(marks, kept, end)
+        kept = self._read_attempt(end)
+        return State(marks, kept if kept is not None and kept.now == marks.joined else None, end)
 
     def begin(self, state: State, kept: Kept) -> State:
         """Join an attempt, durably; it replaces the previous one, whose seed is overwritten.
@@ -166,12 +164,12 @@ class AttemptFiles:
         """Record durably the survivors for which shares are revealed."""
         return replace(state, marks=self._mark(replace(state.marks, answered=answered)))
 
-    def keep_revealed(self, request: bytes, answer: bytes) -> None:
-        """Keep the answer to a request for shares, durably; it replaces the previous one.
+    def keep_revealed(self, state: State, request: bytes, answer: bytes) -> None:
+        """Keep the answer to a request for shares, which is marked, durably; it replaces the previous one.
 
         A power cut can tear it; the attempt, which gives the same answer, is wiped later only.
         """
-        frame = _frame(pack(_hash(request), answer))
+        frame = _frame(pack(_hash(request), answer, *_fields(state.marks.answered)))
         file = _open(self._folder / "revealed")
         try:
             if os.pwrite(file, frame, 0) != len(frame):
@@ -179,19 +177,17 @@ class AttemptFiles:
             os.ftruncate(file, len(frame))
             sync(file)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)  # the answer does not leave, and `marks` still has the one before it
             raise _refusal(self._folder, error) from error
         finally:
             os.close(file)
 
     def revealed(self, request: bytes) -> bytes | None:
         """The answer that was kept for exactly this request for shares; None if there is none."""
-        file = _open(self._folder / "revealed")
-        try:
-            content = _content(os.pread(file, os.fstat(file).st_size, 0))
-        finally:
-            os.close(file)
+        content = _content(self._read_revealed())
         match unpack(content) if content else ():
-            case (bytes(known), bytes(answer)) if known == _hash(request):
+            case (bytes(known), bytes(answer), *_) if known == _hash(request):
                 return answer
         return None
 
@@ -216,7 +212,35 @@ class AttemptFiles:
         consecutive = all(marks.writes == whole[0].writes + place for place, marks in enumerate(whole))
         if len(data) != 2 * _SLOT or not whole or not consecutive:
             raise _unknown(self._folder / "marks", "damaged")
-        return whole[-1]
+        return whole[1] if len(whole) == 2 else self._recovered(whole[0])
+
+    def _recovered(self, marks: Marks) -> Marks:
+        """The marks where only one slot is whole, by the other files: no share has left that is not in `revealed`."""
+        kept = self._read_attempt(os.fstat(self._attempt).st_size)
+        joined = max(marks.joined, kept.now if kept is not None else (0, 0))
+        revealed = self._read_revealed()
+        if not revealed:  # the site has answered nothing in this run
+            return replace(marks, joined=joined)
+        content = _content(revealed)
+        match unpack(content) if content else ():
+            case (bytes(_), bytes(_), int(round_), int(attempt), bytes(survivors)):
+                answered = Answered(self._run, round_, attempt, survivors)
+                return replace(marks, joined=joined, answered=answered)
+        raise _unknown(self._folder / "revealed", "damaged, and a slot of marks too")
+
+    def _read_attempt(self, end: int) -> Kept | None:
+        """The attempt, marked or not; None if there is none, or it is damaged."""
+        match _frames(os.pread(self._attempt, end, 0)):
+            case [(int(a), int(b), int(c), int(d), bytes(seed)), *steps]:
+                return Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps))
+        return None
+
+    def _read_revealed(self) -> bytes:
+        file = _open(self._folder / "revealed")
+        try:
+            return os.pread(file, os.fstat(file).st_size, 0)
+        finally:
+            os.close(file)
 
     def _mark(self, marks: Marks) -> Marks:
         marks = replace(marks, writes=marks.writes + 1)
@@ -282,10 +306,12 @@ def _content(data: bytes) -> bytes | None:
     return content if size and len(content) == size and zlib.crc32(content) == checksum else None
 
 
+def _fields(answered: Answered | None) -> tuple[Value, ...]:
+    return (answered.round, answered.attempt, answered.survivors) if answered else ()
+
+
 def _slot(marks: Marks) -> bytes:
-    answered = marks.answered
-    more = (answered.round, answered.attempt, answered.survivors) if answered else ()
-    return _frame(pack(marks.writes, *marks.joined, *more)).ljust(_SLOT, b"\0")
+    return _frame(pack(marks.writes, *marks.joined, *_fields(marks.answered))).ljust(_SLOT, b"\0")
 
 
 def _marks_in(run: str, slot: bytes) -> Marks | None:

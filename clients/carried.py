@@ -1,127 +1,116 @@
-"""What a site carries from one of its updates into the next: remainders (`feedback.py`) and drift (`drift.py`).
+"""What a site carries from one of its updates into the next: the optimizer's moments (`local.optimizer_state = "keep"`)
+and what compressed updates left out (`feedback.py`).
 
-It depends on what was sent, so it counts once, and only if the update is in a sum. What the update of a round leaves is
-kept beside what that update was made with, and when the next update is made, the site decides with which of the two:
+Carried state depends on all instructions that the site has computed by since it carried nothing. Were they not those of
+the other sites of a sum, the coordinator could make what the others carry drown their updates, and see the one that is
+left. So the state has a history, which the site advertises:
 
-- Under masks with that of the newest round in which it has revealed shares, by its durable mark (`attempt_files.py`). A
-  site reveals them only as a survivor, whose update is in the sum. What was left in a round in which it has not is
-  dropped with the update that was not summed.
-- In clear a site is told nothing after it has sent its update, so with that of the newest round in which it made one,
-  also if that update came too late.
+    history = H(history before || digest of the instructions),        0 where nothing is carried
 
-If all the sites' shares were revealed and the coordinator still abandons the round, the update is lost, and what it
-left counts as if it were not.
+A sum is over sites of one history, or its instructions are `fresh`, and then no site uses what it carries
+(`secure_site.py`, check 4e). What is carried after a fresh round depends on that round alone.
 
-Attempts of one round send the same kept update. An update that is made again after a crash is made with the same as
-before, because only what earlier rounds left is looked at.
-
-`NAME-<round>.json`, which is written after the file `NAME-<round>`, has the run, the plan and the round of what the
-update was made with.
+Each round that made an update has a folder `carried/<round>` with what the update left, and `history.json`, which names
+run and plan: state of another run is not used. It is made whole with the update, and the one before is kept: an update
+that is made again after a crash starts from the same state, because only earlier rounds are looked at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cloister.protocol.storage import write_bytes, write_file
+from cloister.lm.optimizer import Carry
+from cloister.protocol.digest import instructions_digest
+from cloister.protocol.encoding import pack
+from cloister.protocol.messages import NOTHING_CARRIED, Instructions
+from cloister.protocol.storage import write_folder
 
 _log = logging.getLogger(__name__)
-_NAME = re.compile(r".*-(\d{5,})\.json")
+_HISTORY = "history.json"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Entry:
-    run: str
-    plan: str
-    base: int
-    """The round whose file the update was made with; 0: none."""
+class _State:
+    round: int
+    folder: Path
+    history: bytes
 
 
 class Carried:
-    """The files of one kind that a site carries through a run.
+    """What a site carries through a run.
 
     Args:
         state: The site's state folder.
         run: Identity of the run.
         plan: Digest of the plan.
-        name: Of the files.
-        size: Bytes of each.
     """
 
-    def __init__(self, state: Path, run: str, plan: str, name: str, size: int) -> None:
-        self._state = state
-        self._run = run
-        self._plan = plan
-        self._file = name
-        self._size = size
+    def __init__(self, state: Path, run: str, plan: str) -> None:
+        self._folder = state / "carried"
+        self._of = {"run": run, "plan": plan}
 
-    def base(self, round_number: int, summed: Callable[[int], bool]) -> int:
-        """The round whose file the update of a round is made with; 0: there is none.
+    def history(self, round_number: int) -> bytes:
+        """The history of what the site carries into a round."""
+        newest = self._newest(round_number)
+        return newest.history if newest else NOTHING_CARRIED
 
-        Args:
-            round_number: The round.
-            summed: Whether the update of an earlier round is in a sum, as far as the site knows.
-        """
-        earlier = [number for number in self._entries() if number < round_number]
-        if not earlier:
-            return 0
-        newest = max(earlier)
-        base = newest if summed(newest) else self._entries()[newest].base
-        if base and not self._whole(base):
-            path = self.path(base).name
-            _log.warning("what the update of round %d left is lost: %s is missing or damaged", base, path)
-            return 0
-        return base
-
-    def keep(self, round_number: int, base: int, make: Callable[[Path], T], *, durable: bool) -> T:
-        """Let `make` make the update of a round and write what it leaves into a new file; remove all files but this and
-        that of `base`.
+    def make(self, told: Instructions, make: Callable[[Carry], T], *, durable: bool) -> T:
+        """Let `make` make the update of a round, and keep what it leaves; remove all but this and what it began with.
 
         Args:
-            round_number: The round.
-            base: What `base` returned.
-            make: Gets the path of the file, which it creates in its full size.
-            durable: Sync the file before this returns.
+            told: The instructions of the round.
+            make: Makes the update.
+            durable: Sync what is kept before this returns.
 
         Raises:
-            StorageError: the disk is full.
+            StorageError: the disk refuses the access.
         """
-        made: list[T] = []
-        write_file(self.path(round_number), lambda temporary: made.append(make(temporary)), durable=durable)
-        entry = {"run": self._run, "plan": self._plan, "base": base}
-        write_bytes(self.path(round_number).with_suffix(".json"), json.dumps(entry).encode(), durable=durable)
-        needed = {self.path(number).name for number in (round_number, base)}
-        for old in self._state.glob(f"{self._file}-*"):
-            if old.stem not in needed:
-                old.unlink(missing_ok=True)
+        round_number = told.sum.round
+        newest = self._newest(round_number)
+        before = None if told.fresh else newest
+        history = extended(before.history if before else NOTHING_CARRIED, told)
+        path, made = self._path(round_number), []
+
+        def fill(after: Path) -> None:
+            after.chmod(0o700)
+            made.append(make(Carry(before.folder if before else None, after)))
+            (after / _HISTORY).write_text(json.dumps(self._of | {"history": history.hex()}))
+
+        write_folder(path, fill, durable=durable)
+        needed = {path, newest.folder if newest else path}
+        for old in set(self._folder.iterdir()) - needed:
+            shutil.rmtree(old, ignore_errors=True)
         return made[0]
 
-    def path(self, round_number: int) -> Path:
-        """The file of a round."""
-        return self._state / f"{self._file}-{round_number:05d}"
+    def _newest(self, before: int) -> _State | None:
+        """The newest state of the run that is of an earlier round."""
+        folders = [path for path in self._folder.glob("?????*") if path.name.isdigit()]
+        for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
+            if int(path.name) < before and (history := self._read(path)) is not None:
+                return _State(int(path.name), path, history)
+        return None
 
-    def _whole(self, round_number: int) -> bool:
-        path = self.path(round_number)
-        return path.exists() and path.stat().st_size == self._size
+    def _read(self, folder: Path) -> bytes | None:
+        try:
+            read = json.loads((folder / _HISTORY).read_bytes())
+            return bytes.fromhex(read["history"]) if self._of.items() <= read.items() else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("what the site carried is lost: %s cannot be read (%s)", folder, error)
+            return None
 
-    def _entries(self) -> dict[int, _Entry]:
-        """The rounds of this run and plan that have a file."""
-        found = {}
-        for path in self._state.glob(f"{self._file}-*.json"):
-            match = _NAME.fullmatch(path.name)
-            try:
-                read = json.loads(path.read_bytes())
-                entry = _Entry(str(read["run"]), str(read["plan"]), int(read["base"]))
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # torn by a crash: the update was not made
-            if match and (entry.run, entry.plan) == (self._run, self._plan):
-                found[int(match[1])] = entry
-        return found
+    def _path(self, round_number: int) -> Path:
+        return self._folder / f"{round_number:05d}"
+
+
+def extended(history: bytes, told: Instructions) -> bytes:
+    """The history of what is left by an update that began with `history`, and was computed by `told`."""
+    return hashlib.sha256(pack("cloister/carried/1", history, instructions_digest(told))).digest()

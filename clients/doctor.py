@@ -254,8 +254,6 @@ def site_bytes(plan: Plan) -> int:
       + 4 T  the global model of the round
       + 2 U  the coded update, which is written beside that of the round before
       + 16 T where `local.optimizer_state` is `keep`: two moments, of this round and of the one before
-      + 16 T with `local.control_variates`: c, and two of the site's own beside the one that is written
-      + 12 T with `aggregation.fragments`: two drifts beside the one that is written
 
     Raises:
         ModelError: the plan's model does not exist.
@@ -263,11 +261,10 @@ def site_bytes(plan: Plan) -> int:
     from cloister.aggregation.sums import training_layout
     from cloister.lm.model import count_parameters
 
-    _, trained, summed = count_parameters(plan)
-    update = math.ceil(training_layout(plan, summed).length * plan.aggregation.ring_bits / 8)
-    kept = 16 * trained if plan.local.optimizer_state == "keep" or plan.local.control_variates else 0
-    drift = 12 * trained if plan.aggregation.fragments > 1 else 0
-    return 8 * trained + 2 * update + kept + drift
+    _, trained = count_parameters(plan)
+    update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
+    kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
+    return 8 * trained + 2 * update + kept
 
 
 def _minor(release: str) -> str:

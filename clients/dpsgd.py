@@ -3,9 +3,7 @@ over units that are records, windows of text, or owners with some of their recor
 
 One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
 
-1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling). With
-   `privacy.largest_batch`, the `privacy.most_units` places for units are drawn, of which some are empty, and of more
-   places than that limit so many are kept, uniformly at random. Only the first units have places.
+1. Each unit is in the batch with probability q = `privacy.sampling_rate`, on its own (Poisson sampling).
 2. g_u, the gradient of a unit, is that of the mean over its windows of the mean loss per learned token of a window; of
    an owner, the mean over the records of this mean. The loss of a text that is classified is first multiplied by the
    weight of its class (`data.class_weights`), a number of the plan.
@@ -15,9 +13,7 @@ One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_s
 
 Neighbouring data sets differ by one unit that is there or not; S then changes by at most C, whatever the unit holds. So
 every step is one Poisson-sampled Gaussian mechanism with rate q and noise multiplier z, also where the batch is empty,
-and a round is `local.steps` of them. With a largest batch a unit may push another out, which accounting counts
-(`privacy/events.py`); places and not units are drawn, because the cost at another number of units may be larger, and
-that number is secret. The following keeps this true:
+and a round is `local.steps` of them. The following keeps this true:
 
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
 - A unit whose gradient is not finite contributes zero, without an error: an error would reveal that the unit is there.
@@ -55,7 +51,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,7 +62,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import LocalOptimizer
+from cloister.lm.optimizer import Carry, LocalOptimizer
 from cloister.lm.passes import Forward, Passes
 from cloister.lm.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.lm.weights import Held, Named, Weights, Whole, whole
@@ -171,13 +166,6 @@ def _recomputes(module: nn.Module) -> bool:
 def poisson_batch(noise: NoiseStream, n: int, rate: float) -> NDArray[np.int64]:
     """The units below `n` that are in a batch, each independently with probability `rate` (to 2^-53), in order."""
     return np.flatnonzero(noise.generator().random(n) < rate)
-
-
-def at_most(noise: NoiseStream, drawn: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Of more than `most` that were drawn so many, uniformly at random, in order."""
-    if len(drawn) <= most:
-        return drawn
-    return np.sort(noise.generator().choice(drawn, most, replace=False))
 
 
 class ClippedSum:
@@ -408,7 +396,7 @@ class PrivateTrainer:
         round: int,
         noise: NoiseStream,
         noise_multiplier: float,
-        state: Path | None = None,
+        carry: Carry | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
@@ -426,7 +414,7 @@ class PrivateTrainer:
                 trainings with the same noise, such as a retry of a round from other data or another model, is free of
                 noise.
             noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
-            state: As in `Trainer.train`. The kept state depends on noised gradients only.
+            carry: As in `Trainer.train`. The kept state depends on noised gradients only.
             steps_before: As in `Trainer.train`.
             progress: Called with the number of steps taken so far, after each one.
 
@@ -451,7 +439,7 @@ class PrivateTrainer:
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
         return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
 
     @contextmanager
@@ -504,18 +492,10 @@ class PrivateTrainer:
         expected = local.batch_size * local.accumulation
         assert sequences.starts is not None
         n_units = len(sequences.starts) - 1
-        n_places = privacy.most_units or n_units
-        if n_units > n_places:
-            _log.warning(
-                "there are %d units, and privacy.most_units is %d: the rest is not used", n_units, n_places
-            )
         nats, tokens, not_finite = 0.0, 0, 0
         for step in range(local.steps):
             own = noise.child(f"step-{step + 1}")
-            batch = poisson_batch(own.child("batch"), n_places, self._rate)
-            if privacy.largest_batch is not None:
-                batch = at_most(own.child("largest batch"), batch, privacy.largest_batch)
-                batch = batch[batch < n_units]  # empty places were drawn too
+            batch = poisson_batch(own.child("batch"), n_units, self._rate)
             total = self.new_sum(names)
             dropout = int(own.child("dropout").generator().integers(2**63))
             with seeded("dropout", dropout, *weights.draws, device=self._device):

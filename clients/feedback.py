@@ -1,76 +1,44 @@
-"""Error feedback: what a site's coded updates have left out, carried from round to round.
+"""Error feedback: what a site's coded update has left out, which it adds to its next one.
 
-The code of a compressed update (`aggregation/compression.py`) leaves a remainder, which belongs to the next update. It
-counts once, by the rule of `carried.py`. In clear, what an update left out that came too late is added all the same:
+The code of a compressed update (`aggregation/compression.py`) leaves a remainder, which the site carries into the next
+round (`carried.py`): a file of the bounds of the blocks (float32), then the remainder, as wide as the ring.
+It counts once where each round's update is summed. The remainder of an update that was lost is added all the same:
 mostly less than a step of each value.
-
-A file `residual-<round>` has the bounds of the blocks (float32), then the remainder, as wide as the ring.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.compression import BlockCode, Kept
 from cloister.aggregation.rotation import ROTATED
-from cloister.clients.carried import Carried
+from cloister.lm.optimizer import Carry
 from cloister.protocol.blocks import Span
 from cloister.protocol.storage import disk_refusal
 
+_log = logging.getLogger(__name__)
+_NAME = "remainder"
 _FLOAT = np.dtype("<f4")
 
-T = TypeVar("T")
 
+class Remainders(NamedTuple):
+    """What a compressed update is coded with."""
 
-class Feedback(Carried):
-    """The remainders of a site in a run.
-
-    Args:
-        state: The site's state folder.
-        run: Identity of the run.
-        plan: Digest of the plan.
-        code: The code of its updates.
-    """
-
-    def __init__(self, state: Path, run: str, plan: str, code: BlockCode) -> None:
-        super().__init__(state, run, plan, "residual", _bytes(code))
-        self._code = code
-
-    def write(
-        self,
-        round_number: int,
-        base: int,
-        bounds: npt.NDArray[np.float32],
-        make: Callable[[Path], T],
-        *,
-        durable: bool,
-    ) -> T:
-        """Let `make` code the update of a round, and keep its remainder; remove all but this and the one of `base`.
-
-        Args:
-            round_number: The round.
-            base: What `base` returned.
-            bounds: (blocks,) float32: the bounds with which the update is coded.
-            make: Codes the update, and fills the file that it is given (`stored`).
-            durable: Sync the remainder before this returns.
-
-        Raises:
-            StorageError: the disk is full.
-        """
-
-        def fill(temporary: Path) -> T:
-            _allocate(temporary, bounds, self._code)
-            return make(temporary)
-
-        return self.keep(round_number, base, fill, durable=durable)
+    bounds: npt.NDArray[np.float32]
+    """(blocks,) float32: the bound of each block of the whole update in this round."""
+    before: Path | None
+    """The remainder that the site carries; None: there is none."""
+    after: Path
+    """File of the remainder of this update, of its full size."""
 
 
 class Stored:
@@ -102,9 +70,31 @@ class Stored:
         return self._start + self._type.itemsize * int(part.start)
 
 
+def remainders(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -> Remainders:
+    """The files of what the update before has left out, and of what this one will leave out, which is made here.
+
+    The new one has its full size at once: where the disk is full, no rank meets it later.
+
+    Args:
+        carry: What the update begins with, and where it writes what it leaves.
+        bounds: (blocks,) float32: the bounds with which the update is coded.
+        code: The code of the updates.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    after = carry.after / _NAME
+    _allocate(after, bounds, code)
+    before = carry.before / _NAME if carry.before else None
+    if before is not None and not (before.exists() and before.stat().st_size == _bytes(code)):
+        _log.warning("what an earlier update left out is lost: %s is missing or damaged", before)
+        before = None
+    return Remainders(bounds, before, after)
+
+
 @contextmanager
 def stored(path: Path, code: BlockCode, span: Span, flags: int) -> Iterator[Stored]:
-    """A span of the remainder in a file that `Feedback.write` gave or that it kept.
+    """A span of the remainder in a file that `remainders` has named.
 
     Args:
         path: The file.
@@ -141,7 +131,7 @@ def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | N
 
 
 def _allocate(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:
-    """A file of bounds and zeros, which only its owner may read; where the disk is full, no rank meets it later."""
+    """A file of bounds and zeros, which only its owner may read."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(file, 0, _bytes(code))

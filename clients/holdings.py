@@ -25,7 +25,6 @@ from cloister.lm.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.model import outline
 from cloister.lm.optimizer import moment_elements
 from cloister.lm.parallelize import parallelize
-from cloister.lm.parts import parts_of
 from cloister.lm.shards import gathered_at_once
 from cloister.protocol.blocks import Span, tile
 from cloister.protocol.plan import Plan
@@ -93,7 +92,7 @@ def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
             return _part(plan, mesh, place, connected)
 
     parts = dict(_over([getattr(mesh, name) for name in Coordinates._fields], part))
-    coded = training_layout(plan, parts_of(plan, layout).largest)
+    coded = training_layout(plan, layout.size)
     element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
         Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)

@@ -40,11 +40,12 @@ def mesh_for(
         ModelError: there is no such device, there are too few, or the mesh does not fit the model.
     """
     here = devices_of(device, elsewhere=elsewhere)
+    precision = plan.model.adapter.base_precision
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and plan.model.adapter.base_precision == "float32" and _divides(plan):
-        everything, trained, _ = count_parameters(plan)
+    elif len(here) > 1 and precision == "float32" and plan.data.length_buckets is None:
+        everything, trained = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
         if mesh.shard > 1 and plan.local.optimizer == "muon":
@@ -53,28 +54,12 @@ def mesh_for(
         mesh = Mesh()
     if not several(mesh, section):
         return mesh, here[:1]
-    precision = plan.model.adapter.base_precision
     if precision != "float32":
         raise ModelError(
             "mesh",
             mesh.degrees(),
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
-        )
-    if plan.local.control_variates:
-        raise ModelError(
-            "mesh",
-            mesh.degrees(),
-            expected=f"{_ALONE}, because local.control_variates is true: ranks do not divide a control variate",
-            fix="remove the site's mesh, or use a plan with local.control_variates = false",
-        )
-    if plan.in_parts:
-        raise ModelError(
-            "mesh",
-            mesh.degrees(),
-            expected=f"{_ALONE}, because {plan.in_parts} is set: ranks divide the whole vector, not the part that a "
-            "round sums",
-            fix=f"remove the site's mesh, or use a plan without {plan.in_parts}",
         )
     if plan.data.length_buckets is not None:
         raise ModelError(
@@ -112,11 +97,6 @@ def mesh_for(
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
-
-
-def _divides(plan: Plan) -> bool:
-    """Whether several devices may divide the work of a plan."""
-    return not (plan.local.control_variates or plan.in_parts) and plan.data.length_buckets is None
 
 
 def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:

@@ -15,16 +15,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.rotation import Floats
 from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
 from cloister.clients import feedback
+from cloister.clients.feedback import Remainders
 from cloister.lm.layout import Vector
 from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
@@ -40,7 +39,7 @@ class Finished:
     """The result of local training."""
 
     vector: Vector
-    """The part of the update that the round sums, or a rank's span of it, float32."""
+    """The update, or a rank's span of it, float32. NaN: there is none, under unit `site`."""
     tokens: int
     """Tokens learned from; under privacy it must not leave the site."""
     loss: float
@@ -53,8 +52,8 @@ class Clipped:
 
     values: int = 0
     """Values of the span beyond the ring's bound."""
-    update: bool = False
-    """Whether the whole update was longer than the clipping norm; the same for all its spans."""
+    count: int = 0
+    """What the site adds to adaptive clipping's count, as `SiteMechanism.encode` returns it; the same for all spans."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ class Protected:
             UpdateError: the span ends beyond the update, or inside a block that goes on.
         """
         coded: RingVector = np.empty(values.shape, self.layout.ring.dtype) if out is None else out
-        within = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
-        return coded, Clipped(update=not within)
+        count = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
+        return coded, Clipped(count=count)
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
         """The span after the update's: adaptive clipping's coordinate, and the weight 1.
@@ -159,8 +158,7 @@ class Protected:
             tokens: Not used, like what follows: they are outside the privacy budget.
             loss: Mean training loss.
         """
-        within = not clipped[0].update
-        return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(within, self.noise))
+        return self.layout.tail({WEIGHT: 1}, self.mechanism.tail(clipped[0].count, self.noise))
 
 
 @dataclass(frozen=True)
@@ -173,12 +171,8 @@ class Compressed:
     """As in `InClear`."""
     weighted: bool
     """As in `InClear`."""
-    bounds: Floats
-    """(blocks,) float32: the bound of each block."""
-    before: Path | None
-    """The remainder of the site's last update that was summed; None: there is none."""
-    after: Path
-    """File of the remainder of this update, of its full size (`feedback.allocate`)."""
+    remainders: Remainders
+    """The bounds of the round, and the files of what is left out."""
     temperature: float = 1.0
     """As in `InClear`."""
 
@@ -190,7 +184,7 @@ class Compressed:
         gather: Gather = alone,
         out: RingVector | None = None,
     ) -> tuple[RingVector, Clipped]:
-        """The ring integers of one span; its remainder is written into the file `after`.
+        """The ring integers of one span; its remainder is written.
 
         Args:
             values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
@@ -208,12 +202,12 @@ class Compressed:
         span = code.coded(Span(offset, offset + values.size))
         factor = self._weight(tokens) / self.layout.heaviest
         with (
-            feedback.kept_in(self.before, code, span) as kept,
-            feedback.stored(self.after, code, span, os.O_WRONLY) as remainder,
+            feedback.kept_in(self.remainders.before, code, span) as kept,
+            feedback.stored(self.remainders.after, code, span, os.O_WRONLY) as remainder,
         ):
             coded, clipped = code.encode(
                 values,
-                self.bounds,
+                self.remainders.bounds,
                 self.rounding,
                 offset,
                 factor=factor,
@@ -236,17 +230,6 @@ class Compressed:
 Code: TypeAlias = InClear | Compressed | Protected
 
 
-class Remainders(NamedTuple):
-    """What a compressed update is coded with."""
-
-    bounds: Floats
-    """As in `Compressed`."""
-    before: Path | None
-    """As in `Compressed`."""
-    after: Path
-    """As in `Compressed`."""
-
-
 def code_for(
     plan: Plan,
     terms: Terms | None,
@@ -262,21 +245,20 @@ def code_for(
     Args:
         plan: The plan.
         terms: Its privacy.
-        dimension: Coordinates of the update that the round sums: at most those of `terms`.
+        dimension: Coordinates of the update.
         rounding: Seed of the public rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
         remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.
     """
+    layout = training_layout(plan, dimension)
     if terms is not None and terms.mechanism is not None:
         assert noise is not None, "a plan with a unit has noise"
-        layout = training_layout(plan, dimension, terms.mechanism.dimension)
-        return Protected(layout, terms.mechanism.on(dimension), clip_norm, noise)
-    layout = training_layout(plan, dimension)
+        return Protected(layout, terms.mechanism, clip_norm, noise)
     weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
         assert remainders is not None, "a plan with compression has scales and remainders"
-        return Compressed(layout, rounding, weighted, *remainders, temperature)
+        return Compressed(layout, rounding, weighted, remainders, temperature)
     return InClear(layout, rounding, weighted, temperature)
 
 

@@ -22,7 +22,6 @@ from cloister.clients.work import Here, Work
 from cloister.lm.data import Prepared
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.parts import parts_of
 from cloister.lm.train import Trainer
 from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.plan import MeshSection, Plan
@@ -144,7 +143,7 @@ class Resident:
         if not several(mesh, section):
             model, device = load_model(plan, read_base()), torch.device(devices[0])
             model.module.to(device)
-            terms = terms_of(plan, parts_of(plan, model.layout).largest)
+            terms = terms_of(plan, model.layout.size)
             work = Here(model, device, self.trainer(plan, model, device), terms)
         else:
             from cloister.clients.part import Model  # these take a second to import, which one process saves

@@ -89,4 +89,4 @@ def _about(request: Request) -> dict[str, object]:
     """What a request is about, for a line of the log."""
     if isinstance(request, Join):
         return {"run": request.run}
-    return {"run": request.sum.run, "round": request.sum.round, "attempt": request.sum.tries}
+    return {"run": request.sum.run, "round": request.sum.round, "attempt": request.tries}

@@ -15,10 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cloister.aggregation.average import SumLayout
 from cloister.aggregation.keys import Agreements
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.rotation import Floats
@@ -37,40 +35,39 @@ from cloister.aggregation.sums import (
     layout_for,
     training_layout,
 )
-from cloister.aggregation.variates import move
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
+from cloister.clients.carried import Carried
 from cloister.clients.config import SiteConfig
-from cloister.clients.drift import Drift, drifts
-from cloister.clients.feedback import Feedback
+from cloister.clients.feedback import remainders
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.release import Finished, Remainders, code_for
+from cloister.clients.release import Finished, code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
-from cloister.clients.variates import Variates
 from cloister.clients.work import Task, masking
 from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
-from cloister.lm.optimizer import step_sizes
-from cloister.lm.parts import parts_of
+from cloister.lm.optimizer import Carry
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
+    NOTHING_CARRIED,
     TRAIN,
     Agree,
     Begin,
     Contribute,
     Contribution,
+    Instructions,
     Join,
     Joined,
     Masked,
@@ -85,6 +82,9 @@ from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import sync_folders
 
 _log = logging.getLogger(__name__)
+
+MUST_STAY = "must stay at this site"
+"""Marks what is said of the site's own records to the persons of the site: exact, and charged to no ledger."""
 
 Noise = Callable[[int], NoiseStream]
 """Returns, for a round, a stream that no other training uses."""
@@ -157,7 +157,7 @@ class Site:
             fact = Fact("refusal", run, plan.hex(), 0, 0, self.name, str(error))
         else:
             run, plan = request.sum.run, request.sum.plan
-            fact = self._fact("refusal", request.sum, str(error))
+            fact = self._fact("refusal", request.sum, str(error), request.tries)
         self._audit_log.record(fact)
         return self._demands(run).refuse(run, plan, error)
 
@@ -213,24 +213,24 @@ class Site:
         demands.check_unpaid(plan, purpose)
         demands.check_policy(plan, request.sum.run, loaded.terms)
         demands.check_round(plan, purpose, request.sum.round)
-        check_sent("global model", request.model, request.model_hash)
-        _check_clip(request.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
-        bounds = _checked_scales(loaded, request)
-        _check_control(loaded, request)
-        own, seconds = self._admission.own_steps(plan, request), 0.0
+        told, digest = request.told, instructions_digest(request.told)
+        check_sent("global model", request.model, told.model)
+        _check_clip(told.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
+        bounds = _checked_scales(loaded, told)
+        own, seconds = demands.own_steps(plan, told), 0.0
 
         def make() -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
-                made = self._made(loaded, request, own, bounds)
+                made = self._made(loaded, told, request.model, own, bounds)
             seconds = made.seconds
             return made.pieces
 
         def mask(site: SecureSite, pieces: list[Piece]) -> Written:
             if purpose == EVALUATE:
-                return masking(model)(site, pieces)
-            path = self._kept.update_path(request.sum.round)
-            return loaded.work.mask(site, pieces, path, model=model, threads=plan.local.threads)
+                return masking(digest)(site, pieces)
+            path = self._kept.update_path(told.sum.round)
+            return loaded.work.mask(site, pieces, path, instructions=digest, threads=plan.local.threads)
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -238,10 +238,10 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            control = request.control.hash if request.control else b""
-            model = basis(request.model_hash, request.clip, request.steps, request.scales, control)
-            attempts = self._attempts(loaded, request.sum)
-            statement, sent = attempts.mask(request.inbox, request.sum.round, model, make, mask)
+            attempts = self._attempts(loaded, told.sum)
+            statement, sent = attempts.mask(
+                request.inbox, told.sum.round, digest, make, mask, fresh=told.fresh
+            )
         else:
             pieces = make()
             sent = Written(manifest_of(pieces), pieces)
@@ -249,10 +249,8 @@ class Site:
         if plan.local.balance != "dynamic":
             seconds = 0.0
         vector = f"{purpose}, vector {manifest_digest(sent.manifest).hex()}"
-        self._audit_log.record(self._fact("release", request.sum, vector))
-        return Contribution(
-            self.name, request.sum, request.model_hash, statement, sent.manifest, spans, seconds
-        )
+        self._audit_log.record(self._fact("release", told.sum, vector, request.tries))
+        return Contribution(self.name, told.sum, digest, statement, sent.manifest, spans, seconds)
 
     # For the site alone: not sent.
 
@@ -296,13 +294,18 @@ class Site:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
-        parts, roster, draw = parts_of(plan, layout), demands.roster(), draw_of(plan, purpose)
-        part, largest = parts.of(sum_id.round), parts.largest
+        roster, draw = demands.roster(), draw_of(plan, purpose)
         group = draw.group_of(self.name, roster.names, sum_id.round)
-        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, part, largest, group)
+        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum(draw.sizes[group]))
-        return Attempts(folder, contract, member, loaded.live, self._agreements)
+        history = NOTHING_CARRIED
+        if purpose == TRAIN and plan.carries:
+            history = self._carried(plan, sum_id.run).history(sum_id.round)
+        return Attempts(folder, contract, member, loaded.live, history, self._agreements)
+
+    def _carried(self, plan: Plan, run: str) -> Carried:
+        return Carried(self.config.folder, run, plan.digest())
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         """A folder for each run: the answers of one run are kept while other runs continue."""
@@ -340,9 +343,10 @@ class Site:
         def make() -> Prepared:
             made = preparation.make()
             level = logging.WARNING if made.left_out else logging.INFO
-            _log.log(level, "%s: %s", self.name, made.summary())
+            _log.log(level, "%s: %s: %s", self.name, MUST_STAY, made.summary())
             if not len(made.train):
-                _log.error("%s: NO RECORD IS TRAINED ON: the site adds noise alone to each sum", self.name)
+                nothing = "NO RECORD IS TRAINED ON: the site adds noise alone to each sum"
+                _log.error("%s: %s: %s", self.name, MUST_STAY, nothing)
             return made
 
         return loaded.prepared(self.config.folder, key, lambda: cached(preparation.folder, key, make))
@@ -359,9 +363,9 @@ class Site:
 
     # Contributions to a sum.
 
-    def _totals(self, loaded: Loaded, request: Contribute) -> RingVector:
+    def _totals(self, loaded: Loaded, weights: Vector) -> RingVector:
         """Totals of the model on the site's held-out records."""
-        found = self.held_out(loaded.plan, request.model, loaded.base_hash)
+        found = self.held_out(loaded.plan, weights, loaded.base_hash)
         counters = {
             LOSS: count_of_loss(found.loss_nats),
             CORRECT: found.correct,
@@ -371,46 +375,42 @@ class Site:
         cells = [count for row in found.confusion for count in row]
         counters |= zip(confusion_counters(loaded.plan), cells, strict=True)
         layout = evaluation_layout(loaded.plan)
-        return layout.ring.encode_counters([counters[name] for name in layout.counters])
+        return layout.ring.encode_counters([counters[name] for name in layout.names])
 
-    def _made(self, loaded: Loaded, request: Contribute, own: OwnSteps, bounds: Floats | None) -> Written:
+    def _made(
+        self, loaded: Loaded, told: Instructions, weights: Vector, own: OwnSteps, bounds: Floats | None
+    ) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.
 
         Under privacy an update is charged before it is trained, and synced to disk before it is sent: training again
         would be a second release. What is masked is synced first: it may be masked again, and must be the same then. A
-        round has one update: from a second one, of another model, clipping norm, list of local steps, scales or control
-        variate or with other noise, a coordinator that sums both with the same others could compute the difference.
+        round has one update: from a second one, by other instructions or with other noise, a coordinator that sums both
+        with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them from another model, clipping norm, list of steps, scales or control
-                variate.
+            StaleError: the site has made them by other instructions.
         """
-        plan, purpose, round_number = loaded.plan, request.sum.purpose, request.sum.round
-        parts = parts_of(plan, loaded.model.layout)
-        layout = layout_for(purpose, plan, parts.of(round_number).size, parts.largest)
+        plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
+        layout = layout_for(purpose, plan, loaded.model.layout.size)
         facts = {
             "plan": plan.digest(),
-            "run": request.sum.run,
+            "run": told.sum.run,
             "base": loaded.base_hash.hex(),
-            "model": request.model_hash.hex(),
-            "clip": request.clip.hex(),
+            "instructions": instructions_digest(told).hex(),
         }
-        if request.steps:
-            facts["local steps"] = " ".join(f"{site}:{number}" for site, number in request.steps)
-        if request.scales:
-            facts["scales"] = hashlib.sha256(request.scales).hexdigest()
-        if request.control:
-            facts["control variate"] = f"{request.control.hash.hex()} with round {request.control.summed}"
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.terms is not None:
-                self._spending.check_paid(request.sum.run, round_number)
+                self._spending.check_paid(told.sum.run, round_number)
             return kept
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
-                return write_pieces(path, [(0, self._totals(loaded, request))])
-            return self._update(loaded, request, own, path, bounds, durable=durable)
+                return write_pieces(path, [(0, self._totals(loaded, weights))])
+            update = partial(self._update, loaded, told, weights, own, path, bounds)
+            if not plan.carries:
+                return update(None)
+            return self._carried(plan, told.sum.run).make(told, update, durable=durable)
 
         durable = loaded.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)
@@ -418,109 +418,40 @@ class Site:
     def _update(
         self,
         loaded: Loaded,
-        request: Contribute,
+        told: Instructions,
+        weights: Vector,
         own: OwnSteps,
         path: Path,
         bounds: Floats | None,
-        *,
-        durable: bool,
+        carry: Carry | None,
     ) -> Written:
         """Train the update of the round into a file, after the charge."""
-        plan, terms, round_number = loaded.plan, loaded.terms, request.sum.round
+        plan, terms, round_number = loaded.plan, loaded.terms, told.sum.round
         noise = None
         if terms is not None:
-            rounds, policy = self._demands(request.sum.run).rounds(plan), self._admission.policy()
-            paid = self._spending.pay(plan, terms, request.sum.run, round_number, rounds, policy)
+            rounds, policy = self._demands(told.sum.run).rounds(plan), self._admission.policy()
+            paid = self._spending.pay(plan, terms, told.sum.run, round_number, rounds, policy)
             if self._audit_log:
                 head = f"head of the ledger {paid.hash.hex()}"
-                self._audit_log.record(self._fact("charge", request.sum, head))
+                self._audit_log.record(self._fact("charge", told.sum, head))
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
-        parts = parts_of(plan, loaded.model.layout)
-        part, whole = parts.of(round_number), loaded.model.layout.size
-        own = replace(own, factor=own.factor * self._scale)
+        own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 
-        def made(
-            remainders: Remainders | None, correction: Vector | None = None, drift: Drift | None = None
-        ) -> Written:
-            code = code_for(
-                plan,
-                terms,
-                part.size,
-                rounding=rounding,
-                clip_norm=request.clip,
-                noise=noise,
-                remainders=remainders,
-            )
-            opener, state = self._opener(loaded), self.config.folder
-            of = None if part.size == whole else part
-            task = Task(round_number, opener, state, own, seed, code, noise, correction, of, drift)
-            started = self._clock()
-            written = loaded.work.update(task, request.model, path, partial(self._trained_to, round_number))
-            return replace(written, seconds=self._clock() - started)
-
-        run, digest, summed = request.sum.run, plan.digest(), partial(self._summed, plan, request.sum.run)
-        if plan.aggregation.fragments > 1:
-            carried = drifts(self.config.folder, run, digest, whole)
-            base = carried.base(round_number, summed)
-
-            def drifting(after: Path) -> Written:
-                return made(None, drift=Drift.of(carried, base, round_number, parts, after))
-
-            return carried.keep(round_number, base, drifting, durable=durable)
-        if part.size < whole:
-            return made(None)
-        layout = training_layout(plan, whole)
-        if request.control is not None:
-            return self._controlled(plan, layout, request, partial(made, None))
-        blocks = layout.blocks
-        if blocks is None or bounds is None:
-            return made(None)
-        feedback = Feedback(self.config.folder, run, digest, blocks)
-        base = feedback.base(round_number, summed)
-        before = feedback.path(base) if base else None
-        return feedback.write(
-            round_number, base, bounds, lambda after: made(Remainders(bounds, before, after)), durable=durable
+        blocks, left = training_layout(plan, size).blocks, None
+        if blocks is not None and bounds is not None and carry is not None:
+            left = remainders(carry, bounds, blocks)
+        code = code_for(
+            plan, terms, size, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left
         )
+        task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
+        started = self._clock()
+        written = loaded.work.update(task, weights, path, partial(self._trained_to, round_number))
+        return replace(written, seconds=self._clock() - started)
 
-    def _controlled(
-        self,
-        plan: Plan,
-        layout: SumLayout,
-        request: Contribute,
-        made: Callable[[Vector], Written],
-    ) -> Written:
-        """Make the update of the round with the site's control variate, and keep what this becomes if it is summed.
-
-        It is always synced: an update could be made again after a power cut, but not what earlier ones have left here.
-        """
-        control, round_number = request.control, request.sum.round
-        assert control is not None, "_check_control has found it"
-        assert layout.heaviest == 1, "a plan with control variates weighs all sites alike"
-        variates = Variates(self.config.folder, request.sum.run, plan.digest(), layout.size)
-        own = variates.read(control.summed)
-        with np.errstate(over="ignore"):  # training refuses what is not finite
-            correction = control.common - own
-        written = made(correction)
-        for offset, piece in written.pieces:
-            values = piece[: max(0, layout.size - offset)]
-            span = slice(offset, offset + values.size)
-            update = layout.ring.decode(values).astype(np.float32)
-            move(own[span], control.common[span], update, step_sizes(plan, round_number))
-        variates.write(round_number, control.summed, own)
-        return written
-
-    def _summed(self, plan: Plan, run: str, round_number: int) -> bool:
-        """Whether the site's update of a round is in its sum, as far as the site knows (`carried.py`)."""
-        if not plan.aggregation.secure:
-            return True
-        with AttemptFiles.turn(self._attempts_folder(TRAIN, run), run) as files:
-            answered = files.state(None).marks.answered
-        return answered is not None and answered.round == round_number
-
-    def _fact(self, what: What, about: SumId, detail: str) -> Fact:
-        return Fact(what, about.run, about.plan.hex(), about.round, about.tries, self.name, detail)
+    def _fact(self, what: What, about: SumId, detail: str, tries: int = 0) -> Fact:
+        return Fact(what, about.run, about.plan.hex(), about.round, tries, self.name, detail)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:
         """A public seed that is different for each use, site and round of a run, and the same on any machine."""
@@ -545,46 +476,21 @@ def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenize
     return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
-def _checked_scales(loaded: Loaded, request: Contribute) -> Floats | None:
+def _checked_scales(loaded: Loaded, told: Instructions) -> Floats | None:
     """The bounds of the blocks of a compressed update; None for what is not compressed.
 
     Raises:
         UpdateError: they are missing or outside of what the plan allows; or the plan has none.
     """
-    if request.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
-        return bounds_in(request.scales, loaded.plan, loaded.model.layout.size)
-    if request.scales:
+    if told.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
+        return bounds_in(told.scales, loaded.plan, loaded.model.layout.size)
+    if told.scales:
         raise UpdateError(
             "scales",
-            f"{len(request.scales)} bytes",
+            f"{len(told.scales)} bytes",
             expected="none; only valid for an update under a plan with aggregation.compression",
         )
     return None
-
-
-def _check_control(loaded: Loaded, request: Contribute) -> None:
-    """Check the control variate of a request.
-
-    Raises:
-        UpdateError: it is missing, has another hash, is not finite or of a later round; or the plan has none.
-    """
-    control = request.control
-    if request.sum.purpose != TRAIN or not loaded.plan.local.control_variates:
-        if control is not None:
-            raise UpdateError(
-                "control variate",
-                "sent",
-                expected="none; only valid for an update under a plan with local.control_variates = true",
-            )
-        return
-    if control is None:
-        raise UpdateError("control variate", "missing", expected="c, with local.control_variates = true")
-    loaded.model.layout.check(control.common)
-    check_sent("control variate", control.common, control.hash)
-    if not 0 <= control.summed < request.sum.round:
-        raise UpdateError(
-            "round of the control variate", control.summed, expected=f"0 to {request.sum.round - 1}"
-        )
 
 
 def _check_clip(clip: float, *, clips: bool) -> None:

@@ -73,12 +73,12 @@ class Team:
         return _written(pieces, [*(each.digest for each in answers), vector_hash(tail)])
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
     ) -> Written:
         """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
         length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
         size = self._size
-        spans, seeds = tile(size, len(self._ranks)), site.take_seeds(model=model)
+        spans, seeds = tile(size, len(self._ranks)), site.take_seeds(instructions=instructions)
         command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
         answers: list[Masked] = self._call(command)
         tail = _span_of(pieces, Span(size, length)).copy()

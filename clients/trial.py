@@ -159,7 +159,7 @@ def _task(plan: Plan, size: int) -> Task:
     clip = plan.privacy.clip if plan.privacy.unit == "site" else 0.0
     code = code_for(plan, terms, size, rounding=0, clip_norm=clip, noise=noise)
     vocabulary = configuration(plan).get_text_config().vocab_size
-    return Task(1, partial(some_sequences, plan, vocabulary), _NO_FILE, OwnSteps(STEPS), (0,), code, noise)
+    return Task(1, partial(some_sequences, plan, vocabulary), None, OwnSteps(STEPS), (0,), code, noise)
 
 
 def some_sequences(plan: Plan, vocabulary: int) -> Prepared:
@@ -183,7 +183,7 @@ def some_sequences(plan: Plan, vocabulary: int) -> Prepared:
         each = (1 if privacy.record == "window" or classify else privacy.windows) * (
             privacy.records if privacy.unit == "owner" else 1
         )
-        units = min(round(rows / privacy.sampling_rate), privacy.most_units or 2**63)
+        units = round(rows / privacy.sampling_rate)
         rows, starts = units * each, np.arange(units + 1) * each
     token = np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
     label, place = token.copy(), np.arange(length, dtype=np.int32)

@@ -18,18 +18,17 @@ from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Piece, manifest_of
 from cloister.clients.attempt import Mask
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.drift import Drift
 from cloister.clients.kept import Written, write_pieces
 from cloister.clients.release import Code, Finished, Protected, contribution
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
+from cloister.lm.optimizer import Carry
 from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms
 from cloister.protocol.balance import OwnSteps
-from cloister.protocol.blocks import Span, all_finite
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 
@@ -44,8 +43,8 @@ class Task:
     """The round, from 1."""
     sequences: Callable[[], Prepared]
     """Opens the site's sequences; picklable."""
-    state: Path
-    """The site's state folder, for kept optimizer state."""
+    carry: Carry | None
+    """What the update begins with, and where what it leaves is written; None where the plan carries nothing."""
     own: OwnSteps
     """The optimizer steps, and what the update of so many is scaled by."""
     seed: tuple[int, ...]
@@ -54,12 +53,6 @@ class Task:
     """How the update becomes ring integers."""
     noise: NoiseStream | None
     """The secret stream of batches and noise of this update, with a privacy unit."""
-    correction: Vector | None = None
-    """(d,) float32: c - c_i, with `local.control_variates`."""
-    part: Span | None = None
-    """The span of the update that the round sums (`lm/parts.py`); None: all of it."""
-    drift: Drift | None = None
-    """What the site has not sent yet, with `aggregation.fragments`; otherwise None."""
 
 
 class Work(Protocol):
@@ -83,7 +76,7 @@ class Work(Protocol):
         """
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
     ) -> Written:
         """Mask a finished update; each element once.
 
@@ -91,11 +84,11 @@ class Work(Protocol):
             site: The site's side of the attempt, which has the seeds.
             pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
             path: The file in which it is kept.
-            model: What the attempt's masks are bound to.
+            instructions: Digest of those that the update was made by, to which the masks are bound.
             threads: Threads that mask.
 
         Raises:
-            SecureSumError: the attempt has another model, or its seeds were used.
+            SecureSumError: the attempt has other instructions, or its seeds were used.
         """
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
@@ -114,85 +107,51 @@ class Work(Protocol):
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
 ) -> Finished:
-    """The part of one site's update that the round sums, or this rank's span of it, without what its code adds, scaled
-    by its number of steps.
+    """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
 
-    Under a unit that protects the whole update, one that is non-finite is zeros: whether it is depends on the data, and
-    a failure would reveal it. The site then begins without drift again.
+    Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
+    NaN, which the code sends as zeros. Whether they have one depends on the data, and a failure would reveal it.
 
     Raises:
         CloisterError: the site cannot train.
     """
     sequences, protected = prepared.train, isinstance(task.code, Protected)
-    drift = None if task.drift is None else task.drift.read(start.size)
-    begin = start if drift is None else start + drift
     try:
         if isinstance(trainer, PrivateTrainer):
             assert task.noise is not None
             assert terms is not None
             local = trainer.train(
-                begin,
+                start,
                 sequences,
                 round=task.round,
                 noise=task.noise,
                 noise_multiplier=terms.noise_multiplier,
-                state=task.state,
+                carry=task.carry,
             )
         elif protected and not len(sequences):
-            return _nothing(trainer, task)  # its code adds the noise
+            return _nothing(trainer)  # its code adds the noise
         else:
             local = trainer.train(
-                begin,
+                start,
                 sequences,
                 round=task.round,
                 site_seed=task.seed,
-                state=task.state,
+                carry=task.carry,
                 steps=task.own.steps,
-                correction=task.correction,
             )
-        sent = _sent(local.vector, task, drift)
     except UpdateError as error:
         if not protected:
             raise
         _log.warning("round %d: sending zeros: %s", task.round, error)
-        return _nothing(trainer, task)
+        return _nothing(trainer)
     if task.own.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite
-            np.multiply(sent, np.float32(task.own.factor), out=sent)
-    return Finished(sent, local.tokens, local.loss)
+            np.multiply(local.vector, np.float32(task.own.factor), out=local.vector)
+    return Finished(local.vector, local.tokens, local.loss)
 
 
-def _sent(update: Vector, task: Task, drift: Vector | None) -> Vector:
-    """The part of an update that the round sums; what is kept of the rest is written.
-
-    Args:
-        update: What was trained in the round; overwritten.
-        task: The task.
-        drift: That with which the round began.
-
-    Raises:
-        UpdateError: update and drift together are not finite.
-    """
-    if task.part is None:
-        return update
-    if drift is None:
-        return task.part.of(update)
-    assert task.drift is not None, "a drift has been read"
-    with np.errstate(over="ignore"):
-        update += drift
-    if not all_finite(update):
-        raise UpdateError("change since the fragments were sent", "non-finite", expected="finite numbers")
-    sent = task.part.of(update).copy()
-    task.part.of(update)[:] = 0
-    task.drift.write(update)
-    return sent
-
-
-def _nothing(trainer: Trainer | PrivateTrainer, task: Task) -> Finished:
-    span = trainer.weights.span
-    if task.drift is not None:
-        task.drift.write(np.zeros(span.size, np.float32))
-    return Finished(np.zeros((task.part or span).size, np.float32), 0, 0.0)
+def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
+    return Finished(np.full(trainer.weights.span.size, np.nan, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -217,10 +176,10 @@ class Here:
         return write_pieces(path, [(0, vector)])
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, model: bytes, threads: int
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
     ) -> Written:
         """As `Work.mask`, in place."""
-        return masking(model, threads)(site, pieces)
+        return masking(instructions, threads)(site, pieces)
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""
@@ -231,17 +190,17 @@ class Here:
         """As `Work.close`: there is none."""
 
 
-def masking(model: bytes, threads: int = 1) -> Mask:
+def masking(instructions: bytes, threads: int = 1) -> Mask:
     """Masks the pieces of a vector in place, in this process.
 
     Args:
-        model: What the attempt's masks are bound to.
+        instructions: As in `Work.mask`.
         threads: Threads that mask.
     """
 
     def mask(site: SecureSite, pieces: list[Piece]) -> Written:
         for offset, vector in pieces:
-            site.mask(vector, model=model, offset=offset, threads=threads)
+            site.mask(vector, instructions=instructions, offset=offset, threads=threads)
         return Written(manifest_of(pieces), pieces)
 
     return mask

@@ -116,15 +116,5 @@ def _trained(final: Path, section: ModelSection) -> Vector:
         for name, part in load_peft_weights(str(final), device="cpu").items()
         if frozen is None or frozen not in name
     }
-    phases = [parts]
-    if section.adapter.redraw is not None:  # the columns of B are those of the phases, in their order
-        rank = section.adapter.rank
-        whole = max(part.shape[1] for part in parts.values())
-        phases = [
-            {name: part[:, begin : begin + rank] for name, part in parts.items()}
-            for begin in range(0, whole, rank)
-        ]
-    flat: Vector = np.concatenate(
-        [phase[name].numpy().reshape(-1) for phase in phases for name in sorted(phase)]
-    )
+    flat: Vector = np.concatenate([parts[name].numpy().reshape(-1) for name in sorted(parts)])
     return flat

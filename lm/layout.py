@@ -1,7 +1,7 @@
 """The layout: the place of each trained parameter in the one flat vector that the parties exchange.
 
 It is defined by the unsharded model: trained parameters sorted by name, each flattened in row-major order, one after
-the other, float32. With `model.adapter.redraw` they are sorted by phase first, so that those of a phase are one span.
+the other, float32.
 Tied weights are one parameter and appear once, under the name that `named_parameters` gives them first. The wire
 carries a vector without names, shapes or types, so updates can be summed as plain integers; a dict of arrays would
 carry the same numbers in a container format that the parties would have to agree on.
@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,15 +27,6 @@ from cloister.protocol.errors import UpdateError
 Vector = npt.NDArray[np.float32]
 
 
-_PHASE = re.compile(r"\.lora_[AB]\.phase(\d+)\.")
-
-
-def phase_of(name: str) -> int:
-    """The phase, from 0, that trains a parameter, by its name; 0 for any of a plan without `model.adapter.redraw`."""
-    found = _PHASE.search(name)
-    return int(found[1]) if found else 0
-
-
 def params_sha256(weights: Vector) -> str:
     """SHA-256, in hex, of a flat float32 vector's little-endian bytes; it identifies a global model."""
     return hashlib.sha256(np.ascontiguousarray(weights, dtype="<f4").data).hexdigest()
@@ -47,19 +37,14 @@ class Layout:
     """Names and shapes of the trained parameters, in the order of the vector."""
 
     names: tuple[str, ...]
-    """Parameter names, sorted by phase (`phase_of`), then by name."""
+    """Parameter names, sorted."""
     shapes: tuple[tuple[int, ...], ...]
     """Shape of each parameter."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:
         """The layout of the parameters in `module.named_parameters()` that require a gradient."""
-        return cls.ordered((name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
-
-    @classmethod
-    def ordered(cls, trained: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
-        """The layout of parameters that are given by name and shape, in any order."""
-        trained = sorted(trained, key=lambda each: (phase_of(each[0]), each[0]))
+        trained = sorted((name, tuple(p.shape)) for name, p in parameters if p.requires_grad)
         return cls(tuple(name for name, _ in trained), tuple(shape for _, shape in trained))
 
     @cached_property

@@ -6,10 +6,7 @@ error, never silently initialised. The plan's adapter scheme selects what is tra
 
 - `full`: every parameter.
 - `ffa-lora`: LoRA with A frozen at its public initial value, so that the mean of the B's is exact (Sun et al. 2024,
-  "Improving LoRA in privacy-preserving federated learning"). With `redraw` there is an adapter for each phase of the
-  run, all of which add up in the forward pass; a round trains the B of its phase. So B A of earlier phases stays added
-  to a base that may be in 4 bits and is never rewritten, and the run is not limited to the rank of one A (as in Lialin
-  et al. 2023, "ReLoRA: High-rank training through low-rank updates", where A is trained too).
+  "Improving LoRA in privacy-preserving federated learning").
 - `rolora`: B in odd rounds, A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated finetuning
   of LLMs via alternating optimization of LoRA").
 - `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
@@ -23,7 +20,6 @@ Code that comes with a model repository is never run.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import hashlib
@@ -42,8 +38,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm import frozen, saved
-from cloister.lm.layout import Layout, Vector, phase_of
-from cloister.lm.parts import parts_of
+from cloister.lm.layout import Layout, Vector
 from cloister.lm.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import AdapterSection, ModelSection, Plan
@@ -80,12 +75,11 @@ class LanguageModel:
         (`parallelize`) has some of the layout's parameters.
         """
         parameters = dict(self.module.named_parameters())
-        scheme, redraw = self.section.adapter.scheme, self.section.adapter.redraw
+        scheme = self.section.adapter.scheme
         half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
-        phase = 0 if redraw is None else (round - 1) // redraw
         names = [name for name in self.layout.names if name in parameters]
         for name in names:
-            parameters[name].requires_grad_((half in name and phase_of(name) == phase) or HEAD in name)
+            parameters[name].requires_grad_(half in name or HEAD in name)
         return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
 
@@ -141,8 +135,6 @@ class Counts(NamedTuple):
     """All, with those of its adapter."""
     trained: int
     """Those that some round trains."""
-    summed: int
-    """The most that one round sums (`parts.py`)."""
 
 
 def count_parameters(plan: Plan) -> Counts:
@@ -150,11 +142,10 @@ def count_parameters(plan: Plan) -> Counts:
 
     Raises:
         ModelError: as `load_model`, for everything that can be checked without the weights.
-        PlanError: as `parts_of`.
     """
     model = outline(plan)
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    return Counts(parameters, model.layout.size, parts_of(plan, model.layout).largest)
+    return Counts(parameters, model.layout.size)
 
 
 def outline(plan: Plan) -> LanguageModel:
@@ -545,7 +536,7 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
     adapter = plan.model.adapter
     if adapter.scheme == "full":
         module.requires_grad_(True)
-        return module, _layout(module, plan)
+        return module, Layout.of(module.named_parameters())
     targets = _targets(module, adapter)
     from peft import LoraConfig, get_peft_model
 
@@ -566,23 +557,10 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
             "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
         )
         adapted = get_peft_model(cast("PreTrainedModel", module), config)
-    more = [f"phase{number}" for number in range(1, plan.phases())]
-    for number, name in enumerate(more, 1):
-        with seeded("adapter", plan.run.seed, number):
-            adapted.add_adapter(name, copy.copy(config))
-    if more:
-        cast(Any, adapted.base_model).set_adapter(["default", *more])
     trained = ".lora_B." if adapter.scheme == "ffa-lora" else ".lora_"
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_(trained in name or HEAD in name)
-    return adapted, _layout(adapted, plan)
-
-
-def _layout(module: nn.Module, plan: Plan) -> Layout:
-    """The layout of the parameters that require a gradient, which the plan's rounds can sum in parts."""
-    layout = Layout.of(module.named_parameters())
-    parts_of(plan, layout)
-    return layout
+    return adapted, Layout.of(adapted.named_parameters())
 
 
 def heads_of(module: Any) -> list[str]:
@@ -704,37 +682,12 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
                 model.tokenizer.save_pretrained(staging / "base")
             elif Path(base).expanduser().is_dir():
                 base = str(Path(base).expanduser().absolute())
-            _save_adapter(module, model.section.adapter, base, staging)
+            module.peft_config["default"].base_model_name_or_path = base
+            module.save_pretrained(staging, save_embedding_layers=False)
         model.tokenizer.save_pretrained(staging)
         saved.record(staging)
     finally:
         module.config.use_cache = False
-
-
-def _save_adapter(module: Any, section: AdapterSection, base: str, staging: Path) -> None:
-    """Save one adapter: where there is one for each phase, their factors side by side.
-
-    sum_k s B_k A_k = s [B_1 ... B_K] [A_1; ...; A_K] has the rank r K and the scale s = alpha / r = (alpha K) / (r K).
-    """
-    adapters, own, joined = list(module.peft_config), module.peft_config["default"], None
-    own.base_model_name_or_path = base
-    if len(adapters) > 1:
-        factors = {name: each.detach() for name, each in module.named_parameters() if ".lora_" in name}
-        joined = {
-            name: torch.cat(
-                [factors[name.replace(".default.", f".{adapter}.")] for adapter in adapters],
-                dim=0 if ".lora_A." in name else 1,
-            )
-            for name in factors
-            if ".default." in name
-        }
-        own.r, own.lora_alpha = section.rank * len(adapters), section.alpha * len(adapters)
-    try:
-        module.save_pretrained(
-            staging, selected_adapters=["default"], state_dict=joined, save_embedding_layers=False
-        )
-    finally:
-        own.r, own.lora_alpha = section.rank, section.alpha
 
 
 def _without_adapter(module: Any) -> PreTrainedModel:

@@ -5,8 +5,7 @@ the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to t
 gains and biases take AdamW steps, and so do parameters of three or more dimensions. Factors of an adapter are not
 weights of a layer, and neither source covers them: with an adapter a plan cannot ask for Muon.
 
-`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state: what the control
-variates of SCAFFOLD are derived for (`aggregation/variates.py`).
+`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state.
 
 The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
 fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
@@ -14,11 +13,11 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 
 from __future__ import annotations
 
+import logging
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -31,6 +30,17 @@ from cloister.lm.muon import Muon, iterations_in
 from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
 from cloister.protocol.storage import write_file
+
+_log = logging.getLogger(__name__)
+
+
+class Carry(NamedTuple):
+    """What one update begins with, and where it writes what it leaves."""
+
+    before: Path | None
+    """The folder of an earlier round; None: nothing is carried."""
+    after: Path
+    """The new folder of this round."""
 
 
 class LocalOptimizer:
@@ -69,31 +79,27 @@ class LocalOptimizer:
             part.step()
             part.zero_grad(set_to_none=True)
 
-    # --- kept state: <folder>/optimizer-<round>.safetensors, tensors "<moment>:<parameter>" ---------------------------
+    # --- kept state: <folder>/optimizer.safetensors, tensors "<moment>:<parameter>" -----------------------------------
 
-    def load(self, folder: Path, round: int, layout: str) -> None:
-        """Load the newest state of an earlier round, if there is one, and remove the states before it.
+    def load(self, folder: Path, layout: str) -> None:
+        """Load the state that an earlier round has left in a folder; without one the moments stay zero.
 
         Args:
-            folder: The site's folder of states.
-            round: The round that begins.
+            folder: The folder.
             layout: Digest of the model's layout.
 
         Raises:
             StorageError: the state cannot be read, or is that of another model or optimizer.
         """
-        found = states(folder)
-        earlier = sorted(number for number in found if number < round)
-        if not earlier:
+        path = folder / _STATE
+        if not path.exists():
+            _log.warning("no optimizer state in %s: the moments begin at zero", folder)
             return
-        path = found[earlier[-1]]
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 if file.metadata() != self._made_by(layout):
                     raise StorageError(
-                        str(path),
-                        expected=f"the state of {self._local.optimizer} for this plan's model",
-                        fix="use a separate folder for each run",
+                        str(path), expected=f"the state of {self._local.optimizer} for this plan's model"
                     )
                 names = set(file.keys())
                 for part, name, parameter in self._each():
@@ -103,17 +109,15 @@ class LocalOptimizer:
                             moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
                             for moment in moments
                         }
-            for number in earlier[:-1]:
-                found[number].unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 str(path),
                 expected=f"a whole optimizer state ({error})",
-                fix="remove the file to continue from an earlier state, or from zero moments",
+                fix="remove the file to continue from zero moments",
             ) from error
 
-    def save(self, folder: Path, round: int, layout: str) -> None:
-        """Write the state after a round, whole or not at all; arguments as for `load`.
+    def save(self, folder: Path, layout: str) -> None:
+        """Write the state after a round into a folder; arguments as for `load`.
 
         Raises:
             StorageError: the disk is full or refuses the write.
@@ -124,10 +128,7 @@ class LocalOptimizer:
             if parameter in part.state
             for moment in _MOMENTS[type(part)]
         }
-        write_file(
-            folder / f"optimizer-{round}.safetensors",
-            lambda path: save_file(tensors, path, metadata=self._made_by(layout)),
-        )
+        write_file(folder / _STATE, lambda path: save_file(tensors, path, metadata=self._made_by(layout)))
 
     def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
         """Each parameter with its name and the optimizer that steps on it."""
@@ -156,29 +157,12 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def step_sizes(plan: Plan, round: int) -> float:
-    """The sum of the learning rates of a round's local steps, of a site that takes `local.steps`.
-
-    Args:
-        plan: The plan.
-        round: The round, from 1.
-    """
-    local, before = plan.local, (round - 1) * plan.local.steps
-    total = plan.run.rounds * local.steps
-    return math.fsum(learning_rate(local, before + step, total) for step in range(local.steps))
-
-
 def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:
     """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
     if plan.local.optimizer == "sgd":
         return 0
     by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
     return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
-
-
-def states(folder: Path) -> dict[int, Path]:
-    """The kept states in a folder, by their rounds."""
-    return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
@@ -230,4 +214,4 @@ _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     Muon: ("momentum_buffer",),
 }
-_STATE = re.compile(r"optimizer-(\d+)\.safetensors")
+_STATE = "optimizer.safetensors"

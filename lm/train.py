@@ -16,17 +16,15 @@ and divides by the number of texts, not by the sum of their weights. So the loss
 micro-batch, rank or site it is: sums over parts of a step are added up, and sites count by their texts. The
 second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
 gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
-float32 weights. With `local.control_variates` (SCAFFOLD) c - c_i is added to the clipped gradient before the step
-(`aggregation/variates.py`).
+float32 weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -38,7 +36,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import LocalOptimizer, states
+from cloister.lm.optimizer import Carry, LocalOptimizer
 from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
@@ -101,7 +99,7 @@ class Bench:
         take_steps: Callable[[Named, LocalOptimizer], _T],
         *,
         round: int,
-        state: Path | None,
+        carry: Carry | None,
     ) -> tuple[Vector, _T]:
         """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
 
@@ -110,7 +108,7 @@ class Bench:
             take_steps: Takes the round's steps; called with the parameters that the round trains and their
                 optimizer.
             round: The round, from 1.
-            state: The folder of the optimizer's moments, as in `Trainer.train`.
+            carry: Where the optimizer's moments are, as in `Trainer.train`.
 
         Raises:
             ModelError: the device runs out of memory.
@@ -122,10 +120,9 @@ class Bench:
         self._reset(start)
         trained = weights.trained(round)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
-        kept = weights.state(state) if state is not None and local.optimizer_state == "keep" else None
-        if kept is not None:  # after a crash, some ranks may have a newer state than others
-            newest = weights.least(max((number for number in states(kept) if number < round), default=0))
-            optimizer.load(kept, newest + 1, layout.digest())
+        kept = carry if local.optimizer_state == "keep" else None
+        if kept is not None and kept.before is not None:
+            optimizer.load(weights.state(kept.before), layout.digest())
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -142,7 +139,7 @@ class Bench:
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
-            optimizer.save(kept, round, layout.digest())
+            optimizer.save(weights.state(kept.after), layout.digest())
         return update, taken
 
     def _reset(self, start: Vector) -> None:
@@ -185,11 +182,10 @@ class Trainer:
         *,
         round: int,
         site_seed: tuple[int, ...],
-        state: Path | None = None,
+        carry: Carry | None = None,
         steps: int | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
-        correction: Vector | None = None,
     ) -> LocalUpdate:
         """Train from `start` and return the update.
 
@@ -198,15 +194,13 @@ class Trainer:
             sequences: The site's training sequences.
             round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
             site_seed: Separates this site's random choices from those of other sites.
-            state: The site's folder for the optimizer's moments, used when `local.optimizer_state` is `keep`. The
-                newest state of an earlier round is read and that of this round is written, so a retry of the round,
-                after a crash or in a new attempt, starts from the same moments. Without a state they start at zero.
+            carry: The folders that the optimizer's moments are read from and written to, used when
+                `local.optimizer_state` is `keep`; without moments they start at zero.
             steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
                 that of local.steps steps: step s of n has the rate of step s local.steps / n.
             steps_before: Local steps of the run before this round, for the learning rate; by default
                 (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
-            correction: (layout.size,) float32, added to each clipped gradient: c - c_i of SCAFFOLD. Of one process.
 
         Raises:
             DataError: there are no sequences.
@@ -225,21 +219,12 @@ class Trainer:
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             with seeded("train", *seeds, *self.weights.draws, device=self._device):
-                tokens, loss = self._steps(
-                    sequences,
-                    trained,
-                    optimizer,
-                    taken,
-                    before,
-                    seeds,
-                    progress,
-                    self._corrections(correction),
-                )
+                tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, state=state)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
         return LocalUpdate(update, tokens, loss, taken, self.weights.span.start)
 
     def _steps(
@@ -251,7 +236,6 @@ class Trainer:
         steps_before: int,
         seeds: tuple[int, ...],
         progress: Callable[[int], None] | None,
-        corrections: Mapping[str, torch.Tensor],
     ) -> tuple[int, float]:
         """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
         local = self._plan.local
@@ -267,21 +251,11 @@ class Trainer:
             add_proximal(parameters, anchors, local.proximal)
             if local.clip_norm:
                 self.weights.clip(parameters, local.clip_norm)
-            if corrections:
-                _correct(trained, corrections)
             optimizer.step(steps_before + step * local.steps / steps)
             total_tokens += learned
             if progress is not None:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
-
-    def _corrections(self, correction: Vector | None) -> dict[str, torch.Tensor]:
-        """By parameter what is added to its gradients; empty if nothing is."""
-        if correction is None:
-            return {}
-        assert isinstance(self.weights, Whole), "a site with a mesh refuses control variates"
-        parts = self._bench.model.layout.split(correction)
-        return {name: torch.from_numpy(part.copy()).to(self._device) for name, part in parts.items()}
 
     def _micro_batches(
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
@@ -353,13 +327,6 @@ def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu
         for parameter, anchor in zip(parameters, anchors, strict=False):
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - anchor, alpha=mu)
-
-
-def _correct(trained: Named, corrections: Mapping[str, torch.Tensor]) -> None:
-    """Add to the gradients; a parameter that the step did not use has a gradient of zero."""
-    for name, parameter in trained:
-        correction = corrections[name].view_as(parameter)
-        parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
 
 
 def _not_finite(round: int, what: str) -> UpdateError:

@@ -85,15 +85,14 @@ def spent(
         events: What was released, in any order; equal ones are merged first, so a long ledger costs little more.
         delta: Above 0 and below 1.
         accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list. For a `group`,
-            for steps on owners in a list with records, and for steps with a largest batch `rdp` knows only a loose
-            bound, without amplification.
+            and for steps on owners in a list with records, `rdp` knows only a loose bound, without amplification.
         group: k, 1 or more units that differ together.
         points: Grid points of the loss of one step. Fewer take less time, for a group in proportion, and give a larger
             bound.
 
     Raises:
         AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
-            with releases for several units or with a largest batch.
+            with releases for several units.
     """
     delta = positive("delta", delta)
     if not delta < 1:
@@ -107,8 +106,6 @@ def spent(
         raise AccountingError(
             "group", group, expected="1 or more units, or 1 where several units were charged"
         )
-    if group > 1 and any(isinstance(event, SampledGaussian) and event.largest_batch for event in released):
-        raise AccountingError("group", group, expected="1 where the largest batch is limited")
     found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant, points)
     if len(units) > 1:
         larger = " and ".join(f"{unit}s" for unit in units[1:])
@@ -138,15 +135,11 @@ class _Step(NamedTuple):
     """Whether a term of norm 1 is replaced by another where it is drawn, and not added or removed."""
     group: int = 1
     """Units that are added or removed together."""
-    largest: int = 0
-    """B, the most units in the batch; 0: no limit."""
-    places: int = 0
-    """N, the places that are drawn; with a limit."""
 
     @property
     def plain(self) -> bool:
         """Whether one unit is added or removed, for which Renyi divergences are known."""
-        return not self.replaced and not self.largest and self.group == 1
+        return not self.replaced and self.group == 1
 
     @property
     def sensitivity(self) -> int:
@@ -156,7 +149,7 @@ class _Step(NamedTuple):
     @property
     def like(self) -> _Step:
         """A step with known divergences whose loss is of about the same size."""
-        return _Step(self.noise / max(self.sensitivity, 2 if self.largest else 1), self.rate)
+        return _Step(self.noise / self.sensitivity, self.rate)
 
     @property
     def exact(self) -> float:
@@ -177,19 +170,9 @@ class _Step(NamedTuple):
     @property
     def variance(self) -> float:
         """About the variance of the loss: that of the likelihood ratio of one unit, q^2 (e^(1/z^2) - 1)."""
-        if self.largest:
-            pushed = self.pushes
-            return (1 - pushed) * _Step(self.noise, self.rate).variance + pushed * self.like.variance
         z, q = self.exact, self.rate
         one = 1 / (z * z) if q == 1 else q * q * math.expm1(min(1 / (z * z), 20.0))
         return one * self.sensitivity**2
-
-    @property
-    def pushes(self) -> float:
-        """The probability that a unit that is drawn meets a full batch."""
-        from scipy.stats import binom
-
-        return float(binom.sf(self.largest - 1, self.places - 1, self.rate))
 
     def loss(self, width: float) -> Any:
         """The privacy loss distribution (of `dp_accounting`) of the worst case, on a grid of a width."""
@@ -204,15 +187,6 @@ class _Step(NamedTuple):
                 z, drawn, binom.pmf(drawn, self.group, q), value_discretization_interval=width
             )
         relation = NeighboringRelation.REPLACE_ONE if self.replaced else NeighboringRelation.REPLACE_SPECIAL
-        if self.largest:
-            return distributions.from_truncated_subsampled_gaussian_mechanism(
-                self.places,
-                q,
-                self.largest,
-                z,
-                value_discretization_interval=width,
-                neighboring_relation=relation,
-            )
         return distributions.from_gaussian_mechanism(
             z, sampling_prob=q, value_discretization_interval=width, neighboring_relation=relation
         )
@@ -253,8 +227,7 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
     for event in events:
         match event:
             case SampledGaussian(z, q, count):
-                limits = event.largest_batch or 0, event.most_units or 0
-                steps[_Step(z, q, event.unit != unit, group, *limits)] += count
+                steps[_Step(z, q, event.unit != unit, group)] += count
             case Gaussian(z, count):
                 gaussian[z / sensitivity] += count
             case CorrelatedGaussian(z):
@@ -265,7 +238,7 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
             case Selection(_, mean, run, rounds, shape):
                 one = _losses(run * rounds, unit, group)
                 selections[one, mean, math.inf if shape is None else shape] += 1
-    for step in [step for step in steps if step.rate == 1 and not step.largest]:
+    for step in [step for step in steps if step.rate == 1]:
         gaussian[step.noise / step.sensitivity] += steps.pop(step)
     return _Losses(
         tuple(sorted(steps.items())),

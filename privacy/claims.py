@@ -204,7 +204,9 @@ def relation(plan: Plan) -> str:
     if plan.privacy.unit == "none":
         return ""
     if plan.privacy.unit == "site":
-        return "the replacement of one site's updates by zeros in every round"
+        return (
+            "adding or removing all records of one site, which sends zeros in every coordinate if it has none"
+        )
     if plan.privacy.unit == "owner":
         return "adding or removing all records of one owner at one site"
     return f"adding or removing one such {_thing(plan)} at one site"
@@ -221,23 +223,19 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         if privacy.unit == "owner":
             each = f"at most {privacy.records} {privacy.record}s of this owner"
             of_windows = f", the mean over {each}, which are chosen from this owner's records alone,"
-        limit = ""
-        if privacy.largest_batch:
-            most = privacy.largest_batch
-            limit = f"Of more than {most} that are drawn, {most} are used, chosen uniformly at random. "
         return (
             f"DP-SGD in each site (Abadi et al. 2016). In each of the {local.steps} local steps of a round "
             f"each {thing} is drawn into the batch independently, with the sampling rate as its probability. "
-            f"{limit}Its gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
+            f"Its gradient{of_windows} is clipped to the L2 norm C, and Gaussian noise with a standard "
             "deviation of C times the noise multiplier is added to every coordinate of the sum. The sum "
             f"is divided by {local.batch_size * local.accumulation}, the batch size that the plan expects, "
-            f"and not by the size of the batch that was drawn.{_sent_later(plan)}"
+            "and not by the size of the batch that was drawn."
         )
     noise = terms.mechanism
     if noise.variance:
         honest = plan.honest()
         text = (
-            f"Each site clips its whole {_update(plan)} to the L2 norm C, rounds it to integers of bounded norm "
+            f"Each site clips its whole update to the L2 norm C, rounds it to integers of bounded norm "
             f"({noise.scale:g} steps in C) and adds Skellam noise of variance {noise.variance:.6g} to "
             f"each of them; the secure sum carries the total. At least {honest} honest sites are in "
             f"every sum, and the noise of {honest} sites together has a standard deviation of "
@@ -247,12 +245,10 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
         text = _correlated(plan, noise.correlation, noise.deviation)
     else:
         text = (
-            f"Each site clips its whole {_update(plan)} to the L2 norm C. The coordinator adds Gaussian noise with "
+            "Each site clips its whole update to the L2 norm C. The coordinator adds Gaussian noise with "
             f"a standard deviation of {noise.deviation:.6g} C to every coordinate of the sum, before "
             "anything else is computed from it."
         )
-    if plan.in_parts:
-        text += " Every round is charged as one that sums the largest part."
     if local.balance != "fixed":
         summed = "group" if plan.aggregation.groups > 1 else "cohort"
         text = (
@@ -273,27 +269,6 @@ def mechanism(plan: Plan, terms: Terms | None) -> str:
             "and its cost is part of the same charge."
         )
     return text
-
-
-def _update(plan: Plan) -> str:
-    """What unit `site` clips and noises in a round."""
-    if plan.aggregation.fragments > 1:
-        return (
-            f"change of the round's fragment, one of {plan.aggregation.fragments} of the model in turn, since it sent "
-            "that one last,"
-        )
-    return "update" if not plan.in_parts else "update, which is of the factors of the round's phase alone,"
-
-
-def _sent_later(plan: Plan) -> str:
-    """What the units `record` and `owner` have for rounds that sum a fragment of the model; otherwise empty."""
-    fragments = plan.aggregation.fragments
-    if fragments == 1:
-        return ""
-    return (
-        f" A round sums one of {fragments} fragments of the model, and a site sends the change of that one by all its "
-        "steps since it was sent last: post-processing of steps that are noised and charged, each in its own round."
-    )
 
 
 def _correlated(plan: Plan, blt: Blt, deviation: float) -> str:
@@ -386,7 +361,6 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
                 "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
                 "to be random."
             ),
-            *_places(plan),
             *_repeated(plan),
             (
                 "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
@@ -402,9 +376,10 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         f"as the site trains. {own}"
     )
     zeros = (
-        "Neighbouring data sets differ in one site: in one of the two its updates are replaced by zeros. Two "
-        "different data sets of a site are two such steps apart: between them epsilon is up to twice as "
-        "large, and delta is larger too."
+        "Neighbouring data sets differ in one site: in one of the two it has no records, and sends zeros in every "
+        f"coordinate of every round{', the count that gives the quantile included' if privacy.adaptive else ''}. Two "
+        "different data sets of a site are two such steps apart, like a group of two sites: between them epsilon is up "
+        "to twice as large, and delta is larger too."
     )
     amplified = (
         "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."
@@ -530,19 +505,6 @@ def _counted(plan: Plan, *, simulated: bool) -> str:
     return (
         "Epsilon is that of this run alone. Other runs over the same data add to it: a site's own ledger "
         "composes all of them and decides what may still be spent."
-    )
-
-
-def _places(plan: Plan) -> tuple[str, ...]:
-    """What a largest batch assumes of the number of units."""
-    thing, places = _thing(plan), plan.privacy.most_units
-    if places is None:
-        return ()
-    return (
-        (
-            f"No site trains on more than {places:,} {thing}s. Of more, the first {places:,} in the order of the data "
-            f"are used. There adding or removing one {thing} replaces one by another, which counts as two."
-        ),
     )
 
 

@@ -21,10 +21,10 @@ the generating functions are C(x) = prod_j (1 - theta'_j x) / (1 - theta_j x) an
 1 >= theta_1 > theta'_1 > theta_2 > ... > theta'_d > 0, then every omega is positive and sum_j omega_j = sum_j (theta_j
 - theta'_j) < 1, so that the coefficients of C are positive and do not increase.
 
-Sensitivity: a site takes part in at most k rounds, any two of them at least b apart, and is replaced by zeros. In each
-of its rounds G changes by a vector of norm at most 1. Columns of C have inner products that are not negative, so the
-worst vectors are equal; and where the coefficients do not increase either, the worst rounds are the first that the
-pattern allows (Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model
+Sensitivity: a site takes part in at most k rounds, any two of them at least b apart, with its vectors or with zeros.
+In each of its rounds G changes by a vector of norm at most 1. Columns of C have inner products that are not negative,
+so the worst vectors are equal; and where the coefficients do not increase either, the worst rounds are the first that
+the pattern allows (Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private model
 training", Theorem 2):
 
     sens(C) = || sum over j < k of column j b of C ||.

@@ -172,6 +172,8 @@ class DatasetLedger:
     def pay_search(self, terms: Terms) -> None:
         """Charge the search that the plan is a trial of, durably; a search that is charged stays charged once.
 
+        The charge has no time (0): when a search began, beside when it ended, tells about how many trials it had.
+
         Args:
             terms: The plan's privacy.
 
@@ -183,7 +185,7 @@ class DatasetLedger:
         chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
         assert chosen is not None, "as its search says"
         budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
-        ledger = Ledger(self.path, OWNER, self._compose, clock=self._clock)
+        ledger = Ledger(self.path, OWNER, self._compose, clock=lambda: 0.0)
         charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0)
         ledger.charge(replace(charge, id=f"{self._search.search}/search"), budget, self._check_unit)
 

@@ -23,8 +23,8 @@ ADD_OR_REMOVE = "add or remove one record"
 """Neighbours of the unit `record`."""
 ADD_OR_REMOVE_OWNER = "add or remove all records of one owner"
 """Neighbours of the unit `owner`."""
-ZERO_OUT = "replace one site's updates by zeros"
-"""Neighbours of the unit `site`."""
+ZERO_OUT = "add or remove all records of one site, which sends zeros in every coordinate if it has none"
+"""Neighbours of the unit `site`; other records in place of a site's own are two such steps away."""
 
 
 def relation(unit: Unit) -> str:
@@ -40,15 +40,6 @@ class SampledGaussian:
     step. Neighbours: add or remove one unit, which changes f by at most C. The worst case is one dimension: N(0, z^2)
     against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the Gaussian
     mechanism.
-
-    With `largest_batch` B and `most_units` N the sampling is truncated (Ganesh 2025, "Tighter privacy analysis for
-    truncated Poisson sampling"): the N places for units are drawn, and of more than B drawn places B are kept,
-    uniformly at random. An empty place contributes zero. Neighbours: one place is empty or not. If B or more of the
-    other N - 1 places are drawn, with a probability of t, then the place in question is kept with the conditional
-    probability p = P(Bin(N, q) > B) B / (N t), and another one is pushed out for it. So the sum is f + (0 or a) against
-    f + (0 or b), the second with probability p, with |a| <= 2 C and |b| <= C, for which (1 - p) N(0, z^2) + p N(2, z^2)
-    against (1 - p) N(0, z^2) + p N(-2, z^2) is a bound. Else it is kept whenever it is drawn, as above. Whether it is
-    the one or the other does not depend on the data.
     """
 
     noise_multiplier: float
@@ -59,10 +50,6 @@ class SampledGaussian:
     """Steps, 1 or more."""
     unit: Literal["record", "owner"] = "record"
     """What is drawn and clipped: a record (or a window of one), or an owner with all its records."""
-    largest_batch: int | None = None
-    """B, from 1 to N - 1; None: a batch of any size."""
-    most_units: int | None = None
-    """N, the places for units; None exactly if `largest_batch` is."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
@@ -73,22 +60,13 @@ class SampledGaussian:
         object.__setattr__(self, "steps", _count("steps", self.steps))
         if self.unit not in ("record", "owner"):
             raise AccountingError("unit", self.unit, expected="record or owner")
-        if self.largest_batch is not None or self.most_units is not None:
-            largest, places = (
-                _count("largest_batch", self.largest_batch),
-                _count("most_units", self.most_units),
-            )
-            if largest >= places:
-                raise AccountingError(
-                    "largest_batch", largest, expected=f"fewer than most_units, which is {places}"
-                )
 
 
 @dataclass(frozen=True)
 class Gaussian:
     """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
 
-    Neighbours: one site's terms are replaced by zeros, which changes f by at most C. k of them, also of different z,
+    Neighbours (`ZERO_OUT`): one site's terms or zeros, which changes f by at most C. k of them, also of different z,
     are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
     """
 
@@ -106,8 +84,8 @@ class Gaussian:
 class CorrelatedGaussian:
     """All rounds of a run, with noise that is correlated over them: C^-1 (C G + N(0, (z sens(C) C_0)^2 I)).
 
-    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours: one site's terms
-    are replaced by zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
+    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours (`ZERO_OUT`): one
+    site's terms or zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
     apart, so C G changes by at most sens(C) C_0, and the whole run is one Gaussian mechanism of noise multiplier z,
     whatever C is (`cloister.privacy.correlated`).
     """
@@ -131,7 +109,7 @@ class CorrelatedGaussian:
 class Skellam:
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
-    Neighbours: one site's vector is replaced by zeros, which changes f by at most `l2` and `l1` in those norms. For
+    Neighbours (`ZERO_OUT`): one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
     integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
     learning", Theorem 3.5 and its corollary for vectors)
 
@@ -228,7 +206,7 @@ _MECHANISMS: dict[str, type[Any]] = {
 }
 
 
-_LATER: dict[str, object] = {"unit": "record", "largest_batch": None, "most_units": None}
+_LATER: dict[str, object] = {"unit": "record"}
 """Fields that earlier releases did not write, and the values at which they are left out: an old ledger is canonical."""
 
 

@@ -140,7 +140,7 @@ class Noise:
 
     and, if the last coordinate is a count with noise of its own,
 
-        sum of x_ri x_rd over r, i < d     ~ N(0, sum of x_rd^2)     the count has the noise of a coordinate
+        (sum of x_ri x_rd over r)^2 / (sum of x_ri^2  sum of x_rd^2)  ~ Beta(1/2, (releases - 1) / 2)
 
     where y_r are k random +-1 projections of x_r, disjoint and over all coordinates. Given y_s the signs are constants,
     so the law of one pair is exact. The third test from below is over all lags of a circle: such a sum is x'Ax with
@@ -209,7 +209,9 @@ class Noise:
         below = chi2.cdf(squares, samples)
         least = int(np.argmin(below))
         deviation = math.sqrt(squares[least] / samples[least])
-        return Check("least deviation in a release", deviation, 1.0, _any(float(below[least]), len(below)))
+        return Check(
+            "least deviation of the noise in a release", deviation, 1.0, _any(float(below[least]), len(below))
+        )
 
     def _coordinate(self, charged: float) -> Check:
         """The coordinate whose noise over the releases is furthest from the charge, to either side."""
@@ -222,21 +224,21 @@ class Noise:
                 if tail(squares, count) < p:
                     p, deviation = float(tail(squares, count)), math.sqrt(squares / count)
         tests = 2 * int(np.count_nonzero(self._counts))
-        return Check("furthest deviation at a coordinate", deviation, 1.0, _any(p, tests))
+        return Check("furthest deviation of the noise at a coordinate", deviation, 1.0, _any(p, tests))
 
     def _lag(self, samples: int, charged: float) -> Check:
         """The lag at which the noise of releases depends most on itself."""
         size = self._squares.size
         sums = np.fft.irfft(self._spectrum, size)[1 : size // 2 + 1] / charged**2
         if not sums.size:
-            return Check("correlation inside a release", 0.0, 0.0, 1.0)
+            return Check("correlation of the noise inside a release", 0.0, 0.0, 1.0)
         norms = np.full(sums.size, math.sqrt(samples / 2))
         if size % 2 == 0:
             norms[-1] = math.sqrt(samples)
         exponents = ((np.sqrt(norms**2 + 2 * np.abs(sums)) - norms) / 2) ** 2
         worst = int(np.argmax(exponents))
         p = min(1.0, 2 * sums.size * math.exp(-exponents[worst]))
-        return Check("correlation inside a release", float(sums[worst]) / samples, 0.0, p)
+        return Check("correlation of the noise inside a release", float(sums[worst]) / samples, 0.0, p)
 
     def _between(self, charged: float) -> tuple[Check, ...]:
         """The projections of releases on the signs of earlier ones: the furthest, and their variance."""
@@ -258,18 +260,20 @@ class Noise:
         variance = float((found**2).mean())
         tails = chi2.cdf(variance * freedom, freedom), chi2.sf(variance * freedom, freedom)
         return (
-            Check("furthest projection on another release", furthest, 0.0, p),
+            Check("furthest projection of the noise on that of another release", furthest, 0.0, p),
             Check("variance of these projections", variance, 1.0, min(1.0, 2 * float(min(tails)))),
         )
 
     def _count(self, products: npt.NDArray[np.float64]) -> Check:
-        """The coordinate on which the noise of the count depends most."""
-        from scipy.stats import norm
+        """The coordinate with which the noise of the count is correlated most."""
+        from scipy.stats import beta
 
-        others, squares = np.abs(products[:-1]), float(products[-1])
-        worst = float(others.max()) / math.sqrt(squares) if squares else 0.0
-        p = _any(2 * float(norm.sf(worst)), others.size)
-        return Check("correlation of the count's noise", worst / math.sqrt(self.releases), 0.0, p)
+        squares = np.maximum(self._squares[:-1] * products[-1], 1e-300)
+        correlations = np.minimum(products[:-1] ** 2 / squares, 1.0)
+        worst = float(correlations.max())
+        p = float(beta.sf(worst, 0.5, (self.releases - 1) / 2)) if self.releases > 1 else 1.0
+        what = "correlation of the count's noise with that of a coordinate"
+        return Check(what, math.sqrt(worst), 0.0, _any(p, correlations.size))
 
 
 def _folded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -99,7 +99,7 @@ class LedgerRow:
     number: Count
     """Its place in the ledger."""
     written: str
-    """When it was written, ISO 8601."""
+    """When it was written, ISO 8601; empty in the best trial of a search, which has no times."""
     site: str
     """The site whose units it charges."""
     event: str

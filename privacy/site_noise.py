@@ -7,12 +7,14 @@ With n sites, updates x_i, clipping norm C and scale s (integer steps in C), one
                                                             and may correlate it over the rounds (`correlated.py`),
 
 where `round` keeps the L2 norm of a site's integers within a bound that is known beforehand (Kairouz, Liu and Steinke
-2021, conditional rounding: `clip.py`) and Skellam noise is that of Agarwal, Kairouz and Liu 2021. Neighbours: one
-site's vector is replaced by zeros. Because an update is divided by C first, what a round costs does not depend on C.
+2021, conditional rounding: `clip.py`) and Skellam noise is that of Agarwal, Kairouz and Liu 2021. Neighbours: a site
+with its records, and the same site without any, which sends zeros in every coordinate, the count below too; to other
+records it is two such steps. Because an update is divided by C first, what a round costs does not depend on C.
 
-Adaptive clipping (Andrew et al. 2021) adds one coordinate: each site sends +r if its update was within C, else -r,
-under the same noise. The coordinator moves C by exp(-eta (b - gamma)) (their eq. 2), where b is the noised fraction of
-updates within C and gamma is the quantile that is aimed at. That is post-processing of what the round's event charges.
+Adaptive clipping (Andrew et al. 2021) adds one coordinate: each site sends +r if its update was within C, -r if it was
+longer, and 0 if it has no finite update, under the same noise. The coordinator moves C by exp(-eta (b - gamma)) (their
+eq. 2), where gamma is the quantile that is aimed at, and b the noised fraction of updates within C, in which a site
+without an update counts as half of one. That is post-processing of what the round's event charges.
 
 An update may lie in spans, each at one rank of a site: all of this is keyed by the offset in the whole update, and what
 needs the whole update is computed from sums that are gathered from all spans.
@@ -79,7 +81,8 @@ class SiteMechanism:
     adaptive: AdaptiveSection | None = None
     """How the clipping norm follows the updates' norms; None: it is constant."""
     count_step: int = 0
-    """r: the integer that a site adds as +r (update within the clipping norm) or -r; 0 without adaptive clipping."""
+    """r: the integer that a site adds as +r (update within the clipping norm), -r (longer) or 0 (no update); 0 without
+    adaptive clipping."""
     count_deviation: float = 0.0
     """Standard deviation of the noise on the number of updates within the clipping norm; 0 without `adaptive`."""
     correlation: Blt | None = None
@@ -108,7 +111,7 @@ class SiteMechanism:
         out: npt.NDArray[np.integer[Any]],
         offset: int = 0,
         gather: Gather = alone,
-    ) -> bool:
+    ) -> int:
         """One span of the integers that a site adds to the sum for its update.
 
         The spans of an update begin and end at the blocks of `protocol/blocks.py`. The ranks that hold them have the
@@ -116,7 +119,7 @@ class SiteMechanism:
 
         Args:
             update: Shape (d,), float32: elements [offset, offset + d) of the update. If any element of the whole
-                update is not finite, all of it is encoded as zeros.
+                update is not finite, the site has no update, and all of it is encoded as zeros.
             clip_norm: C of the round.
             noise: A stream that nothing else uses, except `tail` of the same update.
             out: Shape (d,), receives the integers, which may be beyond the ring, modulo 2^b where its own have b bits.
@@ -124,7 +127,8 @@ class SiteMechanism:
             gather: Collects numbers of all spans (`clip.Gather`).
 
         Returns:
-            Whether the whole update was within C, which only `tail` may use.
+            What the site adds to the count, in units of r, for `tail` alone: 1 if the whole update was within C, -1 if
+            it was longer, 0 if there is none.
 
         Raises:
             UpdateError: the span ends beyond the update, or inside a block that goes on.
@@ -152,35 +156,23 @@ class SiteMechanism:
             for begin in range(0, out.size, _AT_ONCE):
                 part = out[begin : begin + _AT_ONCE]
                 part += skellam.skellam(part.size, self.variance, offset + begin).astype(part.dtype)
-        return norm <= clip_norm
+        return (1 if norm <= clip_norm else -1) if finite else 0
 
-    def tail(self, within: bool, noise: NoiseStream) -> Integers:
+    def tail(self, count: int, noise: NoiseStream) -> Integers:
         """The integers that follow the update's: adaptive clipping's coordinate, with its noise.
 
         Args:
-            within: Whether the update was within the clipping norm, as `encode` returned it.
+            count: 1, -1 or 0, as `encode` returned it.
             noise: The stream that `encode` got.
 
         Returns:
             Shape (size - dimension,), int64.
         """
         extra = self.size - self.dimension
-        steps = np.full(extra, self.count_step if within else -self.count_step, np.int64)
+        steps = np.full(extra, count * self.count_step, np.int64)
         if self.variance:
             steps += noise.child("skellam").skellam(extra, self.variance, self.dimension)
         return steps
-
-    def on(self, dimension: int) -> SiteMechanism:
-        """The same mechanism for a vector of at most as many coordinates: its event is an upper bound of the cost.
-
-        Noise and scale are the same, and what depends on the dimension is what rounding adds to the norm of a vector:
-        with fewer coordinates it adds less.
-
-        Args:
-            dimension: Coordinates of the vector.
-        """
-        assert dimension <= self.dimension, "the noise is priced for the largest vector"
-        return dataclasses.replace(self, dimension=dimension)
 
     def correlated_by(self, blt: Blt, pattern: Participation) -> SiteMechanism:
         """The same mechanism with another matrix for the same noise multiplier and pattern.
@@ -290,7 +282,7 @@ def central(
 
     The noise is for the rounded vectors' own, larger norm. The mean is rounded to float32 before the noise, by at most
     2^-24 of itself, and its norm is at most that of a term; so two means of neighbours are further apart by up to 2^-23
-    of a term's norm, and their sums by n times that.
+    of a term's norm, and their sums by n times that. So is the mean of the counts, of which a term is r.
 
     Args:
         noise_multiplier: As in `distributed`, like what follows.
@@ -312,7 +304,8 @@ def central(
     if room < 2:
         raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
     scale = 2.0 ** math.floor(math.log2(room))
-    apart = rounded_l2(scale, dimension) * (1 + contributors * 2.0**-23)
+    rounded = 1 + contributors * 2.0**-23
+    apart = rounded_l2(scale, dimension) * rounded
     if correlated is not None:
         blt, pattern = correlated
         return SiteMechanism(
@@ -332,7 +325,7 @@ def central(
         event=Gaussian(noise_multiplier, 1),
         adaptive=adaptive,
         count_step=int(scale) // 2 if sigma_b else 0,
-        count_deviation=sigma_b,
+        count_deviation=sigma_b * rounded,
     )
 
 
@@ -358,8 +351,9 @@ def noised_with(noise_multiplier: float, count_noise: float) -> float:
     """The noise multiplier of an update released together with adaptive clipping's count: z_delta.
 
     Andrew et al. 2021 ("Differentially private learning with adaptive clipping", Theorem 1): the count of unclipped
-    sites, whose terms are +-1/2, gets noise of standard deviation sigma_b. Update and count together are exactly one
-    Gaussian mechanism of noise multiplier z when z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). The ledger is charged z.
+    sites, whose terms are +-1/2, gets noise of standard deviation sigma_b. A site without records adds 0 to it, so that
+    neighbours change it by 1/2. Update and count together are exactly one Gaussian mechanism of noise multiplier z when
+    z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). The ledger is charged z.
 
     Args:
         noise_multiplier: z, what is charged.

@@ -142,8 +142,7 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
     if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        limits = privacy.largest_batch, privacy.most_units
-        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits)
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit)
         return (event,), None
     # With groups each group's sum has noise for itself, and a site is in one group.
     sites = max(plan.summed())

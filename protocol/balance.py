@@ -1,7 +1,7 @@
 """Balance: how many local steps each site of a cohort takes, so that a round is not held by its slowest site.
 
 The coordinator decides a round's list once, from the sites' speeds (`balanced`), journals it, and sends all of it
-to each site of the cohort with the model. The list is a part of what the sum is computed from (`digest.basis`),
+to each site of the cohort with the model. The list is a part of the instructions of the sum (`messages.Instructions`),
 which the secure sum binds in the context of every message: sites that were told different lists do not finish a
 sum. Each site checks the list against the plan before it trains (`own_steps`). The plan limits the ratio of its
 numbers: a coordinator that gave all sites but one a single step would get a sum that is almost that site's update.

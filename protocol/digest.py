@@ -8,13 +8,15 @@ to people, use SHA-256.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from cloister.protocol.encoding import pack
+from cloister.protocol.messages import Instructions
+from cloister.protocol.wire import to_bytes
 
 
 def vector_hash(vector: npt.NDArray[Any]) -> bytes:
@@ -22,23 +24,7 @@ def vector_hash(vector: npt.NDArray[Any]) -> bytes:
     return blake3(np.ascontiguousarray(vector).view(np.uint8).data).digest()
 
 
-def basis(
-    model: bytes,
-    clip: float,
-    steps: tuple[tuple[str, int], ...] = (),
-    scales: bytes = b"",
-    control: bytes = b"",
-) -> bytes:
-    """32 bytes that name all that the vectors of a sum are computed from.
-
-    Args:
-        model: Hash of the global model.
-        clip: Clipping norm, if the unit of privacy is the site; otherwise 0.
-        steps: Local steps of each site of the cohort; empty where the plan gives all sites the same.
-        scales: Bounds of the blocks of a compressed update, as the message has them; otherwise empty.
-        control: Hash of c, where updates are corrected by control variates; otherwise empty.
-    """
-    counted = (steps,) if steps else ()
-    scaled = (scales,) if scales else ()  # bytes, so it is not taken for steps
-    corrected = (("control variate", control),) if control else ()
-    return hashlib.sha256(pack("cloister/basis/1", model, clip.hex(), *counted, *scaled, *corrected)).digest()
+@lru_cache(maxsize=8)  # a process that plays many sites is told the same by the coordinator for all of them
+def instructions_digest(told: Instructions) -> bytes:
+    """32 bytes that name everything that the sites of a sum are told: the hash of its canonical encoding."""
+    return hashlib.sha256(to_bytes(told)).digest()

@@ -71,6 +71,10 @@ class QuorumError(CloisterError):
     """Too few sites finished a round in every attempt that the plan allows."""
 
 
+class SpoiledError(CloisterError):
+    """Sums were opened whose counters no honest sites can have."""
+
+
 class FaultError(CloisterError):
     """A simulated site dropped out, because the plan's faults say so."""
 

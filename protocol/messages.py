@@ -78,6 +78,8 @@ LONGEST_PLAN = 2**20
 """Characters of a plan's JSON."""
 MOST_SPANS = 1000
 """Spans in which a vector travels: ranks of a site, and one for the tail."""
+NOTHING_CARRIED = bytes(32)
+"""The history of a site that carries nothing from earlier rounds."""
 MOST_SCALES = 2**21
 """Bytes of the scales of a compressed update: of half a million blocks, or 8.5e9 parameters."""
 LONGEST_REASON = 1000
@@ -86,7 +88,7 @@ LONGEST_REASON = 1000
 
 @dataclass(frozen=True)
 class SumId:
-    """Which sum a message belongs to."""
+    """Which sum a message belongs to; the same in every attempt at it."""
 
     run: Name
     """Identity of the run."""
@@ -96,8 +98,6 @@ class SumId:
     """What is summed."""
     round: int
     """Round, from 1; in an evaluation the round whose model it is, from 0."""
-    tries: int
-    """Attempts at this sum that have failed, plus one."""
 
 
 # Join.
@@ -143,8 +143,8 @@ class Begin:
     """Round, as in `SumId`."""
     attempt: int
     """Attempt at the round, from 1. The cohort, k and t are not told: each site computes them."""
-    model: Digest
-    """Hash of the global model, the clipping norm, the sites' local steps, the scales and c (`digest.basis`)."""
+    instructions: Digest
+    """Digest of the instructions that the sites will get in step 4 (`digest.instructions_digest`)."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,13 @@ class Advertise:
     """X25519 public key c, under which the site is sent shares."""
     mask_key: Key
     """X25519 public key s, from which its masks come."""
+    history: Digest
+    """Digest of all instructions on which the state that the site carries depends (`clients/carried.py`)."""
     signature: Signature = b""
 
     def body(self) -> Value:
         """What is signed."""
-        return (self.site, self.share_key, self.mask_key)
+        return (self.site, self.share_key, self.mask_key, self.history)
 
 
 # Step 3: share.
@@ -215,38 +217,51 @@ class Inbox:
 
 
 @dataclass(frozen=True)
-class ControlVariate:
-    """With `local.control_variates`, what an update is corrected by (`aggregation/variates.py`)."""
+class Instructions:
+    """What the sites of a sum are told to compute: the same for all of them, and the same in every attempt.
 
-    hash: Digest
-    """Hash of `common`."""
-    common: Floats
-    """c, the mean of the control variates of all sites, as long as the model."""
-    summed: int
-    """The last round whose change of the recipient's own control variate is in c; 0: none."""
+    A site's vector depends on this, on the plan and on the site itself. Under the secure sum the digest is in the
+    context of the attempt, so the masks of sites that were told different things do not cancel: what one site alone was
+    told would single out its vector. So nothing here may be for one site. A site finds what is its own by its name.
+    """
+
+    sum: SumId
+    """Which sum; its purpose says what is asked for."""
+    model: Digest
+    """Hash of the global model's trained parameters (`digest.vector_hash`)."""
+    clip: float = 0.0
+    """Clipping norm of the round, where the unit of privacy is the site; otherwise 0."""
+    steps: LocalSteps = ()
+    """The cohort's local steps in the round, for an update under a plan with `local.balance`."""
+    scales: Annotated[bytes, Limit(MOST_SCALES)] = b""
+    """Under a plan with `aggregation.compression`, for an update: the bound of each block (`aggregation/scales.py`),
+    float32, little-endian."""
+    state: Literal["fresh", "carried"] = "fresh"
+    """Whether each site begins with what it carries from earlier rounds (`clients/carried.py`), or none does."""
+
+    @property
+    def fresh(self) -> bool:
+        """No site uses what it carries."""
+        return self.state == "fresh"
 
 
 @dataclass(frozen=True)
 class Contribute:
     """Asks a site for its part of a sum: its update of the round, or its held-out totals of the model."""
 
-    sum: SumId
-    """Which sum; its purpose says what is asked for."""
-    model_hash: Digest
-    """Hash of `model` (`digest.py`)."""
-    clip: float
-    """Clipping norm of the round, where the unit of privacy is the site; otherwise 0."""
+    told: Instructions
+    """What all sites of the sum are told."""
+    tries: int
+    """As in `Agree`."""
     inbox: Inbox | None
-    """Under the secure sum, the shares that other sites have for this one."""
+    """Under the secure sum, the shares that other sites have for this one. It does not reach training."""
     model: Floats
-    """The global model's trained parameters."""
-    steps: LocalSteps = ()
-    """The cohort's local steps in the round, for an update under a plan with `local.balance`."""
-    scales: Annotated[bytes, Limit(MOST_SCALES)] = b""
-    """Under a plan with `aggregation.compression`, for an update: the bound of each block (`aggregation/scales.py`),
-    float32, little-endian."""
-    control: ControlVariate | None = None
-    """Under a plan with `local.control_variates`, for an update; otherwise None."""
+    """The vector that `told.model` names."""
+
+    @property
+    def sum(self) -> SumId:
+        """Which sum."""
+        return self.told.sum
 
 
 @dataclass(frozen=True)
@@ -277,8 +292,8 @@ class Contribution:
     """The site's name."""
     sum: SumId
     """The sum that it belongs to, as in the request."""
-    model_hash: Digest
-    """The model it was computed from."""
+    told: Digest
+    """Digest of the instructions that it was computed by."""
     statement: Masked | None
     """Under the secure sum the site's signed statement of the manifest's digest."""
     manifest: Annotated[tuple[tuple[int, int, Digest], ...], Limit(MOST_SPANS)]
@@ -371,6 +386,8 @@ class Agree:
     """Which sum."""
     told: Told
     """The step's own message."""
+    tries: int = 1
+    """Attempts at this sum that have failed, plus one."""
 
 
 # Any step.

@@ -41,9 +41,6 @@ SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
-MOST_PHASES = 64
-"""Most phases of a run with `model.adapter.redraw`: each adds an adapter that every forward pass computes."""
-
 MOST_GROUPS = 100
 """Most groups of a round: their median takes minima and maxima of G (G - 1) / 2 pairs of vectors."""
 
@@ -94,10 +91,6 @@ class AdapterSection(Section):
     """LoRA's scale is alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
-    redraw: Count | None = None
-    """Rounds of a phase, with scheme `ffa-lora`: each phase draws another A from the plan's seed and trains a new B,
-    while B A of the phases before it stays added to the base. A round then sums the B of its phase alone, and the run
-    ends with one adapter whose rank is that of all phases together. None: one A for the whole run."""
     base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
     """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
     linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
@@ -248,10 +241,6 @@ class LocalSection(Section):
     """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo)."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
-    control_variates: bool = False
-    """SCAFFOLD: correct each gradient by the control variates c - c_i, so that the steps of a site with skewed data do
-    not drift to its own optimum; needs `optimizer = "sgd"` and `aggregation.weighting = "uniform"`, without a privacy
-    unit."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
     """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
     `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
@@ -350,10 +339,7 @@ class AggregationSection(Section):
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
-    it is the largest bound of a block. With `fragments` the change is that since a site sent the fragment last."""
-    fragments: Count = 1
-    """Fragments of whole layers into which the trained parameters are cut (Streaming DiLoCo). A round sums one of them,
-    in turn. Sites train all parameters in each round, and keep their change of a fragment until its turn."""
+    it is the largest bound of a block."""
     compression: CompressionSection | None = None
     """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
     groups: Count = 1
@@ -411,12 +397,6 @@ class PrivacySection(Section):
     sampling_rate: Fraction | None = None
     """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
-    largest_batch: Count | None = None
-    """Units `record` and `owner`: most units in a step's batch; of more that are drawn, so many are used, chosen at
-    random. None: no limit. It costs privacy: one unit may push another out."""
-    most_units: Count | None = None
-    """With `largest_batch`: places for units at each site, at least as many as any site trains on. Empty places are
-    drawn and pushed out too, so the number of units stays secret. Units beyond it are not used."""
     record: Literal["record", "window"] = "record"
     """Units `record` and `owner`: `record` is one record of the data; `window` is one sequence of
     `data.sequence_length` tokens cut from a text, so that a longer text counts as several."""
@@ -581,7 +561,7 @@ class SimulationSection(Section):
     """Worker processes placed on each GPU, where there are GPUs."""
     per_site: bool = False
     """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
-    both losses for each site. It takes as long as two evaluations at all sites."""
+    both losses for each site; only without a privacy unit. It takes as long as two evaluations at all sites."""
     profiles: tuple[ProfileSection, ...] = ()
     """Sites that are slower or occupy more worker slots than the rest."""
 
@@ -676,6 +656,16 @@ class Plan(Section):
         """Largest number of tokens on which one site can train in one round."""
         return self._most_sequences() * self.data.sequence_length
 
+    @property
+    def carries(self) -> bool:
+        """Whether a site carries something from one of its updates into the next (`clients/carried.py`)."""
+        return self.local.optimizer_state == "keep" or self.aggregation.compression is not None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sum is over a part of the federation, drawn anew in each round."""
+        return self.cohort.size() < self.cohort.sites or self.aggregation.groups > 1
+
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
@@ -714,18 +704,6 @@ class Plan(Section):
             return min(map(self.quorum, self.summed()))
         needed = self.cohort.needed(n)
         return max(needed, self.threshold(n).quorum) if self.aggregation.secure else needed
-
-    def phases(self) -> int:
-        """Phases of the run, each with an adapter of its own, with `model.adapter.redraw`; otherwise 1."""
-        redraw = self.model.adapter.redraw
-        return 1 if redraw is None else -(-self.run.rounds // redraw)
-
-    @property
-    def in_parts(self) -> str:
-        """The field by which a round sums only a part of the trained parameters; empty if each sums all of them."""
-        if self.aggregation.fragments > 1:
-            return "aggregation.fragments"
-        return "" if self.model.adapter.redraw is None else "model.adapter.redraw"
 
     def evaluates(self, number: int) -> bool:
         """Whether the model after a round is due for evaluation; 0 is the initial model."""

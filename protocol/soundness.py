@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
@@ -18,7 +18,6 @@ from cloister.protocol.plan import (
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
-    MOST_PHASES,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
     SMALLEST_CLIP,
@@ -85,17 +84,6 @@ def recorded(text: str | bytes) -> Plan:
     return _SETTINGS.from_json(text)
 
 
-_Refusal: TypeAlias = tuple[bool, str, object, str, str]
-"""Whether a setting is refused, its field and value, what is expected, and the fix."""
-
-
-def _refuse_first(*refusals: _Refusal) -> None:
-    """Refuse the first setting that is."""
-    for refused, field, value, expected, fix in refusals:
-        if refused:
-            raise PlanError(field, value, expected=expected, fix=fix)
-
-
 def _check_sound(plan: Plan) -> None:
     """Refuse settings that each section allows but that contradict each other."""
     sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
@@ -160,9 +148,6 @@ def _check_sound(plan: Plan) -> None:
     _check_balance(plan)
     _check_muon(plan)
     _check_sgd(plan)
-    _check_control_variates(plan)
-    _check_fragments(plan)
-    _check_redraw(plan)
     _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
         raise PlanError(
@@ -440,37 +425,28 @@ def _check_groups(plan: Plan) -> None:
             fix=f"{'lower' if cohort.size() > 2 else 'remove'} aggregation.groups, or raise "
             f"{'cohort.sites' if cohort.fraction == 1 else 'cohort.fraction'}",
         )
-    instead = f"remove it, or {fix}"
-    _refuse_first(
+    for refused, field, value, expected in (
         (
             cohort.mode == "async",
             "cohort.mode",
             cohort.mode,
             '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
-            instead,
         ),
         (
             plan.privacy.correlated is not None,
             "privacy.correlated",
             "set",
             "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
-            instead,
-        ),
-        (
-            plan.local.control_variates,
-            "local.control_variates",
-            True,
-            "false with aggregation.groups: c follows from the mean over all sites, and from a median it does not",
-            instead,
         ),
         (
             plan.aggregation.compression is not None,
             "aggregation.compression",
             "set",
             "no compression with aggregation.groups: scales and remainders are made for the mean over all sites",
-            instead,
         ),
-    )
+    ):
+        if refused:
+            raise PlanError(field, value, expected=expected, fix=f"remove it, or {fix}")
 
 
 def _check_compression(plan: Plan) -> None:
@@ -641,198 +617,6 @@ def _check_sgd(plan: Plan) -> None:
         )
 
 
-def _check_control_variates(plan: Plan) -> None:
-    """Refuse control variates where they would not be the mean gradients of the sites, or would be used unprotected."""
-    local = plan.local
-    if not local.control_variates:
-        return
-    if plan.privacy.unit != "none":
-        raise PlanError(
-            "local.control_variates",
-            True,
-            expected=f'false with privacy.unit = "{plan.privacy.unit}": the correction has gradients of earlier '
-            "rounds, for which no noise of the round is scaled",
-            fix='set local.control_variates = false, or privacy.unit = "none"',
-        )
-    compressed = plan.aggregation.compression is not None
-    asynchronous, rolora = plan.cohort.mode == "async", plan.model.adapter.scheme == "rolora"
-    _refuse_first(
-        (
-            local.optimizer != "sgd",
-            "local.optimizer",
-            local.optimizer,
-            '"sgd" with local.control_variates = true: only its steps add up to the gradients that they are made of',
-            'set local.optimizer = "sgd"',
-        ),
-        (
-            local.proximal > 0,
-            "local.proximal",
-            local.proximal,
-            "0 with local.control_variates = true: the two corrections of drift were not tried together",
-            "remove local.proximal",
-        ),
-        (
-            local.balance != "fixed",
-            "local.balance",
-            local.balance,
-            '"fixed" with local.control_variates = true: c follows from the mean update if all sites take equal steps',
-            'set local.balance = "fixed"',
-        ),
-        (
-            plan.aggregation.weighting != "uniform",
-            "aggregation.weighting",
-            plan.aggregation.weighting,
-            '"uniform" with local.control_variates = true: c is the mean over the sites, each counted once',
-            'set aggregation.weighting = "uniform"',
-        ),
-        (
-            compressed,
-            "aggregation.compression",
-            "set",
-            "no compression with local.control_variates = true: a summed update has what earlier ones left out",
-            "remove [aggregation.compression]",
-        ),
-        (
-            asynchronous,
-            "cohort.mode",
-            "async",
-            '"sync" with local.control_variates = true: the updates of a buffer were corrected by different c',
-            'set cohort.mode = "sync"',
-        ),
-        (
-            rolora,
-            "model.adapter.scheme",
-            "rolora",
-            "another scheme with local.control_variates = true: in each round one factor has no gradients",
-            'set model.adapter.scheme = "ffa-lora"',
-        ),
-    )
-
-
-def _check_fragments(plan: Plan) -> None:
-    """Refuse fragments that are never sent, and what does not fit a site that trains from a model of its own."""
-    fragments = plan.aggregation.fragments
-    if fragments == 1:
-        return
-    if fragments > plan.run.rounds:
-        raise PlanError(
-            "aggregation.fragments",
-            fragments,
-            expected=f"at most {plan.run.rounds}, the rounds of the run: each sums one fragment, and the others "
-            "would stay as they began",
-            fix="lower aggregation.fragments, or raise run.rounds",
-        )
-    _refuse_first(
-        *_not_in_parts(plan),
-        (
-            plan.local.proximal > 0,
-            "local.proximal",
-            plan.local.proximal,
-            "0 with aggregation.fragments: its anchor would be the model from which a site starts, not the global one",
-            "remove local.proximal or aggregation.fragments",
-        ),
-        (
-            plan.local.balance != "fixed",
-            "local.balance",
-            plan.local.balance,
-            '"fixed" with aggregation.fragments: a site sends steps of several rounds at once, each of another number',
-            'set local.balance = "fixed", or remove aggregation.fragments',
-        ),
-        (
-            plan.model.adapter.scheme == "rolora",
-            "model.adapter.scheme",
-            "rolora",
-            "another scheme with aggregation.fragments: the factor that a round freezes would keep an unsent change",
-            'set model.adapter.scheme = "ffa-lora", or remove aggregation.fragments',
-        ),
-        (
-            plan.model.adapter.redraw is not None,
-            "model.adapter.redraw",
-            plan.model.adapter.redraw,
-            "no value with aggregation.fragments: each is a schedule of what rounds sum, and a run has one",
-            "remove model.adapter.redraw or aggregation.fragments",
-        ),
-    )
-
-
-def _check_redraw(plan: Plan) -> None:
-    """Refuse phases that change nothing, that are too many, or that do not train their own factor alone."""
-    redraw, rounds = plan.model.adapter.redraw, plan.run.rounds
-    if redraw is None:
-        return
-    if plan.model.adapter.scheme != "ffa-lora":
-        raise PlanError(
-            "model.adapter.redraw",
-            redraw,
-            expected=f'no value with model.adapter.scheme = "{plan.model.adapter.scheme}"; only valid with "ffa-lora", '
-            "whose A is drawn from the seed",
-            fix='set model.adapter.scheme = "ffa-lora", or remove model.adapter.redraw',
-        )
-    if not redraw < rounds <= redraw * MOST_PHASES:
-        least = -(-rounds // MOST_PHASES)
-        raise PlanError(
-            "model.adapter.redraw",
-            redraw,
-            expected=f"{least} to {rounds - 1} for {rounds} rounds: two phases at least, and {MOST_PHASES} at most, "
-            "because every forward pass computes the adapters of all phases"
-            if rounds > 1
-            else "no value for a run of one round, which has one phase",
-            fix="change model.adapter.redraw or run.rounds",
-        )
-    _refuse_first(
-        *_not_in_parts(plan),
-        (
-            plan.data.task == "classify",
-            "data.task",
-            "classify",
-            '"generate" with model.adapter.redraw: a classifier\'s head is trained in every round, and is of no phase',
-            "remove model.adapter.redraw",
-        ),
-        (
-            plan.local.optimizer_state == "keep",
-            "local.optimizer_state",
-            "keep",
-            '"reset" with model.adapter.redraw, which trains another factor in each phase',
-            'set local.optimizer_state = "reset"',
-        ),
-    )
-
-
-def _not_in_parts(plan: Plan) -> tuple[_Refusal, ...]:
-    """What is not for rounds that sum a part of the vector."""
-    field = plan.in_parts
-    return (
-        (
-            plan.aggregation.compression is not None,
-            "aggregation.compression",
-            "set",
-            f"no compression with {field}: scales and remainders are those of the vector that the round before summed",
-            f"remove [aggregation.compression] or {field}",
-        ),
-        (
-            plan.local.control_variates,
-            "local.control_variates",
-            True,
-            f"false with {field}: c follows from mean updates of all parameters",
-            f"set local.control_variates = false, or remove {field}",
-        ),
-        (
-            plan.cohort.mode == "async",
-            "cohort.mode",
-            "async",
-            f'"sync" with {field}: the updates of a buffer would be of different parts of the model',
-            f'set cohort.mode = "sync", or remove {field}',
-        ),
-        (
-            plan.privacy.correlated is not None,
-            "privacy.correlated",
-            "set",
-            f"no value with {field}: noise of one round is cancelled by that of later ones on the same parameters only",
-            f"remove [privacy.correlated] or {field}",
-        ),
-    )
-
-
 def _check_base_precision(plan: Plan) -> None:
     """Refuse a base in lower precision that is trained, or that would be computed with in another precision."""
     adapter = plan.model.adapter
@@ -981,6 +765,14 @@ def _check_private(plan: Plan) -> None:
             "released without a charge to the ledger",
             fix='set server.evaluation to public records, or to "none"',
         )
+    if plan.simulation.per_site:
+        raise PlanError(
+            "simulation.per_site",
+            True,
+            expected="false with a privacy unit; each site's own losses and number of sequences would be released "
+            "without a charge to the ledger",
+            fix="remove simulation.per_site, or --per-site",
+        )
     if privacy.dpsgd and privacy.sampling_rate is None:
         raise PlanError(
             "privacy.sampling_rate",
@@ -1009,8 +801,6 @@ def _check_private(plan: Plan) -> None:
             fix="remove privacy.sampling_rate",
         )
     for name, default in (
-        ("largest_batch", None),
-        ("most_units", None),
         ("record", "record"),
         ("windows", 4),
         ("method", "auto"),
@@ -1022,8 +812,6 @@ def _check_private(plan: Plan) -> None:
                 expected=f"no value; only valid with {_STEPS}",
                 fix=f"remove privacy.{name}",
             )
-    if privacy.dpsgd:
-        _check_largest_batch(privacy)
     if privacy.unit == "owner" and not plan.data.owner:
         raise PlanError(
             "data.owner",
@@ -1147,41 +935,6 @@ def _check_correlated(plan: Plan, correlated: CorrelatedSection) -> None:
             rounds,
             expected=f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
             fix="lower run.rounds, or remove privacy.correlated",
-        )
-
-
-def _check_largest_batch(privacy: PrivacySection) -> None:
-    """Refuse a limit of the batch whose cost is not known, or a setting without effect."""
-    largest, places = privacy.largest_batch, privacy.most_units
-    if largest is None:
-        if places is not None:
-            raise PlanError(
-                "privacy.most_units",
-                places,
-                expected="no value; only valid with privacy.largest_batch",
-                fix="remove privacy.most_units, or set privacy.largest_batch",
-            )
-        return
-    if places is None:
-        raise PlanError(
-            "privacy.most_units",
-            expected="a value with privacy.largest_batch: how often the limit is met depends on the number of units "
-            "at a site, which is public then",
-            fix="set privacy.most_units to a number that no site exceeds",
-        )
-    if largest >= places:
-        raise PlanError(
-            "privacy.largest_batch",
-            largest,
-            expected=f"fewer than privacy.most_units, which is {places}",
-            fix="remove privacy.largest_batch and privacy.most_units",
-        )
-    if privacy.accountant == "rdp":
-        raise PlanError(
-            "privacy.accountant",
-            "rdp",
-            expected='"pld" with privacy.largest_batch; its Renyi divergences are known without amplification only',
-            fix='set privacy.accountant = "pld"',
         )
 
 

@@ -95,7 +95,7 @@ def _names(message: Request | Reply) -> list[bytes]:
     """The hashes of a message's vectors, as the message itself states them; the receiver checks them."""
     match message:
         case Contribute():
-            return [message.model_hash, *([message.control.hash] if message.control else [])]
+            return [message.told.model]
         case Join():
             return [message.base_hash]
         case Contribution():

@@ -1,7 +1,7 @@
 """Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
 
 A checkpoint holds the trained parameters by name, the server optimizer's state, the scales of the next round's
-compressed updates, the control variates, the facts of its round, and the SHA-256 of the flat vector, which is checked
+compressed updates, the facts of its round, and the SHA-256 of the flat vector, which is checked
 on reading. Old checkpoints are removed only after a newer one is in place.
 
 A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
@@ -27,13 +27,11 @@ from cloister.lm.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.storage import write_file
 from cloister.server.folder import checkpoint_file, stored_checkpoints
-from cloister.server.variates import ControlVariates
 
 Vector = npt.NDArray[np.float32]
 
 _FIX = "restore the file from a backup; a round cannot be repeated, because sites answer each round only once"
 _MODEL, _OPTIMIZER, _SCALES = "model/", "optimizer/", "scales/"
-_CONTROL, _SUMMED = "control variate", "summed"
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class Checkpoint:
     """The server optimizer's state."""
     scales: Scales | None = None
     """The bounds of the next round's compressed updates, with `aggregation.compression`."""
-    controls: ControlVariates | None = None
-    """The control variates of the next round, with `local.control_variates`."""
 
 
 class Checkpoints:
@@ -76,7 +72,6 @@ class Checkpoints:
         optimizer: Mapping[str, torch.Tensor],
         facts: Mapping[str, Any] | None = None,
         scales: Scales | None = None,
-        controls: ControlVariates | None = None,
     ) -> str:
         """Write the model after a round, then remove checkpoints older than the `keep` newest.
 
@@ -86,7 +81,6 @@ class Checkpoints:
             optimizer: The server optimizer's state.
             facts: The facts of the round, for `done`; None for the initial model.
             scales: The bounds of the next round's compressed updates; None without compression.
-            controls: The control variates of the next round; None without them.
 
         Returns:
             The SHA-256 of `weights`.
@@ -101,9 +95,6 @@ class Checkpoints:
         tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
         tensors |= {_SCALES + name: part for name, part in (scales.state() if scales else {}).items()}
         named = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
-        if controls is not None:
-            tensors[_CONTROL] = controls.common
-            named[_SUMMED] = json.dumps(controls.summed)
         if facts is not None:
             named["facts"] = json.dumps({**facts, "params_sha256": digest})
         write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=named))
@@ -160,7 +151,4 @@ class Checkpoints:
         scales = {
             name.removeprefix(_SCALES): t.numpy() for name, t in tensors.items() if name.startswith(_SCALES)
         }
-        controls = None
-        if _CONTROL in tensors:
-            controls = ControlVariates(tensors[_CONTROL].clone().numpy(), json.loads(facts[_SUMMED]))
-        return Checkpoint(round_number, weights, state, Scales.restored(scales) if scales else None, controls)
+        return Checkpoint(round_number, weights, state, Scales.restored(scales) if scales else None)

@@ -27,16 +27,13 @@ class Cost:
     parameters: int
     """Parameters of the model, adapters included."""
     trained_parameters: int
-    """Parameters that are trained, in any round."""
-    summed_parameters: int
-    """The most parameters that one round sums: all trained ones but with `aggregation.fragments` or
-    `model.adapter.redraw`."""
+    """Parameters that are trained and summed."""
     cohort: int
     """Sites in a round."""
     bytes_down: int
-    """Bytes to one site in a round: the global model, and the scales of a compressed update or the control variate."""
+    """Bytes to one site in a round: the global model, and the scales of a compressed update."""
     bytes_up: int
-    """Bytes from one site in a round: its contribution, the longest where rounds sum different parts of the model."""
+    """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
     """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites. With
     `aggregation.groups` it has a sum for each group at the same time. With
@@ -46,16 +43,15 @@ class Cost:
     """The most tokens on which the updates in a round were trained."""
 
 
-def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -> Cost:
+def cost(plan: Plan, parameters: int, trained: int) -> Cost:
     """The cost of a plan.
 
     Args:
         plan: The plan.
         parameters: Parameters of its model, as `lm.model.Counts` has them, like what follows.
         trained: Those that are trained.
-        summed: The most of them that one round sums; None: all.
     """
-    layout = training_layout(plan, trained if summed is None else summed)
+    layout = training_layout(plan, trained)
     up = layout.length * plan.aggregation.ring_bits // 8
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
@@ -69,16 +65,14 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
         vectors += groups
     vectors += bool(plan.public.source)
-    controlled = int(plan.local.control_variates)
     return Cost(
         parameters=parameters,
         trained_parameters=trained,
-        summed_parameters=layout.values,
         cohort=plan.cohort.size(),
-        bytes_down=((1 + controlled) * trained + scales) * _FLOAT,
+        bytes_down=(trained + scales) * _FLOAT,
         bytes_up=up,
         coordinator_bytes=(parameters - trained) * _FLOAT
-        + (vectors + controlled) * trained * _FLOAT
+        + vectors * trained * _FLOAT
         + buffers * trained * _DOUBLE
         + asynchronous * trained
         + groups * up,
@@ -113,9 +107,9 @@ class SecureCost:
 
 
 def secure_cost(
-    plan: Plan, summed: int, *, clock: Callable[[], float] = time.perf_counter
+    plan: Plan, trained: int, *, clock: Callable[[], float] = time.perf_counter
 ) -> SecureCost | None:
-    """The cost of the secure sum over the most parameters that a round sums; None for a plan that sums in clear.
+    """The cost of the secure sum over so many trained parameters; None for a plan that sums in clear.
 
     The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
     and multiplied by the number of times that a round needs them. A site applies k + 1 masks and makes two key
@@ -124,7 +118,7 @@ def secure_cost(
     if not plan.aggregation.secure:
         return None
     n, found = plan.cohort.size(), plan.threshold()
-    length = training_layout(plan, summed).length
+    length = training_layout(plan, trained).length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
     sent, received = traffic(found, _NAME)
     return SecureCost(

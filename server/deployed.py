@@ -80,7 +80,7 @@ def coordinate(
         new_certificate(list(dict.fromkeys(names))),
         folder.spool,
         sites=len(federation.sites),
-        most_bytes=most_bytes_of(plan, count_parameters(plan).summed),
+        most_bytes=most_bytes_of(plan, count_parameters(plan).trained),
         bind=bind,
         advertised=newest.exchange,
         cards=federation.roster.cards,

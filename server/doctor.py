@@ -162,7 +162,6 @@ def coordinator_bytes(plan: Plan) -> int:
     sites in a cohort and K = `server.keep_checkpoints`:
 
         12 T (K + 2)  checkpoints with at most two vectors of the optimizer: K, the initial one, the one being written
-      + 4 T (K + 2)   the control variate in them, with `local.control_variates`
       + 4 P           the final model
       + N U           uploads of a round, until they are summed
 
@@ -172,8 +171,7 @@ def coordinator_bytes(plan: Plan) -> int:
     from cloister.aggregation.sums import training_layout
     from cloister.lm.model import count_parameters
 
-    everything, trained, summed = count_parameters(plan)
-    update = math.ceil(training_layout(plan, summed).length * plan.aggregation.ring_bits / 8)
+    everything, trained = count_parameters(plan)
+    update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
     kept = plan.server.keep_checkpoints + 2
-    each = 16 if plan.local.control_variates else 12
-    return each * trained * kept + 4 * everything + plan.cohort.size() * update
+    return 12 * trained * kept + 4 * everything + plan.cohort.size() * update

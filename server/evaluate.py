@@ -37,9 +37,13 @@ def at_sites(party: Party) -> Evaluation:
         wanted = Wanted(EVALUATE, round_number, weights)
         total = sum_over(party, wanted)
         if isinstance(total, Failed):
-            party.observe(NotEvaluated(round_number, total.attempts))
+            party.observe(NotEvaluated(round_number, total.attempts, total.spoiled))
             return None
         sums = total.opened.counters
+        if sums[CORRECT] > sums[TOKENS]:
+            wrong = f"{sums[CORRECT]} correct of {sums[TOKENS]} labels"
+            party.observe(NotEvaluated(round_number, total.attempts, wrong))
+            return None
         confusion = Confusion.of([sums[name] for name in confusion_counters(party.plan)])
         return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES], confusion.counts)
 

@@ -827,7 +827,7 @@ def most_bytes_of(plan: Plan, parameters: int) -> int:
 
     Args:
         plan: The plan.
-        parameters: The most trained parameters of its model that a round sums.
+        parameters: Trained parameters of its model.
     """
     layout = training_layout(plan, parameters)
     return max(layout.length * np.dtype(layout.ring.dtype).itemsize, CHUNK)

@@ -3,9 +3,6 @@
 Reddi et al. 2021 (Adaptive federated optimization), Douillard et al. 2023 (DiLoCo: Nesterov 0.9). SGD with learning
 rate 1 and no momentum is exactly FedAvg. A step is post-processing of the sum: it costs no privacy.
 
-Where a round sums a part of the model (`lm/parts.py`), the step is on that part alone: each part has its own momentum
-or moments, and its own count of steps.
-
 A step goes block by block through the model, and takes no memory but the mean's, in which the new model is made:
 `torch.optim` would hold several vectors of the model's size while it steps on all of it.
 """
@@ -18,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloister.protocol.blocks import Span, all_finite
+from cloister.protocol.blocks import all_finite
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import ServerSection
 
@@ -51,22 +48,16 @@ class ServerOptimizer:
         view.flags.writeable = False
         return view
 
-    def step(self, mean_update: Vector, span: Span | None = None) -> None:
-        """Move a part of the global model by the mean of the sites' updates.
+    def step(self, mean_update: Vector) -> None:
+        """Move the global model by the mean of the sites' updates.
 
         Args:
-            mean_update: Float32, one value for each element of the part; overwritten.
-            span: Where the part is: always one of the same spans, which do not overlap; None: the whole model.
+            mean_update: (d,) float32; overwritten.
 
         Raises:
             UpdateError: the step gives a non-finite value; the model is unchanged, the moments are not.
         """
-        span = span or Span(0, len(self._weights))
-        weights, moved = torch.from_numpy(span.of(self._weights)), torch.from_numpy(mean_update)
-        own = "" if span.size == len(self._weights) else f"{span.start}/"
-        before = {
-            name.removeprefix(own): value for name, value in self._state.items() if name.startswith(own)
-        }
+        weights, moved, before = torch.from_numpy(self._weights), torch.from_numpy(mean_update), self._state
         after: dict[str, torch.Tensor] = {}
         for begin in range(0, len(weights), _BLOCK):
             block = slice(begin, begin + _BLOCK)
@@ -84,7 +75,7 @@ class ServerOptimizer:
                     after[name] = before[name] if name in before else torch.empty_like(weights)
                 after[name][block] = value
             moved[block] = part.detach()
-        self._state |= {own + name: value for name, value in after.items()}
+        self._state = after
         if not all_finite(mean_update):
             raise UpdateError(
                 "global model", "non-finite", expected="finite weights", fix="lower server.learning_rate"

@@ -40,7 +40,7 @@ class Outcome:
     that worked on the run. A part of the phases `train` and `sum`."""
     phase_seconds: Mapping[str, float]
     """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
-    to the last round that it finished."""
+    to the last round that it finished. Empty for the best trial of a private search."""
     params_sha256: str
     least_steps: int | None = None
     """Fewest local steps of a site in a round, with `local.balance`; None where all take those of the plan."""

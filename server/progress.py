@@ -124,6 +124,8 @@ class NotEvaluated:
 
     round: int
     attempts: int
+    spoiled: str = ""
+    """The total that no honest sites can have, if a sum was opened: a site lied in its counters."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class RoundAbandoned:
     """As in `RoundDone`."""
     clip: float = 0.0
     """As in `RoundDone`."""
-    spoiled: bool = False
-    """The sum was opened and makes no mean: a site lied in its weight."""
+    spoiled: str = ""
+    """As in `NotEvaluated`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """As in `RoundDone`."""
 
@@ -225,6 +227,8 @@ class RoundDone:
     released and is charged."""
     label: str = "token"
     """What `tokens` counts: each `token`, or each `text` that is classified."""
+    behind: bool | None = None
+    """Where sites carry something into the next round, whether its histories may differ (`sum.Total`)."""
     multiple: float | None = None
     """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
     (`aggregation/scales.py`); otherwise None."""

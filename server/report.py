@@ -36,8 +36,6 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from cloister.aggregation.keys import PROTOCOL
-from cloister.lm.layout import Layout
-from cloister.lm.parts import parts_of
 from cloister.privacy import claims
 from cloister.privacy.accounting import Accountant, Spent, spent
 from cloister.privacy.dataset import DatasetLedger
@@ -95,7 +93,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     files, plan = RunFiles(path), read_plan(path, recorded)
     history = run_history(files)
     simulated = files.sites.path.is_dir()
-    terms = terms_of(plan, _dimension(files, plan) if plan.privacy.unit == "site" else 1)
+    terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
     account = _account(files, history, terms, simulated=simulated)
     return RunReport(
         run=plan.run.name,
@@ -307,7 +305,7 @@ def _ledger(
     rows = tuple(
         LedgerRow(
             number=entry.number,
-            written=_moment(entry.time),
+            written=_moment(entry.time) if entry.time else "",
             site=entry.charge.dataset,
             event=f"round {entry.charge.round}: {_charge_in_words(entry)}",
             epsilon=None if epsilons is None else epsilons[at],
@@ -330,10 +328,7 @@ def _event_in_words(event: Event) -> str:
     match event:
         case SampledGaussian(noise, rate, count):
             on = f" on {event.unit}s" if event.unit != "record" else ""
-            limit = (
-                f", at most {event.largest_batch} of {event.most_units} places" if event.largest_batch else ""
-            )
-            return f"{count} Poisson-sampled Gaussian steps{on}, noise multiplier {noise:g}, rate {rate:g}{limit}"
+            return f"{count} Poisson-sampled Gaussian steps{on}, noise multiplier {noise:g}, rate {rate:g}"
         case Gaussian(noise, count):
             return f"{_times(count)}Gaussian noise on a sum, noise multiplier {noise:g}"
         case CorrelatedGaussian(noise, rounds, separation, most):
@@ -541,8 +536,8 @@ def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None
     return None
 
 
-def _dimension(files: RunFiles, plan: Plan) -> int:
-    """The most parameters that a round sums, from the newest checkpoint."""
+def _dimension(files: RunFiles) -> int:
+    """The number of trained parameters, from the newest checkpoint."""
     stored = list(stored_checkpoints(files.checkpoints).values())
     if not stored:
         raise RunFolderError(
@@ -553,11 +548,9 @@ def _dimension(files: RunFiles, plan: Plan) -> int:
     try:
         with safe_open(stored[-1], framework="np") as file:
             names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
-            shapes = [tuple(file.get_slice(name).get_shape()) for name in names]
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
     except (OSError, SafetensorError) as error:
         raise RunFolderError(str(stored[-1]), expected=f"a whole checkpoint ({error})") from error
-    trained = [(name.removeprefix("model/"), shape) for name, shape in zip(names, shapes, strict=True)]
-    return parts_of(plan, Layout.ordered(trained)).largest
 
 
 def _audit(path: Path) -> AuditRow | None:

@@ -11,9 +11,8 @@
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
    after a crash gets the same.
-8. Server step: the mean is a pseudo-gradient for the server's optimizer, which steps on the part of the model that the
-   round sums (`lm/parts.py`). A mean that the plan's gate refuses leaves model, optimizer and control variates as they
-   were (`gate.py`).
+8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
+   model and optimizer as they were (`gate.py`).
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
@@ -43,8 +42,6 @@ from cloister.aggregation.median import median
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
-from cloister.lm.optimizer import step_sizes
-from cloister.lm.parts import parts_of
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
@@ -58,7 +55,6 @@ from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.sum import Failed, Party, Total, Wanted, sums_over
-from cloister.server.variates import ControlVariates
 
 
 @dataclass
@@ -81,8 +77,6 @@ class RoundContext:
     (from 0), shape (d,) float32, and the sites in it."""
     scales: Scales | None = None
     """The bounds of the next round's compressed updates, with `aggregation.compression`."""
-    controls: ControlVariates | None = None
-    """The control variates of the next round, with `local.control_variates`."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -100,14 +94,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     # 1. Draw the cohort.
     cohorts = party.groups(TRAIN, number)
     # 2 to 7.
-    first = Wanted(
-        TRAIN,
-        number,
-        context.optimizer.weights,
-        context.clip,
-        scales=context.scales,
-        controls=context.controls,
-    )
+    first = Wanted(TRAIN, number, context.optimizer.weights, context.clip, scales=context.scales)
     made = sums_over(party, [replace(first, group=group) for group in range(len(cohorts))])
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
         if isinstance(result, Failed) and not result.bound:
@@ -121,7 +108,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         names = tuple(sorted(name for total in totals.values() for name in total.names))
         scales = _next_scales(context, next(iter(totals.values())), mean)
         # 8. Server step.
-        refused = _step(context, number, mean, norm, names)
+        refused = _step(context, number, mean, norm)
         if not refused:
             context.scales = scales
     # 9. Checkpoint, then journal.
@@ -129,7 +116,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     done: RoundDone | RoundAbandoned
     attempts = max(result.attempts for result in made)
     if norm is None:
-        spoiled = any(isinstance(result, Failed) and result.spoiled for result in made)
+        spoiled = next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), "")
         done = RoundAbandoned(number, attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
     else:
         counters = Counter[str]()
@@ -164,12 +151,11 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
             refused=refused,
             label=plan.data.label,
             multiple=context.scales.multiple if context.scales else None,
+            behind=any(total.behind for total in totals.values()) if plan.carries else None,
         )
     with party.phases.during(Phase.CHECKPOINT):
         weights, state = context.optimizer.weights, context.optimizer.state()
-        digest = context.checkpoints.save(
-            number, weights, state, asdict(done), context.scales, context.controls
-        )
+        digest = context.checkpoints.save(number, weights, state, asdict(done), context.scales)
         done = replace(done, params_sha256=digest)
         party.journal.record(number, done.attempts, steps.DONE, asdict(done))
     party.observe(done)
@@ -206,8 +192,6 @@ def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Fl
     clipping norm in each group is noised as well; it moves by their median.
     """
     mechanism = context.mechanism
-    if mechanism is not None:
-        mechanism = mechanism.on(parts_of(context.party.plan, context.party.layout).of(number).size)
     means, clips = [], []
     for group, total in totals.items():
         mean, sites = total.opened.mean, total.sites
@@ -223,26 +207,19 @@ def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Fl
     return median(means)
 
 
-def _step(
-    context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float, sites: tuple[str, ...]
-) -> str:
-    """8. Step by the mean of sites, which is overwritten; returns why the gate refused it, with model and control
-    variates unchanged, or ''."""
+def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float) -> str:
+    """8. Step by the mean, which is overwritten; returns why the gate refused it, with the model unchanged, or ''."""
     gate, optimizer, phases = context.gate, context.optimizer, context.party.phases
     if refused := gate.of_mean(norm):
         return refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
-    if context.controls is not None:
-        plan = context.party.plan
-        context.controls.add(number, mean, sites, step_sizes(plan, number), plan.cohort.sites)
-    optimizer.step(mean, parts_of(context.party.plan, context.party.layout).of(number))
+    optimizer.step(mean)
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)
     if refused:  # the step was made in the only copy of the model
         before = context.checkpoints.load(number - 1)
         optimizer.restore(before.weights, before.optimizer)
-        context.controls = before.controls
     return refused
 
 

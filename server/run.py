@@ -16,14 +16,13 @@ from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
-from cloister.lm.parts import parts_of
 from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog
 from cloister.protocol.digest import vector_hash
-from cloister.protocol.errors import QuorumError
+from cloister.protocol.errors import QuorumError, SpoiledError
 from cloister.protocol.joining import check_size
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
@@ -59,7 +58,6 @@ from cloister.server.round import RoundContext, run_round
 from cloister.server.spending import Spending
 from cloister.server.sum import Party
 from cloister.server.tracking import scalars
-from cloister.server.variates import ControlVariates
 
 
 def run(
@@ -122,13 +120,12 @@ def run(
         done = _adopt(journal, checkpoints)
         clip = plan.privacy.clip
         scales = None if plan.aggregation.compression is None else Scales.first(plan, model.layout.size)
-        controls = ControlVariates.first(model.layout.size) if plan.local.control_variates else None
         if done is None:
             weights = (
                 model.layout.flatten(model.module) if public is None or base is not None else public.copy()
             )
             with phases.during(Phase.CHECKPOINT):
-                digest = checkpoints.save(0, weights, {}, scales=scales, controls=controls)
+                digest = checkpoints.save(0, weights, {}, scales=scales)
                 initial = {"round": 0, "params_sha256": digest}
                 journal.record(0, 1, steps.DONE, initial)
             optimizer = ServerOptimizer(plan.server, weights)
@@ -136,11 +133,11 @@ def run(
             checkpoint = checkpoints.load(done.round)
             weights = checkpoint.weights
             optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
-            scales, controls = checkpoint.scales, checkpoint.controls
+            scales = checkpoint.scales
             clip = done.detail.get("clip") or clip
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
-        terms = terms_of(plan, parts_of(plan, model.layout).largest)
+        terms = terms_of(plan, model.layout.size)
         party = Party(
             plan,
             run_identity,
@@ -184,9 +181,7 @@ def run(
             drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
         clip = clip if mechanism else 0.0
-        context = RoundContext(
-            party, checkpoints, optimizer, gate, mechanism, clip, drawn, released, scales, controls
-        )
+        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, released, scales)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
@@ -220,7 +215,7 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
 def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
-    abandoned = 0
+    abandoned = spoiled = 0
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
         if party.members.newcomers():
@@ -239,7 +234,18 @@ def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last
             return last, why
         last = number
         _report(context, folder, board, asdict(result))
-        if not isinstance(result, RoundAbandoned) or result.spoiled:
+        if isinstance(result, RoundAbandoned) and result.spoiled:
+            spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
+            if spoiled == min(plan.cohort.attempts, plan.run.rounds):
+                raise SpoiledError(
+                    f"round {number}",
+                    result.spoiled,
+                    expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
+                    "under masks",
+                    fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
+                    "or continue this run with the next round",
+                )
+        elif not isinstance(result, RoundAbandoned):
             abandoned = 0
         elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
             abandoned += 1

@@ -4,8 +4,10 @@ The steps have the same numbers as in `round.py`. An evaluation at the sites is 
 
 1. Decide the local steps of each site, if the plan has `local.balance`: once for a round, from the speeds that are
    known when its first attempt begins. Journal the attempt, with them, before anything is asked of a site. A process
-   that starts again goes on with the attempt that was under way.
-2. Advertise: each site returns signed one-time keys.
+   that starts again goes on with the attempt that was under way. With them the round's `Instructions` are made, which
+   all sites get in every attempt.
+2. Advertise: each site returns signed one-time keys, and the history of what it carries (`clients/carried.py`). Unless
+   the instructions are fresh, sites of another history than most are dropouts of the attempt.
 3. Share: each site checks the keys of the others and returns encrypted shares.
 4. Update: each site makes its vector and returns it, masked; vectors fold into one accumulator as they arrive.
 5. Consistency: the survivors sign the one list of survivors.
@@ -36,7 +38,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cloister.aggregation.average import BufferedSum, Opened, PlainSum, SumLayout
 from cloister.aggregation.scales import Scales
@@ -45,12 +47,11 @@ from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
 from cloister.aggregation.sums import contract_for, layout_for
 from cloister.lm.layout import Layout, Vector
-from cloister.lm.parts import parts_of
 from cloister.privacy.ledger import Entry as Charged
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import balanced
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import (
     CloisterError,
     ParameterError,
@@ -68,6 +69,7 @@ from cloister.protocol.messages import (
     Contribute,
     Contribution,
     Inbox,
+    Instructions,
     LocalSteps,
     Purpose,
     Reply,
@@ -92,7 +94,6 @@ from cloister.server.phases import Phase, Phases
 from cloister.server.progress import AttemptFailed, Observer, RoundStarted, SiteAnswered, SiteFailed
 from cloister.server.speeds import Measured, speed_of
 from cloister.server.spending import Spending
-from cloister.server.variates import ControlVariates
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
 
@@ -193,6 +194,9 @@ class Total:
     """Seconds from the first request of the successful attempt to the decoded sum."""
     steps: LocalSteps = ()
     """As in `Wanted`."""
+    behind: bool = True
+    """Whether a site that took part in the successful attempt is not in its sum, or all sums are in clear: what sites
+    carry from this round may have different histories."""
     staleness: Mapping[str, Sequence[int]] | None = None
     """In an asynchronous round, by site the server steps since the model of each of its updates in the sum."""
     too_stale: int = 0
@@ -212,8 +216,9 @@ class Failed:
     """Attempts that failed."""
     bound: bool
     """Shares were requested in one of them: the sites that answered will answer for no other survivors."""
-    spoiled: bool = False
-    """The last sum was opened and makes no mean: a site lied in its weight, and an attempt would sum the same again."""
+    spoiled: str = ""
+    """The total of the opened sum that no honest sites can have: a site lied in its counters, and another attempt would
+    sum the same again."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +236,6 @@ class Wanted:
     """Local steps of each site of the cohort; empty where all take those of the plan. `sum_over` decides them."""
     scales: Scales | None = None
     """The bounds of a compressed update's blocks; otherwise None."""
-    controls: ControlVariates | None = None
-    """The control variates of updates with `local.control_variates`; otherwise None. They do not change during the
-    sum."""
     group: int = 0
     """The group of the round's cohort that is summed."""
 
@@ -316,6 +318,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     if steps_of_sites:
         wanted = replace(wanted, steps=steps_of_sites)
         cohort = tuple(site for site, _ in steps_of_sites)  # in clear, other sites may have joined meanwhile
+    told = _instructions(party, wanted, model_hash)
     heard: dict[str, float] = {}
     too_stale = 0
     earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
@@ -336,7 +339,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             needed = len(sites) if unmasking else plan.quorum(draw.sizes[wanted.group])
             # 1. Journal the attempt.
             attempt = journal.count(wanted.step(steps.BEGUN), number) + 1
-            detail: dict[str, Any] = {"cohort": sites, "needed": needed}
+            detail: dict[str, Any] = {"cohort": sites, "needed": needed, "fresh": told.fresh}
             if wanted.steps:
                 detail["steps"] = wanted.steps
             journal.record(number, attempt, wanted.step(steps.BEGUN), detail)
@@ -344,8 +347,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         party.observe(RoundStarted(number, attempt, purpose, tuple(sites), updates, number_of_group))
         started = party.clock()
         kind = _Masked if plan.aggregation.secure else _Buffered if plan.cohort.mode == "async" else _Plain
-        sum_id = SumId(party.run, bytes.fromhex(plan.digest()), purpose, number, failures + 1)
-        under_way = kind(party, wanted, sum_id, model_hash, sites, attempt, failures - earlier)
+        under_way = kind(party, wanted, told, failures + 1, sites, attempt, failures - earlier)
         try:
             opened = yield from under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
@@ -359,7 +361,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             journal.record(number, attempt, wanted.step(steps.FAILED), {"reason": reason})
             party.observe(AttemptFailed(number, attempt, reason))
             if isinstance(error, UpdateError):
-                return Failed(failures, bound=True, spoiled=True)
+                return Failed(failures, bound=True, spoiled=reason)
             continue
         finally:
             heard |= under_way.speeds
@@ -371,7 +373,8 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         staleness = under_way.staleness
         drawn = len(cohort) if staleness is None else len(under_way.heard)
         names = tuple(sorted(under_way.folded))
-        return Total(opened, names, drawn, attempt, seconds, wanted.steps, staleness, too_stale)
+        behind = under_way.behind
+        return Total(opened, names, drawn, attempt, seconds, wanted.steps, behind, staleness, too_stale)
 
 
 def _begun(journal: Journal, wanted: Wanted) -> Entry | None:
@@ -381,6 +384,34 @@ def _begun(journal: Journal, wanted: Wanted) -> Entry | None:
     if begun is None or (failed is not None and failed.attempt >= begun.attempt):
         return None
     return begun
+
+
+def _instructions(party: Party, wanted: Wanted, model_hash: bytes) -> Instructions:
+    """What all sites of a sum are told, in each of its attempts: sites keep the updates that they made by it."""
+    about = SumId(party.run, bytes.fromhex(party.plan.digest()), wanted.purpose, wanted.round)
+    scales = wanted.scales.to_bytes() if wanted.scales else b""
+    state: Literal["fresh", "carried"] = "fresh" if _fresh(party, wanted) else "carried"
+    return Instructions(about, model_hash, wanted.clip, wanted.steps, scales, state)
+
+
+def _fresh(party: Party, wanted: Wanted) -> bool:
+    """Whether no site uses what it carries: by the journal if the sum has begun.
+
+    In clear each site uses what it has. Under masks all of a sum must have one history, so a round is fresh where
+    cohorts are drawn, and after a round in which some site took part and is not in the sum.
+    """
+    plan, journal = party.plan, party.journal
+    if wanted.purpose != TRAIN or not plan.carries:
+        return True
+    if not plan.aggregation.secure:
+        return False
+    if plan.drawn:
+        return True
+    begun = journal.newest(wanted.step(steps.BEGUN), wanted.round)
+    if begun is not None:
+        return bool(begun.detail["fresh"])
+    done = journal.newest(steps.DONE, wanted.round - 1)
+    return done is None or bool(done.detail.get("behind", True))
 
 
 def _local_steps(party: Party, wanted: Wanted, cohort: Sequence[str]) -> LocalSteps:
@@ -403,8 +434,8 @@ class _Plain:
         self,
         party: Party,
         wanted: Wanted,
-        sum_id: SumId,
-        model_hash: bytes,
+        told: Instructions,
+        tries: int,
         sites: Sequence[str],
         attempt: int,
         before: int,
@@ -413,8 +444,9 @@ class _Plain:
         """Attempts at this sum that this process has made before."""
         self.party = party
         self.wanted = wanted
-        self.sum_id = sum_id
-        self.model_hash = model_hash
+        self.told = told
+        self.digest = instructions_digest(told)
+        self.tries = tries
         self.sites = sites
         self.attempt = attempt
         self.heard: set[str] = set()
@@ -430,12 +462,10 @@ class _Plain:
         """As in `Total`."""
         self.too_stale = 0
         """Updates that exceeded `cohort.staleness`."""
-        parts = parts_of(party.plan, party.layout)
-        self.part, self.largest = parts.of(wanted.round), parts.largest
-        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, self.part.size, self.largest)
+        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
+        self.behind = True
+        """As in `Total`."""
         self.bounds = wanted.scales.bounds if wanted.scales else None
-        self.scales = wanted.scales.to_bytes() if wanted.scales else b""
-        self.controls = {} if wanted.controls is None else wanted.controls.messages(sites)
         self.kept = party.kept.of_group(wanted.group)
 
     def run(self, needed: int) -> Asks[Opened]:
@@ -491,33 +521,19 @@ class _Plain:
         wanted = self.wanted
         if self.party.spending is not None and wanted.purpose == TRAIN:
             self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
-        requests = {
-            site: Contribute(
-                self.sum_id,
-                self.model_hash,
-                wanted.clip,
-                inbox,
-                wanted.model,
-                wanted.steps,
-                self.scales,
-                self.controls.get(site),
-            )
-            for site, inbox in inboxes.items()
-        }
-        yield self.asking(
-            requests, Step.UPDATE, lambda reply: self.take(reply, self.sum_id, self.model_hash, fold)
-        )
+        model = self.wanted.model
+        requests = {site: Contribute(self.told, self.tries, inbox, model) for site, inbox in inboxes.items()}
+        yield self.asking(requests, Step.UPDATE, lambda reply: self.take(reply, self.told, fold))
 
     def take(
         self,
         reply: Reply | Failure,
-        sum_id: SumId,
-        model_hash: bytes,
+        told: Instructions,
         fold: Callable[[Contribution], None],
     ) -> None:
-        """Fold in a reply to a request for a contribution to a sum, from a model; drop its site if it is none."""
+        """Fold in a reply to a request for a contribution by some instructions; drop its site if it is none."""
         self.heard.add(reply.site)
-        refusal = _not_of(reply, sum_id, model_hash)
+        refusal = _not_of(reply, told)
         if refusal is None:
             assert isinstance(reply, Contribution)
             try:
@@ -554,17 +570,17 @@ class _Plain:
         self.party.observe(SiteFailed(self.wanted.round, site, reason))
 
 
-def _not_of(reply: Reply | Failure, sum_id: SumId, model_hash: bytes) -> str | None:
-    """The reason that a reply is not a contribution to a sum, in one line; None if it is one."""
+def _not_of(reply: Reply | Failure, told: Instructions) -> str | None:
+    """The reason that a reply is not a contribution by some instructions, in one line; None if it is one."""
     match reply:
         case Failure():
             return reply.reason
-        case Contribution() if (reply.sum, reply.model_hash) == (sum_id, model_hash):
+        case Contribution() if (reply.sum, reply.told) == (told.sum, instructions_digest(told)):
             return None
         case Contribution():
             return (
-                f"stale update: it is of round {reply.sum.round} or another model, but round "
-                f"{sum_id.round} was requested"
+                f"stale update: it is of round {reply.sum.round} or other instructions, but round "
+                f"{told.sum.round} was requested"
             )
         case _:
             return f"it answered with {type(reply).__name__}, not with a contribution"
@@ -609,12 +625,12 @@ class _Buffered(_Plain):
 
         # The server's step changes the model in place, and requests with this one may outlive it.
         model = self.wanted.model.copy()
-        request = Contribute(self.sum_id, self.model_hash, self.wanted.clip, None, model)
+        request = Contribute(self.told, self.tries, None, model)
         outstanding.ask(party.present(self.sites), request)
         with party.phases.during(Phase.TRAIN):
             while total.terms < needed and (answer := outstanding.next()) is not None:
                 site, asked, reply = answer
-                self.take(reply, asked.sum, asked.model_hash, fold)
+                self.take(reply, asked.told, fold)
                 if asked.sum.round < number:
                     outstanding.ask([site], request)
         if total.terms < needed:
@@ -644,13 +660,11 @@ class _Masked(_Plain):
             party.run,
             layout.size,
             layout.digest() + party.base_hash.hex(),
-            self.part,
-            self.largest,
             wanted.group,
         )
-        control = next((told.hash for told in self.controls.values()), b"")
-        model = basis(self.model_hash, wanted.clip, wanted.steps, self.scales, control)
-        coordinator = SecureCoordinator(contract, wanted.round, self.attempt, model, needed=needed)
+        coordinator = SecureCoordinator(
+            contract, wanted.round, self.attempt, self.digest, needed=needed, fresh=self.told.fresh
+        )
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(
                 "sites in the cohort",
@@ -670,15 +684,22 @@ class _Masked(_Plain):
         party, wanted = self.party, self.wanted
         # 2. Advertise.
         begin = dict.fromkeys(self.sites, coordinator.begin)
-        left = yield from self.step(coordinator, begin, Advertise, coordinator.advertised)
+        yield from self.step(coordinator, begin, Advertise, coordinator.advertised)
         # 3. Share.
-        peers = dict.fromkeys(left, coordinator.peers())
-        left = yield from self.step(coordinator, peers, Shares, coordinator.shared)
+        keys = coordinator.peers()
+        for site in coordinator.behind:
+            self.drop(
+                site,
+                "what it carries has another history than at most sites; it takes part in the next round",
+            )
+        peers = dict.fromkeys((each.site for each in keys.advertised), keys)
+        yield from self.step(coordinator, peers, Shares, coordinator.shared)
         # 4. Update.
         survivors = yield from self.update(coordinator)
         # 5. Consistency.
         shown = dict.fromkeys(survivors.survivors, survivors)
         yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
+        self.behind = bool(coordinator.behind) or len(survivors.survivors) < coordinator.advertising
         # 6. Unmask.
         requests = coordinator.request()
         detail = {"survivors": list(survivors.survivors)}
@@ -686,7 +707,8 @@ class _Masked(_Plain):
         yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()
-        return self.sum_layout.open(coordinator.sum(threads=len(os.sched_getaffinity(0))), self.bounds)
+        total = coordinator.sum(threads=len(os.sched_getaffinity(0)))
+        return self.sum_layout.open(total, len(survivors.survivors), self.bounds)
 
     def update(self, coordinator: SecureCoordinator) -> Asks[Survivors]:
         """4. Update: fold in the masked vectors, or take the sum that an earlier process has kept."""
@@ -746,7 +768,7 @@ class _Masked(_Plain):
         """
         agreed: dict[int, Agree] = {}  # one request object for all sites if they get the same message
         requests = {
-            site: agreed.setdefault(id(message), Agree(self.sum_id, message))
+            site: agreed.setdefault(id(message), Agree(self.told.sum, message, self.tries))
             for site, message in told.items()
         }
         context = coordinator.attempt.context

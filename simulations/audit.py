@@ -89,13 +89,6 @@ def audit(
             "none",
             expected="record, owner or site, because without a unit there is no claim to audit",
         )
-    if plan.in_parts:
-        raise CloisterError(
-            plan.in_parts,
-            "set",
-            expected="a plan without it: an audit compares whole updates, and its rounds sum parts of them",
-            fix=f"audit a run of the same plan without {plan.in_parts}",
-        )
     if not 0 < confidence < 1:
         raise CloisterError("--confidence", confidence, expected="between 0 and 1")
     if canaries is not None and canaries < 1:

@@ -49,7 +49,7 @@ from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.messages import TRAIN, Contribute, Join, SumId
+from cloister.protocol.messages import TRAIN, Contribute, Instructions, Join, SumId
 from cloister.protocol.plan import Plan
 from cloister.protocol.wire import encode, view
 from cloister.simulations.audit_steps import CanaryTrainer, Observed, Repeating
@@ -198,10 +198,12 @@ class RecordGame:
         scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
         different = 0
         for number in range(1, rounds + 1):
-            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number, 1)
+            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
             bounds = scales.to_bytes() if scales else b""
-            asked = Contribute(about, vector_hash(weights), 0.0, None, weights, scales=bounds)
-            sent = [site.contribute(asked) for site in sites]
+            told = Instructions(
+                about, vector_hash(weights), scales=bounds, state="carried" if plan.carries else "fresh"
+            )
+            sent = [site.contribute(Contribute(told, 1, None, weights)) for site in sites]
             frames = [[bytes(view(frame)) for frame in encode(each)] for each in sent]
             different += not (observed.forget() and frames[0] == frames[1])
             total = PlainSum(layout)

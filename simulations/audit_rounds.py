@@ -73,44 +73,32 @@ class _Silent(NoiseStream):
         return np.zeros(size, np.int64)
 
 
+@dataclass
+class _Turn:
+    """The update that is being made: sites of one process make theirs one after the other."""
+
+    update: Vector | None = None
+    """As `Update` gives it."""
+
+
 class _GivenTrainer(Trainer):
-    """Returns the update that an audit has chosen.
+    """Returns the update that an audit has chosen, with a loss that is noticed wherever it is.
 
     Args:
         plan: As for `Trainer`.
         model: As for `Trainer`.
         device: As for `Trainer`.
-        update: Gives it.
-        names: The sites by their state folders.
+        turn: Has it.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: LanguageModel,
-        device: torch.device,
-        *,
-        update: Update,
-        names: Mapping[Path, str],
-    ) -> None:
+    def __init__(self, plan: Plan, model: LanguageModel, device: torch.device, turn: _Turn) -> None:
         super().__init__(plan, model, device)
-        self._update = update
-        self._names = names
+        self._turn = turn
 
-    def train(
-        self,
-        start: Vector,
-        sequences: Sequences,
-        *,
-        round: int,
-        state: Path | None = None,
-        **options: Any,
-    ) -> LocalUpdate:
-        """The update of the site with that state folder."""
-        assert state is not None
-        update = self._update(self._names[state], round)
-        assert update is not None, "a site without records does not train"
-        return LocalUpdate(update, NOTICED, float(NOTICED), 0)
+    def train(self, start: Vector, sequences: Sequences, **options: Any) -> LocalUpdate:
+        """The update of the site whose turn it is."""
+        assert self._turn.update is not None, "a site without records does not train"
+        return LocalUpdate(self._turn.update, NOTICED, float(NOTICED), 0)
 
 
 class _InProcess:
@@ -130,35 +118,25 @@ class _InProcess:
             yield node, reply_in(frames, node)
 
 
+@dataclass(frozen=True)
 class _Member:
-    """What a site of an audit has in a round.
+    """What a site of an audit has in a round."""
 
-    Args:
-        name: The site's name.
-        plan: The plan.
-        update: Gives its update.
-        noised: The sites that add noise, with the round.
-        noises: Gives its noise.
-    """
-
-    def __init__(
-        self, name: str, plan: Plan, update: Update, noised: Collection[tuple[str, int]], noises: Noises
-    ) -> None:
-        self._name = name
-        self._plan = plan
-        self._update = update
-        self._noised = noised
-        self._noises = noises
-        self._round = 0
+    name: str
+    plan: Plan
+    turn: _Turn
+    update: Update
+    noised: Collection[tuple[str, int]]
+    noises: Noises
 
     def noise(self, number: int) -> NoiseStream:
-        """The site's noise; it is asked for once in each round, before records are."""
-        self._round = number
-        return self._noises(self._name, number) if (self._name, number) in self._noised else _Silent.fresh()
+        """The site's noise. It is asked for at the beginning of the site's turn."""
+        self.turn.update = self.update(self.name, number)
+        return self.noises(self.name, number) if (self.name, number) in self.noised else _Silent.fresh()
 
     def sequences(self) -> Prepared:
         """The site's records in the round."""
-        return prepared(self._plan, 0 if self._update(self._name, self._round) is None else 1)
+        return prepared(self.plan, 0 if self.turn.update is None else 1)
 
 
 class _Watch:
@@ -247,13 +225,12 @@ class Federation:
         roster = Roster.of(Card.of(name, key) for name, key in identities.items())
         folder.mkdir()
         save_roster(roster, folder / "roster.toml")
-        states = {folder / name / "state": name for name in names}
-        resident = TrainedBy(partial(_GivenTrainer, update=update, names=states))
-        sites = []
-        for state, name in states.items():
+        turn, sites = _Turn(), []
+        resident = TrainedBy(partial(_GivenTrainer, turn=turn))
+        for name in names:
             identity = folder / name / "identity.pem"
             config = house(
-                state,
+                folder / name / "state",
                 self.site,
                 name=name,
                 identity=str(identity),
@@ -262,7 +239,7 @@ class Federation:
                 secure=plan.aggregation.secure,
             )
             save_identity(identities[name], identity)
-            member = _Member(name, plan, update, noised, noises)
+            member = _Member(name, plan, turn, update, noised, noises)
             sites.append(Site(config, resident, noise=member.noise, bases=folder, sequences=member.sequences))
         with RunFolder.create(folder / "run", plan) as out:
             kept = Checkpoints(out.checkpoints, self.model.layout, plan.server.keep_checkpoints)
@@ -281,7 +258,7 @@ class Federation:
                 "rounds of the audit", watch.rounds, expected=f"all {plan.run.rounds} to be done"
             )
         charged = {}
-        for state, name in states.items():
-            entries = Ledger(state / "ledger.sqlite", name, composed).entries()
+        for name in names:
+            entries = Ledger(folder / name / "state" / "ledger.sqlite", name, composed).entries()
             charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
         return charged

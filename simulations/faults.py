@@ -72,7 +72,7 @@ class Faulty:
     def _maybe_drop_out(self, step: Step, request: Agree | Contribute) -> None:
         chance = getattr(self._plan.faults, step.label)
         sum_id = request.sum
-        found = drawn(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, sum_id.tries)
+        found = drawn(self._plan.run.seed, self.name, step.label, sum_id.purpose, sum_id.round, request.tries)
         if chance and found < chance:
             raise FaultError(
                 "site", self.name, expected=f"it to answer, but [faults] {step.label} made it drop out"

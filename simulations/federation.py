@@ -197,8 +197,8 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
         CloisterError: the run is refused.
     """
     plan = folder.plan
-    parameters, _, summed = count_parameters(plan)
-    terms = terms_of(plan, summed)
+    parameters, trained = count_parameters(plan)
+    terms = terms_of(plan, trained)
     if processes:
         _check_memory(parameters, processes)
     for index, profile in enumerate(plan.simulation.profiles):

@@ -26,7 +26,7 @@ def aggregation_error(folder: RunFolder) -> float | None:
     layers, with w_i the sites' weights. It is 0 for schemes that train one factor at a time.
 
     Returns:
-        The relative error; None for another scheme, with a privacy unit or fragments, if the sites' updates were
+        The relative error; None for another scheme, with a privacy unit, if the sites' updates were
         removed, or where a site's ranks have trained: none of them has a whole update.
     """
     plan = folder.plan

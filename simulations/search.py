@@ -50,7 +50,6 @@ _SECTIONS = {
         "clip_norm",
         "optimizer_state",
         "proximal",
-        "control_variates",
     ),
     "cohort": ("fraction", "buffer", "staleness"),
     "privacy": ("clip",),
@@ -464,12 +463,12 @@ _dimensions: dict[str, int] = {}
 
 
 def _dimension(plan: Plan) -> int:
-    """The most parameters of a plan's model that a round sums, as far as its cost depends on them."""
+    """The trained parameters of a plan's model, as far as its cost depends on their number."""
     if plan.privacy.unit != "site":
         return 1
     from cloister.lm.model import count_parameters  # takes seconds to import
 
-    key = f"{plan.model.model_dump_json()} {plan.aggregation.fragments}"
+    key = plan.model.model_dump_json()
     if key not in _dimensions:
-        _dimensions[key] = count_parameters(plan).summed
+        _dimensions[key] = count_parameters(plan).trained
     return _dimensions[key]

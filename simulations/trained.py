@@ -19,8 +19,8 @@ from cloister.protocol.storage import write_file
 
 def kept(plan: Plan) -> bool:
     """Whether the updates of a plan are kept."""
-    whole = plan.cohort.mode == "sync" and plan.aggregation.fragments == 1
-    return plan.model.adapter.scheme == "lora" and plan.privacy.unit == "none" and whole
+    sync, unprotected = plan.cohort.mode == "sync", plan.privacy.unit == "none"
+    return plan.model.adapter.scheme == "lora" and sync and unprotected
 
 
 def keep(plan: Plan, state: Path, round_number: int, finished: Finished) -> None:

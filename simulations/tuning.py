@@ -8,7 +8,8 @@ Without a privacy unit all trials and the study stay in the folder. Under a priv
 3. the trials run under `sealed/`, and nothing says how many there are or what they score;
 4. the best one by its held-out loss on public records, the first of equals, becomes `best/`; with no trial, or none
    that has finished, the untrained model is the result, in `untrained/`;
-5. `sealed/` is removed, with every other trial and score.
+5. `sealed/` is removed, with every other trial and score. No file that is left has a time (`publication.py`): how long
+   the search took tells about how many trials there were.
 
 A process that was killed goes on: it draws nothing again, and a trial is resumed as a run is. Where `sealed/` and the
 result are gone, the search is over: other trials would be a second search for the price of one. A trial in which a site
@@ -48,6 +49,7 @@ from cloister.server.progress import Observer
 from cloister.server.public import base_of, public_model
 from cloister.server.report import beyond_a_trial
 from cloister.simulations import search as searches
+from cloister.simulations.publication import SETTINGS, publish, remove_dates
 from cloister.simulations.search import Search, Value, Values
 from cloister.simulations.study import State, Study, Trial, stored
 from cloister.simulations.trials import Engine, Processes
@@ -269,16 +271,16 @@ def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = l
                 expected="local under a privacy unit: Ray leaves traces of every trial",
             )
         _run_sealed(folder, engine, observe)
-    if not folder.best.exists():
-        shutil.rmtree(folder.sealed, ignore_errors=True)
-        return Found(None, folder.untrained)
-    with RunFolder.reopen(folder.best) as run:
-        finish(
-            run, observe
-        )  # a folder that was moved has no final model: an adapter's names its base by the path
+    found = Found(None, folder.untrained)
+    if folder.best.exists():
+        with RunFolder.reopen(folder.best) as run:
+            finish(run, observe)  # here, because the final model of an adapter names its base by the path
+        values: dict[str, Value] = json.loads((folder.best / SETTINGS).read_bytes())
+        best = Trial(0, values, "complete", outcome(RunFiles(folder.best)).final_loss)
+        found = Found(best, folder.best)
     shutil.rmtree(folder.sealed, ignore_errors=True)
-    values: dict[str, Value] = json.loads((folder.best / "settings.json").read_bytes())
-    return Found(Trial(0, values, "complete", outcome(RunFiles(folder.best)).final_loss), folder.best)
+    remove_dates(folder.path)
+    return found
 
 
 def _rank(trial: Trial) -> tuple[float, int]:
@@ -381,13 +383,14 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
     drawn: list[dict[str, Value]] = json.loads(drawn_file.read_bytes())
     source = _Sealed(folder, drawn, terms)
     _run(folder, engine, source, folder.sealed / "trials.log")
+    if dataset is not None:
+        os.utime(dataset.path)  # otherwise it is of the time of the charge, when the search began
     best = source.best()
     if best is None:
         _write_untrained(folder, observe)
         return
-    write_bytes(folder.trial(best) / "settings.json", json.dumps(drawn[best]).encode())
-    shutil.rmtree(folder.trial(best) / "final", ignore_errors=True)
-    os.rename(folder.trial(best), folder.best)
+    publish(RunFiles(folder.trial(best)), drawn[best], folder.sealed / "best")
+    os.rename(folder.sealed / "best", folder.best)
 
 
 def _draw(folder: SearchFolder) -> list[dict[str, Value]]:

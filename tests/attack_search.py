@@ -53,6 +53,7 @@ from cloister.aggregation.secure_sum import (
 from cloister.protocol.cohort import Draw
 from cloister.protocol.errors import SecureSumError
 from cloister.protocol.messages import (
+    NOTHING_CARRIED,
     TRAIN,
     Advertise,
     Begin,
@@ -287,7 +288,7 @@ class Decisions:
             if not self.colluders >> i & 1:
                 return self._new(i, None).advertise(self.begin)
             key = crypto.public_key(hashlib.sha256(f"{i} {version}".encode()).digest())
-            return signed(Advertise(self.context, self.names[i], key, key))
+            return signed(Advertise(self.context, self.names[i], key, key, NOTHING_CARRIED))
 
         return self._once(("keys", i, version), find)
 
@@ -342,7 +343,7 @@ class Decisions:
             site.receive(told)
         except SecureSumError:
             return None
-        site.mask(np.zeros(self.setting.contract.length, np.uint32), model=self.begin.model)
+        site.mask(np.zeros(self.setting.contract.length, np.uint32), instructions=self.begin.instructions)
         return site, site.masked(bytes(32))
 
     def worlds(self, i: int) -> tuple[World, ...]:
@@ -810,7 +811,7 @@ def search_two_attempts(first: Decisions, second: Decisions) -> Outcome:
             sums, both = opened(second, play, set_of(play.answers))
             outcome.played += 1
             outcome.opening += bool(sums)
-            two_models = bool(sums) and first.begin.model != second.begin.model
+            two_models = bool(sums) and first.begin.instructions != second.begin.instructions
             together = effect.sums | sums
             if both or two_models or smallest_combination(together, least) is not None:
                 outcome.attack = effect.told + told(second, play, sums)
@@ -829,7 +830,7 @@ def told(decisions: Decisions, play: Play, sums: Iterable[int], asked: int = -1)
     def text(sites: int) -> str:
         return "{" + " ".join(str(site) for site in members(sites)) + "}"
 
-    model = decisions.begin.model.hex()[:6]
+    model = decisions.begin.instructions.hex()[:6]
     cohort, colluders = text(decisions.cohort), text(decisions.colluders)
     threshold = decisions.parameters.threshold
     lines = [

@@ -32,7 +32,17 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
 from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
 from cloister.protocol.invitation import Invitation, prove
-from cloister.protocol.messages import TRAIN, Contribute, Join, Joined, Refused, Reply, Request, SumId
+from cloister.protocol.messages import (
+    TRAIN,
+    Contribute,
+    Instructions,
+    Join,
+    Joined,
+    Refused,
+    Reply,
+    Request,
+    SumId,
+)
 from cloister.protocol.roster import load_identity, load_roster, new_identity
 from cloister.protocol.transfer import VERSION
 from cloister.server.certificate import Certificate, new_certificate
@@ -63,7 +73,8 @@ def join_request(text: str = "{}") -> Join:
 
 def contribute(model: Any, number: int = 1) -> Contribute:
     """A request for a contribution from a model."""
-    return Contribute(SumId(RUN, bytes(32), TRAIN, number, 1), vector_hash(model), 0.0, None, model)
+    told = Instructions(SumId(RUN, bytes(32), TRAIN, number), vector_hash(model))
+    return Contribute(told, 1, None, model)
 
 
 class Answering:

@@ -29,7 +29,7 @@ from cloister.privacy.accounting import composed
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.ledger import Entry, Ledger
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.joining import sign_joined
 from cloister.protocol.messages import (
@@ -38,6 +38,7 @@ from cloister.protocol.messages import (
     Contribute,
     Contribution,
     Inbox,
+    Instructions,
     Join,
     LocalSteps,
     Purpose,
@@ -127,7 +128,8 @@ def whole(reply: Reply) -> npt.NDArray[Any]:
 
 def contribution_of(request: Contribute, site: str, vector: npt.NDArray[Any]) -> Contribution:
     """A contribution in clear: the answer of a site whose vector is given, in one span."""
-    return Contribution(site, request.sum, request.model_hash, None, manifest_of([(0, vector)]), (vector,))
+    told = instructions_digest(request.told)
+    return Contribution(site, request.sum, told, None, manifest_of([(0, vector)]), (vector,))
 
 
 def step_of(request: Request) -> str:
@@ -201,7 +203,7 @@ class Loopback:
         gone = set(lost)
 
         def down(site: str, step: str, request: Request) -> bool:
-            return not isinstance(request, Join) and (site, step, request.sum.tries) in gone
+            return not isinstance(request, Join) and (site, step, request.tries) in gone
 
         self.down = down
 
@@ -298,31 +300,41 @@ class Federation:
         run: str = RUN,
         purpose: Purpose = TRAIN,
         number: int = 1,
-        tries: int = 1,
     ) -> SumId:
         """What a message is about."""
-        return SumId(run, bytes.fromhex((plan or self.plan).digest()), purpose, number, tries)
+        return SumId(run, bytes.fromhex((plan or self.plan).digest()), purpose, number)
 
-    def request(
+    def told(
         self,
         *,
         model: Vector | None = None,
         clip: float | None = None,
-        inbox: Inbox | None = None,
         steps: LocalSteps | None = None,
         scales: bytes | None = None,
+        fresh: bool | None = None,
         **about: Any,
+    ) -> Instructions:
+        """The instructions of a sum."""
+        sum_id = self.sum_id(**about)
+        trains = sum_id.purpose == TRAIN
+        if clip is None:
+            clip = self.plan.privacy.clip if self.plan.privacy.unit == "site" else 0.0
+        if steps is None:
+            steps = self.steps(sum_id.round) if trains else ()
+        if scales is None:
+            scales = self.scales() if trains else b""
+        if fresh is None:
+            plan = about.get("plan") or self.plan
+            fresh = not (trains and plan.carries and not plan.aggregation.secure)
+        digest = vector_hash(self.model if model is None else model)
+        return Instructions(sum_id, digest, clip, steps, scales, "fresh" if fresh else "carried")
+
+    def request(
+        self, *, model: Vector | None = None, inbox: Inbox | None = None, tries: int = 1, **told: Any
     ) -> Contribute:
         """The request for a contribution; its model hash is right."""
         weights = self.model if model is None else model
-        if clip is None:
-            clip = self.plan.privacy.clip if self.plan.privacy.unit == "site" else 0.0
-        about_it = self.sum_id(**about)
-        if steps is None:
-            steps = self.steps(about_it.round) if about_it.purpose == TRAIN else ()
-        if scales is None:
-            scales = self.scales() if about_it.purpose == TRAIN else b""
-        return Contribute(about_it, vector_hash(weights), clip, inbox, weights, steps, scales)
+        return Contribute(self.told(model=weights, **told), tries, inbox, weights)
 
     def scales(self) -> bytes:
         """The scales of round 1; empty where the plan compresses nothing."""
@@ -388,19 +400,19 @@ class VectorSite:
                 statement, pieces = None, [(0, self._vector())]
                 if self._secure:
                     assert request.inbox is not None
-                    model = basis(vector_hash(request.model), request.clip, request.steps, request.scales)
+                    digest = instructions_digest(request.told)
                     statement, masked = self.attempts.mask(
                         request.inbox,
                         request.sum.round,
-                        model,
+                        digest,
                         lambda: [(0, self._vector())],
-                        masking(model),
+                        masking(digest),
+                        fresh=request.told.fresh,
                     )
                     pieces = masked.pieces
                 spans = tuple(vector for _, vector in pieces)
-                return Contribution(
-                    self.name, request.sum, request.model_hash, statement, manifest_of(pieces), spans
-                )
+                told = instructions_digest(request.told)
+                return Contribution(self.name, request.sum, told, statement, manifest_of(pieces), spans)
 
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
         raise AssertionError("a site without a policy refuses nothing")

@@ -59,6 +59,7 @@ class Mutant:
 STEPS = "clients.dpsgd:PrivateTrainer._steps"
 TERMS = "privacy.terms:_round"
 ENCODE = "privacy.site_noise:SiteMechanism.encode"
+TAIL = "privacy.site_noise:SiteMechanism.tail"
 DECODE = "privacy.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
 DECODED = "mean, clip = mechanism.decode(mean, sites, context.clip, noise)"
@@ -83,7 +84,7 @@ LESS_NOISE_IN_STEPS = [
 """Half of the noise, or less, on the way to a step of DP-SGD."""
 OTHER_STEPS = [
     Mutant("clients.work:train", "noise_multiplier=terms.noise_multiplier", "noise_multiplier=1.0"),
-    Mutant(STEPS, "n_places, self._rate", "n_places, 2 * self._rate"),
+    Mutant(STEPS, "n_units, self._rate", "n_units, 2 * self._rate"),
     Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"),
     Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'),
     Mutant("privacy.noise:NoiseStream.child", '"child", purpose', '"child", ""'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -26,3 +27,13 @@ class Overheard(NoiseStream):
     def add_gaussian(self, vector: Any, sigma: float, offset: int = 0, *, threads: int = 1) -> None:
         self.sums.append(vector.astype(np.float64))
         self.sigmas.append(sigma)
+
+    def gaussian(self, into: Any, sigma: float, offset: int = 0, *, threads: int = 1) -> npt.NDArray[Any]:
+        self.sigmas.append(sigma)
+        return np.zeros(into)
+
+    def skellam(
+        self, size: int, variance: float, offset: int = 0, *, threads: int = 1
+    ) -> npt.NDArray[np.int64]:
+        self.sigmas.append(math.sqrt(variance))
+        return np.zeros(size, np.int64)

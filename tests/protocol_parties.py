@@ -201,7 +201,7 @@ class Parties:
 
         def handle(told: Inbox) -> Masked:
             site.receive(told)
-            site.mask(vector, model=self.coordinator.attempt.model, threads=threads)
+            site.mask(vector, instructions=self.coordinator.attempt.instructions, threads=threads)
             return site.masked(manifest_digest(manifest_of([(0, vector)])))
 
         self.masked[name] = vector

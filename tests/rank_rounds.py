@@ -22,6 +22,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import HeldOut, compare, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
+from cloister.lm.optimizer import Carry
 from cloister.lm.parallelize import parallelize
 from cloister.lm.shards import Shards
 from cloister.lm.train import LocalUpdate, Trainer
@@ -30,6 +31,7 @@ from cloister.protocol import blocks
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json, parse
+from cloister.tests.carrying import carry_in
 
 CPU = torch.device("cpu")
 SITE = (7, 1)
@@ -130,9 +132,14 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
             if json.loads(job.plan)["data"]["task"] == "classify":
                 sequences = classified()
             updates.append(
-                trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, state=job.state)
+                trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, carry=carry_of(job))
             )
     return updates
+
+
+def carry_of(job: Job) -> Carry | None:
+    """What the round of a job begins with, and where it writes what it leaves."""
+    return None if job.state is None else carry_in(job.state, job.round)
 
 
 @contextmanager

@@ -310,60 +310,6 @@ def test_four_records_of_one_owner_cost_what_the_reference_says() -> None:
     assert worst(1.0, 500, one) == pytest.approx(1.3261, abs=2e-3)
 
 
-@pytest.mark.parametrize(("largest", "reference"), [(150, 1.3278), (130, 3.1607), (110, 6.3569)])
-def test_a_largest_batch_costs_what_the_references_say(largest: int, reference: float) -> None:
-    step = SampledGaussian(1.0, 0.01, 500, "record", largest, 10_000)
-    found = spent([step], 1e-5)
-    assert found.accountant == "pld"
-    assert found.epsilon == pytest.approx(reference, abs=1e-3)
-    assert found.epsilon > spent([SampledGaussian(1.0, 0.01, 500)], 1e-5).epsilon
-    assert spent([replace(step, unit="owner")], 1e-5) == found
-    # A second opinion: the other places fill the batch or not, and then a place that is drawn is kept or not.
-    others = np.arange(largest, 10_000)
-    full = binom.pmf(others, 9_999, 0.01)
-    pushes = float(full.sum())
-    kept = float((full * 0.01 * largest / (others + 1)).sum()) / pushes
-
-    def bound(a: float, b: float) -> float:
-        """Epsilon where the sum of a full batch has a or b in addition if the place in question is kept."""
-        parts = [(1 - kept, 0.0), (kept, a)], [(1 - kept, 0.0), (kept, b)]
-        return worst(1.0, 500, (pushes, *parts), (1 - pushes, [(0.99, 0.0), (0.01, 1.0)], [(1.0, 0.0)]))
-
-    assert bound(2.0, -2.0) == pytest.approx(found.epsilon, abs=3e-3)
-    for a, b in ((2.0, 1.0), (2.0, 0.0), (1.0, 0.0)):  # pushes out its opposite, or an empty place
-        assert bound(a, b) < found.epsilon
-
-
-def test_a_largest_batch_that_is_hardly_ever_met_costs_nothing() -> None:
-    free = spent([SampledGaussian(1.0, 0.01, 500)], 1e-5)
-    assert spent([SampledGaussian(1.0, 0.01, 500, "record", 9_999, 10_000)], 1e-5) == free
-
-
-def test_a_cost_at_other_places_may_be_larger_or_smaller() -> None:
-    """So the number of units must not decide it: the places are public, and empty ones are drawn."""
-    costs = [
-        spent([SampledGaussian(1.0, 0.01, 500, "record", 110, n)], 1e-5).epsilon
-        for n in (10**4, 12_000, 10**5)
-    ]
-    assert costs[1] > costs[0] + 1
-    assert costs[2] < costs[0] - 1
-
-
-def test_the_renyi_bound_of_a_largest_batch_is_that_of_all_units_drawn() -> None:
-    step = SampledGaussian(2.0, 0.1, 50, "record", 9, 100)
-    assert spent([step], 1e-5, "rdp") == spent([Gaussian(2.0, 50)], 1e-5, "rdp")
-    assert spent([step], 1e-5).epsilon < spent([step], 1e-5, "rdp").epsilon
-    with pytest.raises(AccountingError, match="group is 2: expected 1 where the largest batch is limited"):
-        spent([step], 1e-5, group=2)
-
-
-def test_for_a_record_a_truncated_step_on_owners_replaces_what_is_drawn() -> None:
-    owners = SampledGaussian(1.0, 0.01, 400, "owner", 130, 10_000)
-    mixed = spent([SampledGaussian(1.0, 0.01, 1), owners], 1e-5)
-    free = spent([SampledGaussian(1.0, 0.01, 1), SampledGaussian(1.0, 0.01, 400, "owner")], 1e-5)
-    assert mixed.epsilon > max(free.epsilon, spent([owners], 1e-5).epsilon)
-
-
 def test_a_group_of_units_in_sums_over_all_sites_has_so_many_times_the_sensitivity() -> None:
     assert spent([Gaussian(6.0, 4)], 1e-5, group=3) == spent([Gaussian(2.0, 4)], 1e-5)
     assert spent([SampledGaussian(6.0, 1.0, 4)], 1e-5, group=3) == spent([Gaussian(2.0, 4)], 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from cloister.aggregation.average import WEIGHT
+from cloister.aggregation.span import manifest_of
 from cloister.aggregation.sums import training_layout
 from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
@@ -42,7 +44,7 @@ from cloister.tests.exchange_parties import (
     contribute,
     open_channel,
 )
-from cloister.tests.federation import TINY, Loopback, contribution_of, tiny, write_records
+from cloister.tests.federation import TINY, Loopback, tiny, write_records
 from cloister.tests.kills import die_at, kill_while
 
 CLEAR = ["aggregation.secure=false", "server.evaluation=none", "local.steps=1", "server.keep_checkpoints=9"]
@@ -171,7 +173,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
                 assert (reply.site, event.too_stale) == (slow, 1)
                 continue
             vector = np.concatenate(reply.spans)
-            tokens = layout.ring.decode_counters(vector[layout.size :])[layout.counters.index(WEIGHT)]
+            tokens = layout.ring.decode_counters(vector[layout.size :])[layout.names.index(WEIGHT)]
             coded = vector[: layout.size].view(np.int32) / layout.ring.scale * layout.heaviest
             total += coded / np.sqrt(1 + age)  # it was coded times its tokens
             weights += tokens / np.sqrt(1 + age)
@@ -197,10 +199,9 @@ def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:
 
     def lie(step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution) and reply.site == liar:
-            counters = dict.fromkeys(layout.counters, layout.heaviest + 1)
+            counters = dict.fromkeys(layout.names, layout.heaviest + 1)
             vector = np.concatenate([reply.spans[0][: layout.size], layout.tail(counters)])
-            request = Contribute(reply.sum, reply.model_hash, 0.0, None, np.empty(0, np.float32))
-            return contribution_of(request, liar, vector)
+            return dataclasses.replace(reply, manifest=manifest_of([(0, vector)]), spans=(vector,))
         return reply
 
     party.channel.tamper = lie
@@ -221,7 +222,7 @@ def test_what_is_dropped_in_an_attempt_that_failed_is_counted(tmp_path: Path) ->
         step == "update"
         and isinstance(request, Contribute)
         and request.sum.round == 2
-        and request.sum.tries == 1
+        and request.tries == 1
         and site in (slow, down)
     )
     party.go()

@@ -40,16 +40,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def steps_of(attempt: int) -> list[Callable[[AttemptFiles, State], object]]:
+    """What a site writes in an attempt, in this order."""
+    return [
+        lambda files, state: files.begin(state, Kept((1, attempt - 1), (1, attempt), SEED, (BEGIN,))),
+        lambda files, state: files.keep(state, (Step.SHARE, b"peers")),
+        lambda files, state: files.keep(state, (Step.UPDATE, b"inbox")),
+        lambda files, state: files.keep_revealed(
+            files.mark_answered(state, answered_in(attempt)), b"request", b"answer"
+        ),
+        lambda files, state: files.end(state),
+    ]
+
+
 def fill(folder: Path, attempt: int = 1) -> list[State]:
-    """An attempt through all its steps; the state after each."""
+    """An attempt through all its steps; the state before the first one and after each."""
     states = []
     with turn(folder) as files:
         states.append(files.state(None))
-        states.append(files.begin(states[-1], Kept((1, attempt - 1), (1, attempt), SEED, (BEGIN,))))
-        states.append(files.keep(states[-1], (Step.SHARE, b"peers")))
-        states.append(files.keep(states[-1], (Step.UPDATE, b"inbox")))
-        states.append(files.mark_answered(states[-1], answered_in(attempt)))
-        states.append(files.end(states[-1]))
+        for step in steps_of(attempt):
+            step(files, states[-1])
+            states.append(files.state(None))
     return states
 
 
@@ -109,11 +120,12 @@ def test_an_attempt_that_is_not_marked_is_not_joined(folder: Path, monkeypatch: 
 
 def test_an_answer_is_kept_for_its_own_request_until_there_is_another(folder: Path) -> None:
     with turn(folder) as files:
+        state = State(Marks(answered=answered_in(1)), None, 0)
         assert files.revealed(b"request") is None
-        files.keep_revealed(b"request", b"a longer answer")
+        files.keep_revealed(state, b"request", b"a longer answer")
         assert files.revealed(b"request") == b"a longer answer"
         assert files.revealed(b"another request") is None
-        files.keep_revealed(b"another request", b"answer")
+        files.keep_revealed(state, b"another request", b"answer")
         assert files.revealed(b"another request") == b"answer"
         assert files.revealed(b"request") is None
     torn = (folder / "revealed").read_bytes()[:-1]
@@ -139,7 +151,7 @@ def test_a_full_disk_is_named_and_what_was_there_stays(folder: Path, monkeypatch
         acts: list[Callable[[], object]] = [
             lambda: files.keep(state, (Step.SHARE, b"peers")),
             lambda: files.mark_answered(state, answered_in(1)),
-            lambda: files.keep_revealed(b"request", b"answer"),
+            lambda: files.keep_revealed(state, b"request", b"answer"),
         ]
         for act in acts:
             with pytest.raises(StorageError, match="no space left"):
@@ -184,7 +196,7 @@ flips = st.dictionaries(
 
 @given(attempts=st.integers(1, 3), flips=flips, size=st.just(8192) | st.integers(0, 9000))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damage_makes_a_site_forget_the_newest_mark_or_refuse(
+def test_damage_makes_a_site_refuse_and_forget_nothing(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     attempts: int,
@@ -206,12 +218,35 @@ def test_damage_makes_a_site_forget_the_newest_mark_or_refuse(
         assert size != 8192 or len(places) == 2
     else:
         assert size == 8192
-        assert found in [marks for marks in written if marks.writes >= written[-1].writes - 1]
+        assert (found.joined, found.answered) == (written[-1].joined, written[-1].answered)
         assert found == written[-1] or written[-1].writes % 2 in places
         # The next mark replaces the damaged slot, and is found.
         with turn(folder) as files:
             state = files.begin(files.state(None), Kept(found.joined, (2, 1), SEED))
         assert read(folder) == state
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_the_other_files_know_what_a_damaged_slot_said(folder: Path, slot: int) -> None:
+    """After each step of three attempts. What was revealed must be whole then, or the site refuses."""
+    marks, revealed = folder / "marks", folder / "revealed"
+    for attempt in (1, 2, 3):
+        for step in steps_of(attempt):
+            with turn(folder) as files:
+                step(files, files.state(None))
+            known, whole, sent = read(folder), marks.read_bytes(), revealed.read_bytes()
+            damaged = bytearray(whole)
+            damaged[slot * 4096 + 10] ^= 1
+            marks.write_bytes(damaged)
+            found = read(folder)
+            assert (found.marks.joined, found.marks.answered) == (known.marks.joined, known.marks.answered)
+            assert found.kept == known.kept
+            if sent:
+                revealed.write_bytes(sent[:-1])
+                with pytest.raises(StorageError, match=r"revealed.*damaged, and a slot of marks too"):
+                    read(folder)
+            marks.write_bytes(whole)
+            revealed.write_bytes(sent)
 
 
 def test_a_slot_of_an_earlier_time_is_damage(folder: Path) -> None:

@@ -25,7 +25,7 @@ from cloister.clients.serve import serve
 from cloister.clients.site import Site
 from cloister.lm.optimizer import LocalOptimizer
 from cloister.protocol.balance import balanced, own_steps
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import BalanceError, EngineError, PlanError, StaleError
 from cloister.protocol.messages import (
     EVALUATE,
@@ -264,8 +264,8 @@ def test_a_list_that_the_plan_does_not_allow_is_refused_before_training(
     sent = federation.request(steps=steps)
     if how == "masked":  # the attempt has the same list, so only the check of the list itself is left
         attack = Attack(federation, attempt=1 + time.monotonic_ns())
-        contract, model = attack.coordinator.contract, basis(sent.model_hash, 0.0, steps)
-        attack.coordinator = SecureCoordinator(contract, 1, attack.coordinator.attempt.attempt, model)
+        contract, digest = attack.coordinator.contract, instructions_digest(sent.told)
+        attack.coordinator = SecureCoordinator(contract, 1, attack.coordinator.attempt.attempt, digest)
         sent = replace(sent, inbox=attack.deal()[site.name])
     with pytest.raises(BalanceError, match=part):
         site.contribute(sent)
@@ -288,19 +288,19 @@ def test_sites_that_were_told_different_lists_do_not_finish_a_sum(tmp_path: Path
     # The same attempt for all, but one site is told another list with the model.
     attack = Attack(federation)
     inboxes = attack.deal()
-    with pytest.raises(StaleError, match="model"):
+    with pytest.raises(StaleError, match="instructions"):
         attack.contribute(attack.sites[1], inboxes["site-001"], steps=other)
     attack.contribute(attack.sites[0], inboxes["site-000"], steps=honest)
     # Or the attempt itself is another one for this site.
     second = Attack(federation, attempt=2)
-    model = basis(vector_hash(federation.model), 0.0, other)
-    begun = SecureCoordinator(second.coordinator.contract, 1, 2, model)
+    digest = instructions_digest(federation.told(steps=other))
+    begun = SecureCoordinator(second.coordinator.contract, 1, 2, digest)
     for site in second.sites:
         reply: Any = second.agree(site, (begun if site.name == "site-001" else second.coordinator).begin)
         coordinator = begun if site.name == "site-001" else second.coordinator
         coordinator.advertised(reply)
         if site.name == "site-001":
-            with pytest.raises(StaleError, match="model"):
+            with pytest.raises(StaleError, match="instructions"):
                 second.coordinator.advertised(reply)
 
 
@@ -315,13 +315,13 @@ def test_a_kept_update_belongs_to_its_list(secure: bool, tmp_path: Path) -> None
         if not secure:
             return federation.joined().contribute(federation.request(tries=attempt, steps=steps))
         attack = Attack(federation, attempt=attempt)
-        model = basis(vector_hash(federation.model), 0.0, steps)
-        attack.coordinator = SecureCoordinator(attack.coordinator.contract, 1, attempt, model)
+        digest = instructions_digest(federation.told(steps=steps))
+        attack.coordinator = SecureCoordinator(attack.coordinator.contract, 1, attempt, digest)
         return attack.contribute(attack.sites[0], attack.deal()["site-000"], steps=steps)
 
     first = contributed(1, federation.steps())
     update = next(federation.folder.rglob("update-00001.ring")).read_bytes()
-    with pytest.raises(StaleError, match=r"local steps.*there is one update in a round"):
+    with pytest.raises(StaleError, match=r"instructions.*there is one update in a round"):
         contributed(2, other)
     again = contributed(3, federation.steps())
     assert next(federation.folder.rglob("update-00001.ring")).read_bytes() == update
@@ -344,7 +344,7 @@ def test_the_update_of_a_site_is_scaled_by_its_steps(tmp_path: Path) -> None:
         steps = tuple(zip(federation.names, numbers, strict=True))
         sent = whole(site.contribute(federation.request(steps=steps)))
         vectors.append(trained[-1].vector)
-        opened.append(layout.open(sent.copy()))
+        opened.append(layout.open(sent.copy(), 1))
     assert np.array_equal(vectors[1], vectors[0] * np.float32(2.5))
     assert np.abs(vectors[0]).max() > 1e-3
     for vector, found in zip(vectors, opened, strict=True):
@@ -377,7 +377,7 @@ def test_sites_of_equal_data_count_alike_whatever_their_steps(tmp_path: Path) ->
         layout = training_layout(federation.plan, federation.layout.size)
         for index in range(2):
             vector = whole(federation.joined(index).contribute(federation.request(steps=steps)))
-            means.append(layout.open(vector.copy()).mean)
+            means.append(layout.open(vector.copy(), 1).mean)
     one_of_two, one_of_eight, equal, _ = means
     scale = np.abs(equal).max()
     assert scale == pytest.approx(5 * 2**-17, rel=1e-2)
@@ -401,7 +401,7 @@ def test_a_site_goes_through_the_plans_learning_rates_in_any_number_of_steps(
     for number, own in ((1, 8), (2, 2)):  # and the second round loads the state of the first
         site.contribute(federation.request(number=number, steps=one(own, 0, federation.steps())))
     assert numbers == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 6]
-    assert (site.config.folder / "optimizer-2.safetensors").exists()
+    assert (site.config.folder / "carried" / "00002" / "optimizer.safetensors").exists()
 
 
 # What the coordinator does.
@@ -426,7 +426,7 @@ class Coordinator:
 
     def _note(self, site: str, request: Request) -> None:
         if isinstance(request, Contribute):
-            self.sent.append((site, request.steps))
+            self.sent.append((site, request.told.steps))
 
     @contextmanager
     def party(self) -> Iterator[Party]:

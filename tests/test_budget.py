@@ -64,18 +64,6 @@ def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureF
     assert "whether a given owner's data was used" in printed
 
 
-@pytest.mark.parametrize(("largest", "reference"), [(150, 1.3278), (110, 6.3569)])
-def test_epsilon_with_a_largest_batch(
-    capsys: pytest.CaptureFixture[str], largest: int, reference: float
-) -> None:
-    options = (
-        f"--noise-multiplier 1 --sampling-rate 0.01 --steps 500 --largest-batch {largest} --most-units 10000"
-    )
-    assert found(capsys, f"--unit record {options}")["epsilon"] == pytest.approx(reference, abs=1e-3)
-    printed = done(capsys, f"--unit owner {options}")
-    assert f"with probability 0.01, on its own, but at most {largest} of 10,000 places" in printed
-
-
 def test_noise_for_an_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--unit record --target-epsilon 3 --sampling-rate 0.01 --steps 100 --accountant rdp --delta 1e-6"
@@ -179,11 +167,6 @@ SITE, RECORD = "--unit site --noise-multiplier 1 --rounds 3", "--unit record --n
         (f"{RECORD} --sampling-rate 1.5", "sampling_rate"),
         (f"{RECORD} --sampling-rate 0.1 --central", "--central"),
         (f"{RECORD} --sampling-rate 0.1 --group 1", "--group"),
-        (f"{RECORD} --sampling-rate 0.1 --largest-batch 3", "--largest-batch and --most-units"),
-        (f"{RECORD} --sampling-rate 0.1 --most-units 3", "--largest-batch and --most-units"),
-        (f"{RECORD} --sampling-rate 0.1 --largest-batch 3 --most-units 3", "largest_batch"),
-        (f"{RECORD} --sampling-rate 0.1 --largest-batch 2 --most-units 3 --group 2", "group"),
-        (f"{SITE} --largest-batch 3", "--largest-batch"),
         ("--unit owner --target-epsilon 1 --steps 3 --sampling-rate 0.1 --group 2", "--group"),
         ("--unit owner --noise-multiplier 1 --steps 3 --sampling-rate 0.1 --sites 3", "--sites"),
         (f"{RECORD} --sampling-rate 0.1 --sites 0", "--sites"),

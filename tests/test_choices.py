@@ -432,5 +432,5 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], line: str) -> Non
 
 def test_the_counters_of_an_evaluation_are_those_of_the_choices() -> None:
     layout = evaluation_layout(plan_of())
-    assert len(layout.counters) == len(set(layout.counters)) == 4 + 9
+    assert len(layout.counters) == len(set(layout.names)) == 4 + 9
     assert len(evaluation_layout(plan_of("data.choices=[]")).counters) == 4

@@ -65,16 +65,6 @@ def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
     assert "appears at two sites" not in words(*TEXTS, *COMMON)
 
 
-def test_a_largest_batch_is_said_with_what_it_assumes() -> None:
-    limited = words(*TEXTS, *COMMON, "privacy.largest_batch=30", "privacy.most_units=2000")
-    assert "Of more than 30 that are drawn, 30 are used, chosen uniformly at random." in limited
-    assert "No site trains on more than 2,000 texts." in limited
-    assert "replaces one by another, which counts as two" in limited
-    free = words(*TEXTS, *COMMON)
-    assert "that are drawn" not in free
-    assert "No site trains on more" not in free
-
-
 def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     base = ("privacy.unit=site", "privacy.noise_multiplier=2.0", *COMMON)
     distributed = words(*base)
@@ -96,7 +86,7 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     adaptive = words(*base, "privacy.adaptive={count_noise=2.0}")
     assert "C follows a quantile" in adaptive
     for text in (distributed, central, clear, adaptive):
-        assert "replacement of one site's updates by zeros" in text
+        assert "adding or removing all records of one site, which sends zeros" in text
         assert "Opacus" not in text
 
 
@@ -154,20 +144,3 @@ def test_unequal_steps_are_a_part_of_the_mechanism() -> None:
     scaled = "Each site first scales its update by the mean of the cohort's local steps over its own"
     assert f"{scaled}: the numbers are public" in words(*site, "local.balance=weighted")
     assert scaled not in words(*site)
-
-
-def test_what_is_said_of_rounds_that_sum_a_part_follows_the_plan() -> None:
-    site = ("privacy.unit=site", "privacy.noise_multiplier=1.0", "privacy.delta=1e-3", *COMMON)
-    for trusted in ("false", "true"):
-        plan = (*site, f"privacy.trusted_coordinator={trusted}")
-        fragments = words(*plan, "aggregation.fragments=3")
-        assert "clips its whole change of the round's fragment, one of 3 of the model in turn" in fragments
-        phases = words(*plan, "model.adapter.scheme=ffa-lora", "model.adapter.redraw=2")
-        assert "clips its whole update, which is of the factors of the round's phase alone, to" in phases
-        for parts in (fragments, phases):
-            assert "charged as one that sums the largest part" in parts
-        assert "clips its whole update to the L2 norm C" in words(*plan)
-        assert "largest part" not in words(*plan)
-    record = words(*TEXTS, *COMMON, "aggregation.fragments=3")
-    assert "by all its steps since it was sent last: post-processing" in record
-    assert "fragments" not in words(*TEXTS, *COMMON)

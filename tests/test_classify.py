@@ -608,10 +608,10 @@ def test_the_heaviest_site_and_the_counters_are_those_of_texts() -> None:
     assert training_layout(plan_of(), 10).heaviest == 6 * 8
     assert training_layout(plan_of("data.task=generate", "data.classes=[]"), 10).heaviest == 6 * 8 * 16
     layout = evaluation_layout(plan_of())
-    assert len(layout.counters) == len(set(layout.counters)) == 4 + 9
-    counts = {name: 2**40 + index for index, name in enumerate(layout.counters)}
-    total = 3 * layout.ring.encode_counters([counts[name] for name in layout.counters])
-    assert layout.open(total.astype(layout.ring.dtype)).counters == {
+    assert len(layout.counters) == len(set(layout.names)) == 4 + 9
+    counts = {name: 2**40 + index for index, name in enumerate(layout.names)}
+    total = 3 * layout.ring.encode_counters([counts[name] for name in layout.names])
+    assert layout.open(total.astype(layout.ring.dtype), 3).counters == {
         name: 3 * each for name, each in counts.items()
     }
 

@@ -36,8 +36,10 @@ from cloister.simulations.audit import audit
 from cloister.simulations.audit import audit as honest
 from cloister.simulations.audit_records import RecordGame
 from cloister.simulations.audit_steps import Observed, Seen
+from cloister.simulations.audited import played
 from cloister.simulations.federation import lay_out
 from cloister.tests.mutants import (
+    DECODE,
     ENCODE,
     LESS_NOISE_IN_STEPS,
     LESS_NOISE_OF_SITES,
@@ -226,17 +228,20 @@ NOISE, RATE, LENGTH = (
     "what one unit changes",
 )
 EMPTY, RELEASES = "standard deviation of the noise of empty batches", "releases: "
-INSIDE, REPEATED = "correlation inside a release", "furthest projection on another release"
+INSIDE, REPEATED = (
+    "correlation of the noise inside a release",
+    "furthest projection of the noise on that of another release",
+)
 BYTES = "rounds whose bytes do not follow from the noised sums"
 
 RELEASE = "noised = total.release("
 DEVIATION = "noise_multiplier * privacy.clip"
-SENT = "return Finished(sent, local.tokens, local.loss)"
+SENT = "return Finished(local.vector, local.tokens, local.loss)"
 TAIL = "vector[layout.size :] = code.tail("
 OTHERWISE_SENT = [
     Mutant(STEPS, RELEASE, "noised = total.so_far().float(); total.release("),
-    Mutant("clients.work:train", SENT, f"sent[0] = local.loss; {SENT}"),
-    Mutant("clients.work:train", SENT, f"sent[-1] += local.tokens; {SENT}"),
+    Mutant("clients.work:train", SENT, f"local.vector[0] = local.loss; {SENT}"),
+    Mutant("clients.work:train", SENT, f"local.vector[-1] += local.tokens; {SENT}"),
     Mutant("clients.release:contribution", TAIL, f"vector[0] = int(update.loss) % 2**16; {TAIL}"),
     Mutant("clients.site:Site.contribute", 'if plan.local.balance != "dynamic":', "if False:"),
 ]
@@ -409,6 +414,14 @@ def test_fewer_steps_are_held_against_their_own_claim(
     assert found[4]["row"]["confidence"] == 0.9
 
 
+def test_a_warm_up_is_no_longer_than_the_steps_that_are_played() -> None:
+    plan = parse("".join((BASE, RECORD)), ["local.warmup_steps=39", "server.evaluation=none"])
+    terms = terms_of(plan, 100)
+    assert terms is not None
+    assert played(plan, terms, local={"steps": 4}).local.warmup_steps == 15
+    assert played(plan, terms).local.warmup_steps == 39
+
+
 def test_canaries_follow_what_a_round_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,15 +517,16 @@ def test_an_audit_of_sites_with_meshes_plays_on_one_device(
 
 
 CHANGE, COUNT = "what one site changes in a sum", "what one site changes in the count"
+OF_COORDINATE, TAIL_OF = "correlation of the count's noise", "privacy.site_noise:SiteMechanism.tail"
 COORDINATE, MODEL = (
-    "furthest deviation at a coordinate",
+    "furthest deviation of the noise at a coordinate",
     "rounds whose model does not follow from the noised sums",
 )
-STEP = "optimizer.step(mean,"
+STEP = "optimizer.step(mean)"
 LONGER = Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 1.01 * self.scale,")
 LEAKS = [
     (Mutant("clients.release:contribution", TAIL, f"vector[0] += int(update.loss); {TAIL}"), CHANGE),
-    (Mutant("server.round:_step", STEP, f"mean[0] = len(sites); {STEP}"), MODEL),
+    (Mutant("server.round:_step", STEP, f"mean[0] = number; {STEP}"), MODEL),
 ]
 """Something leaves beside the noised sum."""
 
@@ -575,6 +589,56 @@ def test_a_hundredth_of_the_noise_of_sites_is_missed(
     code, result, _ = ran(capsys, site, "--canaries", "60")
     assert code == 3
     assert NOISE in result["row"]["problem"]
+
+
+SKELLAM, GAUSSIAN = (
+    "skellam(extra, self.variance, self.dimension)",
+    'noise.child("count").gaussian(1, self.count_deviation)',
+)
+TWO = (*CENTRAL, "cohort.sites=2")
+NOTHING_SENT = Mutant(ENCODE, "-1) if finite else 0", "-1) if finite else 1")
+"""A site without records counts as one within the clip."""
+NUMBERS = itertools.count()
+"""Of runs: terms are cached."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mutant", "rounds", "found"),
+    [
+        ((), None, 3, ""),
+        (TWO, None, 3, ""),
+        ((), NOTHING_SENT, 2, COUNT),
+        (TWO, NOTHING_SENT, 2, COUNT),
+        (
+            (),
+            Mutant("privacy.site_noise:distributed", "extra=((event.", "extra=() and ((event."),
+            2,
+            COORDINATE,
+        ),
+        ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("variance", "variance / 1e6")), 6, COORDINATE),
+        ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("self.dimension", "0")), 6, OF_COORDINATE),
+        (TWO, Mutant(DECODE, GAUSSIAN, f"1e-3 * {GAUSSIAN}"), 6, COORDINATE),
+        (TWO, Mutant(DECODE, GAUSSIAN, GAUSSIAN.replace("count", "update", 1)), 6, OF_COORDINATE),
+    ],
+    ids=str,
+)
+def test_the_count_of_adaptive_clipping_is_audited(
+    overrides: tuple[str, ...],
+    mutant: Mutant | None,
+    rounds: int,
+    found: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sites of a round add noise, or the coordinator of two."""
+    if mutant is not None:
+        mutant.plant(monkeypatch)
+    adaptive = "[privacy.adaptive]\ncount_noise = 1.5\n"
+    run = folder_of(tmp_path, SITE, adaptive, overrides=(*overrides, f"run.name=count-{next(NUMBERS)}"))
+    code, result, _ = ran(capsys, run, "--canaries", str(2 * rounds))
+    assert code == (0 if mutant is None else 3)
+    assert found in result["row"]["problem"]
 
 
 def test_noise_that_counts_on_colluding_sites_raises_an_alarm(

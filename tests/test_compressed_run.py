@@ -17,13 +17,15 @@ from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.model import load_model
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import StaleError, UpdateError
-from cloister.protocol.messages import EVALUATE, Failed
+from cloister.protocol.messages import EVALUATE, TRAIN, Failed
 from cloister.protocol.roster import load_roster
+from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.cost import cost
 from cloister.server.folder import RunFolder, read_plan
+from cloister.server.journal import Journal
 from cloister.server.outcome import Outcome
 from cloister.server.progress import AttemptFailed, Event, RoundDone, SiteAnswered
 from cloister.server.run import run
@@ -104,11 +106,20 @@ class Run:
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def bases(self) -> list[int]:
-        """For each site the round whose remainder its last update was coded with."""
+    def histories(self) -> list[str]:
+        """For each site the history of what its last update has left."""
         last = self.plan.run.rounds
-        entries = [folder / f"residual-{last:05d}.json" for folder in self.states.values()]
-        return [json.loads(entry.read_text())["base"] for entry in entries]
+        entries = [folder / "carried" / f"{last:05d}" / "history.json" for folder in self.states.values()]
+        return [json.loads(entry.read_text())["history"] for entry in entries]
+
+    def fresh(self) -> list[bool]:
+        """For each round whether its instructions let no site use what it carries."""
+        with Journal(self.folder / "journal.sqlite") as journal:
+            begun = [entry for entry in journal.entries() if entry.step == f"{TRAIN} {steps.BEGUN}"]
+        return [
+            {entry.detail["fresh"] for entry in begun if entry.round == number} == {True}
+            for number in range(1, self.plan.run.rounds + 1)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +139,8 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(masked: Run, tmp_p
     clear.go()
     digests = [event.params_sha256 for event in clear.of(RoundDone)]
     assert digests == [event.params_sha256 for event in masked.of(RoundDone)]
-    assert masked.bases() == clear.bases() == [3] * 4
+    assert len({*masked.histories()}) == 1
+    assert masked.fresh() == [True, False, False, False]
     multiples = [event.multiple for event in masked.of(RoundDone)]
     assert multiples[0] == 3.5 * 2  # of four sites
     assert multiples[1:] < multiples[:-1]  # it was far too large at first
@@ -155,16 +167,17 @@ def test_retries_count_what_was_left_out_once(masked: Run, tmp_path: Path) -> No
     again.go()
     assert len(again.of(AttemptFailed)) == 4
     assert final(again) == final(masked)
-    assert again.bases() == [3] * 4
+    assert again.fresh() == [True, False, False, False]
 
 
-def test_a_site_that_was_not_summed_keeps_what_it_had_left_out_before(tmp_path: Path) -> None:
+def test_after_an_update_that_was_not_summed_no_site_adds_what_it_has_left_out(tmp_path: Path) -> None:
     """In round 3 the first site trains, and its masked update does not arrive: so it is no survivor."""
     party = Run(tmp_path, *FOUR_ROUNDS, "aggregation.dropouts=0.25", "aggregation.colluders=0")
     party.cut_upload(3)
     party.go()
     assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4]
-    assert party.bases() == [2, 3, 3, 3]
+    assert party.fresh() == [True, False, False, True]
+    assert len({*party.histories()}) == 1
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -204,15 +217,15 @@ def test_sites_that_were_told_different_scales_do_not_finish_a_sum(federation: F
     attack = Attack(federation)
     inboxes = attack.deal()
     request = federation.request(inbox=inboxes["site-001"], scales=other)
-    with pytest.raises(StaleError, match="model"):
+    with pytest.raises(StaleError, match="instructions"):
         attack.sites[1].contribute(request)
     attack.contribute(attack.sites[0], inboxes["site-000"])
     # Or the attempt itself is another one for this site: nothing that it signs is taken, and no masks are agreed.
     second = Attack(federation, attempt=2)
-    model = basis(vector_hash(federation.model), 0.0, (), other)
-    begun = SecureCoordinator(second.coordinator.contract, 1, 2, model)
+    digest = instructions_digest(federation.told(scales=other))
+    begun = SecureCoordinator(second.coordinator.contract, 1, 2, digest)
     reply: Any = second.agree(second.sites[1], begun.begin)
-    with pytest.raises(StaleError, match="model"):
+    with pytest.raises(StaleError, match="instructions"):
         second.coordinator.advertised(reply)
 
 
@@ -220,7 +233,7 @@ def test_a_round_has_one_update_of_one_list_of_scales(tmp_path: Path) -> None:
     federation = Federation(tmp_path, tiny(*EIGHT_BITS, "aggregation.secure=false"))
     site = federation.joined()
     site.contribute(federation.request())
-    with pytest.raises(StaleError, match="scales"):
+    with pytest.raises(StaleError, match="instructions"):
         site.contribute(federation.request(scales=doubled(federation.scales()), tries=2))
 
 

@@ -31,7 +31,6 @@ from cloister.privacy.ledger import Entry, Ledger
 from cloister.privacy.report import verdict
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.blocks import Span
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import PlanError, PolicyError, RunFolderError
 from cloister.protocol.messages import TRAIN, Inbox
@@ -408,11 +407,11 @@ def test_a_sum_that_is_opened_again_gets_the_same_noise(
     seen: list[Vector] = []
     right = ServerOptimizer.step
 
-    def step(self: ServerOptimizer, mean: Vector, span: Span) -> None:
+    def step(self: ServerOptimizer, mean: Vector) -> None:
         seen.append(mean.copy())
         if len(seen) == 2:
             raise CrashError
-        right(self, mean, span)
+        right(self, mean)
 
     monkeypatch.setattr(ServerOptimizer, "step", step)
     with pytest.raises(CrashError):

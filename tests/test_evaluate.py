@@ -258,7 +258,7 @@ def test_a_site_evaluates_on_the_subset_in_every_round(tmp_path: Path) -> None:
             whole(site.contribute(federation.request(purpose=EVALUATE, number=number))) for number in (0, 1)
         )
         np.testing.assert_array_equal(first, later)
-        totals[most] = layout.ring.decode_counters(first)[layout.counters.index(TOKENS)]
+        totals[most] = layout.ring.decode_counters(first)[layout.names.index(TOKENS)]
     assert 0 < totals[2] <= 2 * 15 < totals[100_000]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -110,19 +110,3 @@ def test_a_charge_of_an_earlier_release_is_read_as_it_was_written() -> None:
     assert from_json(old) == (SampledGaussian(1.0, 0.5, 3),)
     assert to_json(from_json(old)) == old
     assert '"unit":"owner"' in to_json([SampledGaussian(1.0, 0.5, 3, "owner")])
-
-
-def test_a_largest_batch_is_part_of_the_charge() -> None:
-    limited = SampledGaussian(1.0, 0.5, 3, "record", 7, 20)
-    text = to_json([limited])
-    assert '"largest_batch":7' in text
-    assert '"most_units":20' in text
-    assert from_json(text) == (limited,)
-
-
-@pytest.mark.parametrize(
-    "limits", [(7, None), (None, 20), (20, 20), (21, 20), (0, 20), (1.5, 20), (True, 20)]
-)
-def test_limits_that_are_none_are_refused(limits: tuple[Any, Any]) -> None:
-    with pytest.raises(AccountingError, match=r"largest_batch|most_units"):
-        SampledGaussian(1.0, 0.5, 3, "record", *limits)

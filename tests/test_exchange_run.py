@@ -32,8 +32,6 @@ from cloister.tests.exchange_parties import (
 )
 from cloister.tests.federation import tiny, write_records
 from cloister.tests.test_compressed_run import FOUR_ROUNDS, Run, final
-from cloister.tests.test_redraw import REDRAWN
-from cloister.tests.test_variates import ROUNDS
 
 STEPS = ("advertise", "share", "update", "confirm", "unmask")
 
@@ -186,28 +184,14 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
     return federation, undisturbed
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept_files"),
-    [
-        (FOUR_ROUNDS, "residual-*.json"),
-        (ROUNDS, "variate-*.safetensors"),
-        (["aggregation.fragments=2", "server.evaluation=none"], "drift-*.json"),
-    ],
-)
-def test_what_sites_keep_between_rounds_counts_once_when_both_ends_are_killed(
-    settings: list[str], kept_files: str, tmp_path: Path
-) -> None:
-    """What the code of a compressed update has left out, control variates, and drift."""
-    federation, undisturbed = killed_at_both_ends(tmp_path, *settings)
+def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_killed(tmp_path: Path) -> None:
+    federation, undisturbed = killed_at_both_ends(tmp_path, *FOUR_ROUNDS)
     for config, state in zip(federation.configs, undisturbed.states.values(), strict=True):
-        kept = sorted(config.parent.rglob(kept_files))
-        assert [path.name for path in kept] == sorted(path.name for path in state.glob(kept_files))
+        kept = sorted(config.parent.rglob("carried/*/history.json"))
+        assert [path.parent.name for path in kept] == sorted(
+            path.name for path in (state / "carried").iterdir()
+        )
         assert kept
-
-
-def test_an_adapter_is_drawn_again_at_the_same_round_when_both_ends_are_killed(tmp_path: Path) -> None:
-    """The second phase begins with the round in which both are killed."""
-    killed_at_both_ends(tmp_path, *REDRAWN)
 
 
 def test_groups_are_summed_over_the_exchange_as_in_a_simulation(

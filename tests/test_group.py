@@ -1,20 +1,17 @@
-"""Several units together: the figures of a report are upper bounds that rise, by the accountant or in general."""
+"""Several units together: the figures of a report are upper bounds that rise."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 
 from cloister.privacy import group
-from cloister.privacy.accounting import spent
+from cloister.privacy.accounting import Spent, spent
 from cloister.privacy.events import Event, Gaussian, SampledGaussian
 from cloister.privacy.site_noise import distributed
 
 STEPS = SampledGaussian(1.0, 0.01, 500)
-CAPPED = SampledGaussian(1.0, 0.01, 500, largest_batch=150, most_units=10_000)
 
 
 def rows(events: list[Event], delta: float = 1e-5, largest: float = 10.0) -> dict[int, float | None]:
@@ -42,19 +39,6 @@ def test_one_noise_for_several_is_a_gaussian_of_so_many_times_the_sensitivity() 
         assert found[size] == pytest.approx(reference.get_epsilon(1e-4), rel=1e-3)
 
 
-def test_the_general_bound_is_above_what_holds_and_is_a_bound() -> None:
-    """Capped batches: no worst case is known for several, so it is derived from that of one."""
-    found = rows([CAPPED])
-    assert found[1] == spent([CAPPED], 1e-5).epsilon
-    assert found[2] is not None
-    one = found[2] / 2
-    at = 1e-6  # the delta of one at which that of two is at most 1e-5
-    assert one >= spent([CAPPED], at).epsilon
-    assert at * math.expm1(2 * one) / math.expm1(one) <= 1e-5
-    assert found[2] > spent([STEPS], 1e-5, group=2).epsilon  # without the limit, which costs less
-    assert (found[5], found[100]) == (None, None)
-
-
 def test_skellam_noise_and_nothing() -> None:
     mechanism = distributed(40.0, 1000, 20, 15, 32, None)
     found = rows([mechanism.event], 1e-4)
@@ -67,6 +51,6 @@ def test_skellam_noise_and_nothing() -> None:
 
 def test_no_row_is_below_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of two accountants may cross; a group protects no more than a part of it."""
-    monkeypatch.setattr(group, "_epsilon", lambda _events, _delta, size, _largest: 5.0 - size)
+    monkeypatch.setattr(group, "spent", lambda *_events, group, points: Spent(5.0 - group, 1e-5, "pld"))
     assert rows([STEPS])[5] == 3.0
     assert group.epsilons([STEPS], 1e-5, 20.0, 10.0) == dict.fromkeys(group.SIZES)

@@ -272,6 +272,7 @@ def test_a_template_that_raises_on_a_name_gives_nothing_away(
     assert units_of(found) == units_of(others)
     assert found.left_out == {"refused by the chat template": 1}
     (told,) = (message for message in caplog.messages if "records are used" in message)
+    assert told.startswith("site-000: must stay at this site: 6 records are used")
     assert told.endswith("left out: 1 refused by the chat template")
     assert "Alice" not in caplog.text
 
@@ -380,7 +381,7 @@ def test_a_site_with_nothing_to_train_on_gives_noise_alone(
     assert "NO RECORD IS TRAINED ON" in caplog.text
     if unit is CENTRAL:
         layout = training_layout(sites.federation.plan, sites.federation.layout.size)
-        assert not layout.open(vector).mean.any()  # to which the coordinator adds noise
+        assert not layout.open(vector, 1).mean.any()  # to which the coordinator adds noise
     else:
         assert stream.sigmas
         assert not any(total.any() for total in stream.sums)
@@ -390,7 +391,7 @@ def test_a_site_with_nothing_to_train_on_adds_its_share_of_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Attempts, "mask", lambda *given: (None, Written(manifest_of(made := given[-2]()), made))
+        Attempts, "mask", lambda *given, **_: (None, Written(manifest_of(made := given[-2]()), made))
     )
     sites = Sites(tmp_path, *SKELLAM)
     site = sites.site(lines(tmp_path / "data.jsonl", []))
@@ -553,6 +554,7 @@ def test_a_site_checks_its_data_before_a_run(
     (tmp_path / "site.toml").write_text('name = "a"\ndata = "data.jsonl"\nstate = "state"\n')
     private = set_options(RECORD)
     call = ["site", "check", str(tmp_path / "site.toml"), str(small_plan), *private, "--only", "data"]
+    marked = "must stay at this site: "
     line = "6 records are used: 6 units to train on, 0 held out; left out: 1 not readable"
     (tmp_path / "state").mkdir(mode=0o755)
     before = os.umask(0o022)
@@ -562,9 +564,10 @@ def test_a_site_checks_its_data_before_a_run(
     assert any(path.suffix == ".npy" for path in made)
     closed = [tmp_path / "state", *made]
     assert not [path for path in closed if path.stat().st_mode & 0o077], "records, which others cannot read"
-    assert capsys.readouterr().out.strip() == line
+    assert capsys.readouterr().out.strip() == marked + line
     assert main([*call, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    (key, found), *others = json.loads(capsys.readouterr().out).items()
+    assert (key, others) == ("must_stay_at_this_site", []), "all counts are under the mark"
     assert (found["summary"], found["records"], found["left_out"]) == (line, 6, {"not readable": 1})
     assert main([*call, "--set", "data.text_field=note"]) == 2
-    assert "0 records are used: 0 units to train on, 0 held out; left out: 1 not" in capsys.readouterr().err
+    assert f"({marked}0 records are used: 0 units to train on, 0 held out" in capsys.readouterr().err

@@ -6,6 +6,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +135,21 @@ def test_two_sites_find_one_seed() -> None:
         keys.mask_seed(other.secret(one.public), transcript=CTX, context=CTX, one="a", other="b"),
     }
     assert len(seeds) == 1
+
+
+def test_the_seed_of_a_mask_depends_on_all_that_both_sites_agree_on() -> None:
+    """HKDF-SHA256 put together here, salted with the transcript of U1; and another seed for any other part."""
+    transcript = bytes(range(100, 132))
+
+    def seed(
+        secret: bytes = ALICE, transcript: bytes = transcript, context: bytes = CTX, one: str = "b"
+    ) -> bytes:
+        return keys.mask_seed(secret, transcript=transcript, context=context, one=one, other="a")
+
+    info = pack("cloister/secure-sum/3", "mask", CTX, "a", "b")
+    assert seed() == HKDF(SHA256(), 32, transcript, info).derive(ALICE)
+    others = {seed(BOB), seed(transcript=CTX), seed(transcript=b""), seed(context=bytes(32)), seed(one="c")}
+    assert len(others | {seed()}) == 6
 
 
 messages = st.tuples(st.sampled_from(["share", "mask"]), st.binary(max_size=2), st.text(max_size=2))

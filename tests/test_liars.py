@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from cloister.aggregation import keys
-from cloister.protocol.errors import QuorumError
+from cloister.aggregation.sums import training_layout
+from cloister.clients.kept import Written
+from cloister.clients.site import Site
+from cloister.protocol.errors import QuorumError, SpoiledError
 from cloister.protocol.messages import Contribution, Join, Reply, Request, Shares
 from cloister.protocol.roster import load_identity
 from cloister.server import round as round_module
@@ -19,7 +23,7 @@ from cloister.server import sum as sums
 from cloister.server.folder import RunFolder
 from cloister.server.progress import RoundAbandoned, RoundDone
 from cloister.server.run import run
-from cloister.tests.federation import Federation, tiny
+from cloister.tests.federation import SKELLAM, Federation, tiny
 
 QUIET = [
     "cohort.sites=8",
@@ -87,6 +91,68 @@ def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
         pytest.raises(QuorumError, match="given up"),
     ):
         run(folder, federation.channel, lambda _event: None, roster=federation.roster)
+
+
+def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
+    """Let a site say that its weight is larger, in the vector that it masks."""
+    opener = federation.channel.sites[name]
+    layout = training_layout(federation.plan, federation.layout.size)
+
+    def site() -> Site:
+        liar: Any = opener()
+        made = liar._made
+
+        def lie(*args: Any) -> Written:
+            written: Written = made(*args)
+            written.pieces[0][1][layout.size + layout.extra] += np.uint32(added % 2**32)
+            return written
+
+        liar._made = lie
+        return cast(Site, liar)
+
+    federation.channel.sites[name] = site
+
+
+@pytest.mark.parametrize("added", [-8, -7, 1, 2**20], ids=["none", "one", "one more", "huge"])
+@pytest.mark.parametrize("unit", [[], SKELLAM], ids=["uniform", "site"])
+@pytest.mark.parametrize(("rounds", "attempts"), [(4, 2), (1, 3)])
+def test_a_site_that_lies_in_its_weight_does_not_end_a_run_as_if_all_were_well(
+    tmp_path: Path, unit: list[str], added: int, rounds: int, attempts: int
+) -> None:
+    """No mean is applied that was divided by what it says, and the run stops with the reason."""
+    settings = [f"run.rounds={rounds}", f"cohort.attempts={attempts}", "aggregation.weighting=uniform", *unit]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    add_to_the_weight(federation, federation.names[3], added)
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        with pytest.raises(SpoiledError) as raised:
+            run(folder, federation.channel, events.append, roster=federation.roster)
+        spoiled = [event for event in events if isinstance(event, RoundAbandoned)]
+        assert len(spoiled) == min(rounds, attempts)
+        assert all(f"total of weight is {8 + added}" in event.spoiled for event in spoiled)
+        assert raised.value.value == spoiled[-1].spoiled
+        assert not [event for event in events if isinstance(event, RoundDone)]
+
+
+def test_rounds_that_a_liar_spoils_count_however_many_good_ones_are_between(tmp_path: Path) -> None:
+    """It lies in every second round: its lies are counted over the run, not in a row."""
+    settings = ["run.rounds=9", "cohort.attempts=2", "aggregation.weighting=uniform"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    honest = federation.channel.sites[federation.names[0]]
+    add_to_the_weight(federation, federation.names[0], 1)
+    liar = federation.channel.sites[federation.names[0]]
+
+    def before(_name: str, request: Request) -> None:
+        if not isinstance(request, Join):
+            lies = request.sum.round % 2 == 0
+            federation.channel.sites[federation.names[0]] = liar if lies else honest
+
+    federation.channel.before = before
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder, pytest.raises(SpoiledError):
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    assert [event.round for event in events if isinstance(event, RoundDone)] == [1, 3]
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [2, 4]
 
 
 def test_a_run_that_is_resumed_knows_the_complaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

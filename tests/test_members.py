@@ -99,7 +99,7 @@ class Party:
         return sign_refusal(key or IDENTITIES[name], site=name, run=run, plan=digest, reason=reason)
 
     def request(self) -> Agree:
-        sum_id = SumId(RUN, bytes.fromhex(self.plan.digest()), TRAIN, 1, 1)
+        sum_id = SumId(RUN, bytes.fromhex(self.plan.digest()), TRAIN, 1)
         return Agree(sum_id, Begin(1, 1, bytes(32)))
 
     def ask(self, members: Members) -> dict[str, Reply | Failure]:
@@ -413,7 +413,7 @@ def test_a_failure_is_told_under_the_name_that_the_site_has_joined_with() -> Non
 
 VECTOR = np.arange(2, dtype=np.uint32)
 CONTRIBUTION = Contribution(
-    "site-001", SumId(RUN, bytes(32), TRAIN, 1, 1), bytes(32), None, ((0, 2, bytes(32)),), (VECTOR,)
+    "site-001", SumId(RUN, bytes(32), TRAIN, 1), bytes(32), None, ((0, 2, bytes(32)),), (VECTOR,)
 )
 UNREADABLE: dict[str, Callable[[list[Buffer]], list[Buffer]]] = {
     "nothing": lambda _frames: [],

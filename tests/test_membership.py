@@ -11,6 +11,7 @@ from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.serve import Served
 from cloister.clients.site import Site
+from cloister.protocol.plan import Plan
 from cloister.protocol.roster import load_roster
 from cloister.server.folder import RunFolder
 from cloister.server.progress import Event, RoundDone, SiteFailed
@@ -18,7 +19,8 @@ from cloister.server.run import run
 from cloister.tests.federation import Loopback, tiny, write_records
 from cloister.tests.parties import NAMES, Parties
 
-PLAN = tiny("cohort.sites=3", "run.rounds=2", "server.evaluation=none", "cohort.attempts=1")
+PLAN = ("cohort.sites=3", "run.rounds=2", "server.evaluation=none", "cohort.attempts=1")
+WEIGHTED = ("local.balance=weighted", "local.steps=4", "aggregation.weighting=uniform")
 
 
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -36,7 +38,7 @@ def parties(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parties:
     return parties
 
 
-def trained(parties: Parties, folder: Path) -> list[Event]:
+def trained(parties: Parties, folder: Path, plan: Plan) -> list[Event]:
     """A run, in which the sites install, after a round, another key of a site and a roster without one of them."""
     resident, events = Resident(), list[Event]()
 
@@ -56,15 +58,17 @@ def trained(parties: Parties, folder: Path) -> list[Event]:
 
     channel = Loopback({name: partial(served, name) for name in NAMES})
     roster = load_roster(Path(read_config(parties.folder("b.bank") / "site.toml").roster))
-    with RunFolder.create(folder, PLAN) as run_folder:
+    with RunFolder.create(folder, plan) as run_folder:
         run(run_folder, channel, observe, roster=roster)
     return events
 
 
+@pytest.mark.parametrize("settings", [(), WEIGHTED], ids=["fixed", "weighted"])
 def test_a_version_that_is_installed_during_a_run_does_not_change_it(
-    parties: Parties, tmp_path: Path
+    settings: tuple[str, ...], parties: Parties, tmp_path: Path
 ) -> None:
-    events = trained(parties, tmp_path / "run")
+    """Neither the keys, nor the cohort for whose sites a list of local steps is."""
+    events = trained(parties, tmp_path / "run", tiny(*PLAN, *settings))
     assert [event.round for event in events if isinstance(event, RoundDone)] == [1, 2]
     assert not [event for event in events if isinstance(event, SiteFailed)]
     config = read_config(parties.folder("a-hospital") / "site.toml")

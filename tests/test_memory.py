@@ -134,7 +134,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
     plan = parse(TINY, [*settings, "aggregation.secure=false"])
     layout, sum_layout = Layout(("weights",), ((D,),)), training_layout(plan, D)
     vector = np.ones(sum_layout.length, sum_layout.ring.dtype)
-    counters = dict.fromkeys(sum_layout.counters, 1)
+    counters = dict.fromkeys(sum_layout.names, 1)
     vector[D:] = sum_layout.tail(counters, np.zeros(sum_layout.extra, np.int64))
     identities = {f"site-{number:03d}": new_identity() for number in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())

@@ -38,7 +38,6 @@ from cloister.tests.mutants import (
     LESS_NOISE_OF_SITES,
     LESS_NOISE_OF_THE_COORDINATOR,
     OTHER_STEPS,
-    STEPS,
     TERMS,
     UNCHARGED,
     UNPAID_ROUND,
@@ -157,32 +156,19 @@ class Observed:
     def check(self) -> None:
         """Everything between plan, charge and release."""
         plan, events, steps = self.federation.plan.privacy, self.events(), self.steps
-        each, limits = self.federation.plan.local.steps, (plan.largest_batch, plan.most_units)
+        each = self.federation.plan.local.steps
         assert plan.sampling_rate is not None
         unit: Literal["record", "owner"] = "owner" if plan.unit == "owner" else "record"
-        assert set(events) == {SampledGaussian(Z, plan.sampling_rate, each, unit, *limits)}
+        assert set(events) == {SampledGaussian(Z, plan.sampling_rate, each, unit)}
         assert len(steps) == sum(event.steps for event in events) == 6 * each
         as_charged(np.stack([step.noise for step in steps]) / events[0].noise_multiplier)
         for step in steps:
             assert step.norm <= step.units * (1 + 1e-8), "a term is longer than the clip"
         assert max(step.norm for step in steps) > 0.99, "gradients are long enough to be clipped"
         drawn = np.array([step.units for step in steps])
-        if plan.largest_batch is None:
-            within(int(drawn.sum()), stats.binom(len(steps) * UNITS, events[0].sampling_rate), "draws")
-            return
-        assert drawn.max() <= plan.largest_batch
-        full = stats.binom.sf(plan.largest_batch - 1, plan.most_units, events[0].sampling_rate)
-        within(int((drawn == plan.largest_batch).sum()), stats.binom(len(steps), full), "full batches")
+        within(int(drawn.sum()), stats.binom(len(steps) * UNITS, events[0].sampling_rate), "draws")
 
 
-CAPPED = [
-    *RECORD,
-    *DPSGD,
-    "local.steps=12",
-    "privacy.largest_batch=2",
-    "privacy.most_units=4",
-    "privacy.sampling_rate=0.5",
-]
 PAY = "clients.spending:Spending.pay"
 UNPAID = [
     UNCHARGED,
@@ -198,11 +184,6 @@ STEP_MUTANTS = [
     Mutant("clients.dpsgd:ClippedSum._scale", "(self._clip *", "(2 * self._clip *"),
     Mutant("privacy.noise:NoiseStream.fresh", "random(KEY)", "bytes(KEY)"),
 ]
-LIMIT_MUTANTS = [
-    Mutant(STEPS, "if privacy.largest_batch is not None:", "if False:"),
-    Mutant(STEPS, "privacy.most_units or n_units", "n_units"),
-    Mutant(TERMS, "noise, privacy.sampling_rate, plan.local.steps, privacy.unit, *limits", "noise, 0.5, 12"),
-]
 OWNER_MUTANTS = [
     LESS_NOISE_IN_STEPS[0],
     Mutant("lm.data:unit_rule", 'if privacy.unit == "owner":', "if False:"),
@@ -216,17 +197,10 @@ def test_steps_have_the_noise_clip_rate_and_number_that_are_charged(
     Observed(tmp_path, monkeypatch, *settings, *DPSGD).check()
 
 
-def test_a_capped_batch_has_the_places_that_are_charged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Observed(tmp_path, monkeypatch, *CAPPED).check()
-
-
 @pytest.mark.parametrize(
     ("settings", "mutant"),
     [
         *(([*RECORD, *DPSGD], mutant) for mutant in STEP_MUTANTS),
-        *((CAPPED, mutant) for mutant in LIMIT_MUTANTS),
         *(([*OWNER, *DPSGD], mutant) for mutant in OWNER_MUTANTS),
     ],
     ids=lambda value: str(value) if isinstance(value, Mutant) else "",

@@ -125,6 +125,16 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["model.adapter.scheme=rolora", "server.optimizer=adam"], "server.optimizer", '"fedavg"'),
         (["model.adapter.scheme=lora", "local.optimizer=muon"], "local.optimizer", '= "adamw"'),
         (["local.momentum=0.9"], "local.momentum", '= "muon"'),
+        (["local.optimizer=sgd", "local.betas=[0.8, 0.9]"], "local.betas", '= "adamw"'),
+        (["local.optimizer=sgd", "local.optimizer_state=keep"], "local.optimizer_state", '= "adamw"'),
+        (
+            [
+                *("local.optimizer=sgd", "local.clip_norm=0"),
+                *("aggregation.compression={}", "aggregation.ring_bits=8"),
+            ],
+            "aggregation.compression.first_scale",
+            "local.clip_norm = 1.0",
+        ),
         (["model.adapter.base_precision=nf4"], "model.adapter.base_precision", 'scheme = "ffa-lora"'),
         (
             [

@@ -33,6 +33,8 @@ UNSOUND = [
     (SITE, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
     (RECORD, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
     (SITE, ["server.evaluation=''"], "server.evaluation is '': expected public records", '"none"'),
+    (RECORD, ["simulation.per_site=true"], "simulation.per_site is True: expected false", "or --per-site"),
+    (SITE, ["simulation.per_site=true"], "simulation.per_site is True: expected false", "or --per-site"),
     # What the accountant assumes of batches.
     (
         [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0"],
@@ -99,33 +101,6 @@ UNSOUND = [
     (OWNER, ["privacy.adaptive={}"], "privacy.adaptive", "remove privacy.adaptive"),
     (RECORD, ["privacy.records=2"], "privacy.records is 2", 'only valid with privacy.unit = "owner"; remove'),
     (SITE, ["privacy.records=2"], "privacy.records is 2", 'only valid with privacy.unit = "owner"; remove'),
-    # A largest batch.
-    (
-        RECORD,
-        ["privacy.largest_batch=5"],
-        "privacy.most_units: expected a value",
-        "a number that no site exceeds",
-    ),
-    (
-        OWNER,
-        ["privacy.most_units=5"],
-        "privacy.most_units is 5: expected no value",
-        "set privacy.largest_batch",
-    ),
-    (
-        RECORD,
-        ["privacy.largest_batch=50", "privacy.most_units=50"],
-        "privacy.largest_batch is 50: expected fewer than privacy.most_units, which is 50",
-        "remove privacy.largest_batch",
-    ),
-    (
-        OWNER,
-        ["privacy.largest_batch=5", "privacy.most_units=50", "privacy.accountant=rdp"],
-        "privacy.accountant is 'rdp': expected \"pld\" with privacy.largest_batch",
-        'accountant = "pld"',
-    ),
-    (SITE, ["privacy.largest_batch=5"], "privacy.largest_batch is 5", "remove privacy.largest_batch"),
-    (SITE, ["privacy.most_units=5"], "privacy.most_units is 5", "remove privacy.most_units"),
     # Who a record belongs to.
     (OWNER, ["data.owner=''"], "data.owner is '': expected the field that says who", 'such as "patient_id"'),
     (
@@ -166,8 +141,6 @@ UNSOUND = [
             "sampling_rate=0.1",
             "record=window",
             "windows=2",
-            "largest_batch=2",
-            "most_units=2",
             "records=2",
             "method=reference",
             "trusted_coordinator=true",
@@ -189,8 +162,6 @@ SOUND = {
     "record with the sampler that it assumes": [*RECORD, "local.sampler=poisson"],
     "record of windows": [*RECORD, "privacy.record=window"],
     "every record in every batch": [*RECORD, "privacy.sampling_rate=1.0"],
-    "record with a largest batch": [*RECORD, "privacy.largest_batch=5", "privacy.most_units=50"],
-    "owner with a largest batch": [*OWNER, "privacy.largest_batch=5", "privacy.most_units=50"],
     "owner": OWNER,
     "owner with one record each": [*OWNER, "privacy.records=1"],
     "owner of windows": [*OWNER, "privacy.record=window"],

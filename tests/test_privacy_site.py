@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +13,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.span import manifest_of
 from cloister.aggregation.sums import training_layout
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
-from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.dpsgd import ClippedSum, PrivateTrainer
 from cloister.clients.kept import Kept, Written, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.serve import reticent
 from cloister.clients.site import Site
 from cloister.clients.spending import Spending
 from cloister.lm.model import load_model
-from cloister.lm.train import Trainer
+from cloister.lm.train import LocalUpdate, Trainer
 from cloister.privacy.accounting import composed
+from cloister.privacy.events import to_json
 from cloister.privacy.ledger import Ledger
 from cloister.privacy.terms import terms_of
 from cloister.protocol.digest import vector_hash
@@ -55,6 +59,7 @@ from cloister.protocol.messages import (
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdapterSection
 from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.wire import encode
 from cloister.server.channel import Failure
 from cloister.tests.federation import (
     CENTRAL,
@@ -66,7 +71,9 @@ from cloister.tests.federation import (
     changed,
     tiny,
     whole,
+    write_records,
 )
+from cloister.tests.power import Power
 
 Federate = Callable[[list[str]], Federation]
 UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["record", "central", "skellam"])
@@ -81,7 +88,7 @@ def federate(tmp_path: Path) -> Federate:
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secure sum without its masks: a test can then look at the vector that goes into it."""
 
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, make: Any, _mask: Any) -> Any:
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
         pieces = make()
         return None, Written(manifest_of(pieces), pieces)
 
@@ -136,11 +143,54 @@ def test_a_contribution_has_no_room_for_tokens_losses_or_clipped_counts(
     federation = federate(settings)
     vector = whole(federation.joined().contribute(asked(federation)))
     layout = training_layout(federation.plan, federation.model.size)
-    assert layout.counters == ("weight",)
+    assert layout.names == ("weight",)
     assert vector.shape == (federation.model.size + layout.ring.limbs,)
     assert layout.ring.decode_counters(vector[federation.model.size :]) == [1]
     open_plan = tiny("aggregation.secure=false")
     assert training_layout(open_plan, federation.model.size).length > vector.size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["local.optimizer=muon", "local.proximal=0.1", "local.optimizer_state=keep"],
+        ["model.adapter.scheme=ffa-lora", "privacy.unit=owner", "data.owner=patient"],
+    ],
+    ids=["record", "muon", "owner"],
+)
+def test_a_contribution_is_a_function_of_the_noised_sums_and_of_what_is_public(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    """Two sets of records with the same noised sums: the same bytes leave, in each of two rounds. Only sums have the
+    noise, so nothing else of a record may get into the update, such as the training loss."""
+    people: dict[str, list[dict[str, str]]] = {
+        "few": [{"patient": "p0", "text": "a short note"}] * 5,
+        "many": [
+            {"patient": f"p{number % 7}", "text": f"patient {number} was seen. " * 3} for number in range(60)
+        ],
+    }
+    files = {name: tmp_path / f"{name}.jsonl" for name in people}
+    for name, records in people.items():
+        files[name].write_text("".join(json.dumps(record) + "\n" for record in records))
+    wide = [
+        "aggregation.bound=100.0",
+        f"simulation.source={files['many']}",
+    ]  # so that no value is cut to the bound
+    federation, left = Federation(tmp_path, tiny(*RECORD, *wide, *settings)), []
+    for name, data in files.items():
+        random = np.random.default_rng(7)
+
+        def noised(total: ClippedSum, *_: object, random: np.random.Generator = random) -> torch.Tensor:
+            return torch.from_numpy(random.normal(size=total.so_far().shape).astype(np.float32))
+
+        monkeypatch.setattr(ClippedSum, "release", noised)
+        own = {key: str(tmp_path / f"{key} of {name}") for key in ("state", "ledger")}
+        site = federation.joined(data=str(data), **own)
+        replies = [site.contribute(federation.request(number=number)) for number in (1, 2)]
+        left.append([b"".join(map(bytes, encode(reply))) for reply in replies])
+    assert left[0] == left[1]
+    assert left[0][0] != left[0][1], "the sums are in it"
 
 
 # Noise and charge of a second training.
@@ -160,6 +210,22 @@ def test_a_second_attempt_gets_the_same_vector_and_is_charged_once(
     assert np.array_equal(whole(again), vectors[0])
     (entry,) = federation.entries()
     assert (entry.charge.run, entry.charge.round) == (RUN, 1)
+
+
+@UNITS
+@pytest.mark.usefixtures("before_masks")
+def test_an_update_that_left_is_on_disk(
+    federate: Federate, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in clear: after a power cut the same vector leaves, without another training, noise and charge."""
+    federation = federate(settings)
+    site = federation.joined()
+    with Power(site.config.folder, monkeypatch) as power:
+        first = whole(site.contribute(asked(federation)))
+        power.cut()
+    again = federation.site(resident=Resident()).contribute(asked(federation, tries=2))
+    assert np.array_equal(whole(again), first)
+    assert len(federation.entries()) == 1
 
 
 @UNITS
@@ -190,7 +256,7 @@ def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     site = federation.joined()
     first = whole(site.contribute(federation.request()))
     other: dict[str, Any] = {"clip": 0.5} if change == "clip" else {"model": federation.model + 1}
-    with pytest.raises(StaleError, match=f"update of round 1 is '{change}': expected the same"):
+    with pytest.raises(StaleError, match="update of round 1 is 'instructions': expected the same"):
         site.contribute(federation.request(**other))
     assert np.array_equal(whole(site.contribute(federation.request())), first)
     assert len(federation.entries()) == 1
@@ -280,13 +346,14 @@ def test_nothing_leaves_when_the_ledger_cannot_be_written(
 # Budgets and policies.
 
 
-def greatest(federation: Federation, rounds: int) -> str:
-    """A policy that allows what some rounds cost, and everything else."""
+def greatest(federation: Federation, rounds: int, delta: float | None = None, room: float = 1.0001) -> str:
+    """A policy that allows what some rounds cost at a delta, by default the plan's, and everything else."""
     terms = terms_of(federation.plan, federation.model.size)
     assert terms is not None
+    delta = delta or terms.delta
     return (
-        f"greatest_epsilon = {terms.epsilon(rounds) * 1.0001}\n"
-        f"greatest_delta = {terms.delta}\n"
+        f"greatest_epsilon = {composed([to_json(terms.events(rounds))], delta) * room}\n"
+        f"greatest_delta = {delta}\n"
         "secure_required = false\ntrusted_coordinator = true\nleast_cohort = 1\n"
     )
 
@@ -306,6 +373,21 @@ def test_the_sites_own_budget_stops_it_whatever_is_asked(federate: Federate, set
     # Without a policy it would have gone on.
     federation.site().contribute(asked(federation, number=3))
     assert len(federation.entries()) == 4
+
+
+@UNITS
+@pytest.mark.usefixtures("before_masks")
+def test_the_sites_limit_holds_at_the_delta_of_its_policy(federate: Federate, settings: list[str]) -> None:
+    """It is larger than the plan's, at which the same rounds have a larger epsilon."""
+    federation = federate(settings)
+    with pytest.raises(PolicyError, match="epsilon of the site's data after the run"):
+        federation.joined(policy=greatest(federation, 3, 0.05, room=0.999))
+    site = federation.joined(policy=greatest(federation, 3, 0.05))
+    for number in (1, 2, 3):
+        site.contribute(asked(federation, number=number))
+    update_path(site.config.folder, 3).unlink()
+    with pytest.raises(BudgetError, match="at most the budget of"):
+        site.contribute(asked(federation, number=3))
 
 
 def test_what_other_runs_have_spent_counts_and_does_not_travel(federate: Federate) -> None:
@@ -508,7 +590,7 @@ def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federat
     federation = federate(CENTRAL)
     vector = whole(federation.joined().contribute(federation.request(clip=clip)))
     layout = training_layout(federation.plan, federation.model.size)
-    assert float(np.linalg.norm(layout.open(vector).mean.astype(np.float64))) <= 1.001
+    assert float(np.linalg.norm(layout.open(vector, 1).mean.astype(np.float64))) <= 1.001
 
 
 def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: Federate) -> None:
@@ -607,6 +689,33 @@ def test_training_that_fails_is_charged_and_its_reason_stays(
     else:
         assert reply == Failure("site-000", "StorageError: the reason is in the site's own log")
     assert len(federation.entries()) == 1
+
+
+@pytest.mark.parametrize("why", ["no records", "not finite"])
+def test_a_site_without_an_update_sends_zeros_in_the_count_too(
+    why: str, federate: Federate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The neighbour that the charge is for: what it sends differs by r in the count from what others send, not 2 r."""
+    federation = federate([*CENTRAL, "privacy.adaptive={count_noise=2.0}"])
+    site = federation.joined(
+        data=str(write_records(tmp_path / "none.jsonl", 0 if why == "no records" else 9))
+    )
+    if why == "not finite":
+        right = Trainer.train
+
+        def overflow(*given: Any, **how: Any) -> LocalUpdate:
+            update = right(*given, **how)
+            update.vector[3] = math.inf
+            return update
+
+        monkeypatch.setattr(Trainer, "train", overflow)
+    layout = training_layout(federation.plan, federation.model.size)
+    opened = layout.open(whole(site.contribute(federation.request())).copy(), 1)
+    assert (opened.mean.size, opened.counters) == (federation.model.size + 1, {WEIGHT: 1})
+    assert not opened.mean.any()  # in this plan the coordinator adds the noise
+    monkeypatch.undo()
+    other = federation.joined(1)
+    assert layout.open(whole(other.contribute(federation.request())).copy(), 1).mean[-1]
 
 
 # What a policy needs of a site's configuration.

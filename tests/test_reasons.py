@@ -63,7 +63,7 @@ LAYOUT = Layout.of([("weights", torch.nn.Parameter(torch.zeros(5)))])
 MASKED, CLEAR = tiny(), tiny("aggregation.secure=false")
 MODEL = np.zeros(5, np.float32)
 DIGEST, SIGNATURE = bytes(32), bytes(64)
-SUM = SumId(EVIL, DIGEST, TRAIN, 1, 1)
+SUM = SumId(EVIL, DIGEST, TRAIN, 1)
 
 EVERY_KIND: dict[type[Any], Reply] = {
     Joined: Joined(EVIL, SIGNATURE),
@@ -144,7 +144,7 @@ class Sites:
         """The vector of each site: an update of zeros, learned from one token."""
         layout = training_layout(self.plan, LAYOUT.size)
         values, _ = layout.encode(MODEL, 1, 0)
-        return np.concatenate([values, layout.tail(dict.fromkeys(layout.counters, 1))])
+        return np.concatenate([values, layout.tail(dict.fromkeys(layout.names, 1))])
 
     def garble(self, site: str, step: str, frames: list[Buffer]) -> list[Buffer]:
         if (site, step) != (BAD, self.step):

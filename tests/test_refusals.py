@@ -229,6 +229,21 @@ def test_a_folder_whose_plan_cannot_be_written_is_taken_away(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_losses_of_each_site_are_refused_under_a_privacy_unit(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would stand beside the epsilon, exact and uncharged: for a new run, and for one that is resumed."""
+    monkeypatch.setattr(federation, "simulate", lambda *_, **__: pytest.fail("a run was begun"))
+    private = parse("", CENTRAL)
+    run = tmp_path / "run"
+    refused = "simulation.per_site is True: expected false with a privacy unit"
+    arguments = ("simulate", str(small_plan), *set_options(CENTRAL), "--out", str(run))
+    assert refused in lone_refusal(capsys, *arguments, "--per-site")
+    assert not run.exists()
+    RunFolder.create(run, private).close()
+    assert refused in lone_refusal(capsys, "resume", str(run), "--per-site")
+
+
 # what is printed when a run stops
 
 

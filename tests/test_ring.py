@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.aggregation.average import PlainSum, SumLayout
+from cloister.aggregation.average import Counter, PlainSum, SumLayout
 from cloister.aggregation.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
 
@@ -142,7 +142,9 @@ def test_counters_out_of_range_are_refused(bad: int) -> None:
 def test_weighted_mean_agrees_with_float64(bits: Bits, weights: list[int], seed: int) -> None:
     random = rng(seed)
     ring = Ring(bits, 0.5, len(weights))
-    layout = SumLayout(ring, 40, ("weight", "clipped", "seen"), heaviest=4096)
+    layout = SumLayout(
+        ring, 40, (Counter("weight", 4096, 1), Counter("clipped", 40), Counter("seen", 3)), heaviest=4096
+    )
     values = random.uniform(-0.5, 0.5, (len(weights), 40)).astype(np.float32)
     total = PlainSum(layout)
     for row, weight in zip(values, weights, strict=True):
@@ -155,7 +157,7 @@ def test_weighted_mean_agrees_with_float64(bits: Bits, weights: list[int], seed:
 
 
 def test_contributions_that_do_not_fit_are_refused_and_change_nothing() -> None:
-    layout = SumLayout(Ring(32, 1.0, 2), 3, ("weight",), heaviest=10)
+    layout = SumLayout(Ring(32, 1.0, 2), 3, (Counter("weight", 10, 1),), heaviest=10)
     total = PlainSum(layout)
     good = contribution(layout, np.ones(3, np.float32), 10)
     total.add([(0, good)])
@@ -176,7 +178,7 @@ def test_contributions_that_do_not_fit_are_refused_and_change_nothing() -> None:
 
 def test_an_empty_sum_is_refused() -> None:
     with pytest.raises(UpdateError, match="at least one contribution"):
-        PlainSum(SumLayout(Ring(32, 1.0, 2), 3, ("weight",))).open()
+        PlainSum(SumLayout(Ring(32, 1.0, 2), 3, (Counter("weight", 1, 1),))).open()
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32])

@@ -190,7 +190,7 @@ def test_the_site_as_the_unit(site: Path) -> None:
     assert report.epsilon == pytest.approx(terms.epsilon(2), rel=1e-12)
     assert verdict(report).holds
     assert "everything that one site holds" in verdict(report).sentence
-    assert "replacement of one site's updates by zeros" in verdict(report).sentence
+    assert "adding or removing all records of one site, which sends zeros" in verdict(report).sentence
     assert report.sampling_rate is None
     assert "Skellam" in report.mechanism
     assert "Skellam" in report.accountant

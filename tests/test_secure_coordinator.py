@@ -325,7 +325,7 @@ def commits_to_another_seed(kind: type[SecureCoordinator]) -> masks.Ring:
     inboxes = parties.share(peers, others)
     site, vector = parties.sites[liar], parties.vectors[liar].copy()
     site.receive(inboxes[liar])
-    seeds = site.take_seeds(model=MODEL)
+    seeds = site.take_seeds(instructions=MODEL)
     masks.apply(vector, (other_seed, *seeds.add[1:]), seeds.subtract)
     parties.coordinator.fold(site.masked(vector_hash(vector)), [(0, vector)])
     parties.reveal(parties.confirm(parties.upload(inboxes, others)))

@@ -49,6 +49,7 @@ from cloister.protocol.errors import (
     TooFewSitesError,
 )
 from cloister.protocol.messages import (
+    NOTHING_CARRIED,
     TRAIN,
     Advertise,
     Begin,
@@ -99,8 +100,8 @@ def test_steps_out_of_order_are_refused() -> None:
     for call in (
         lambda: site.share(peers),
         lambda: site.receive(Inbox(bytes(32), (), (), ())),
-        lambda: site.mask(np.zeros(LENGTH, np.uint32), model=MODEL),
-        lambda: site.take_seeds(model=MODEL),
+        lambda: site.mask(np.zeros(LENGTH, np.uint32), instructions=MODEL),
+        lambda: site.take_seeds(instructions=MODEL),
         lambda: site.masked(bytes(32)),
         lambda: site.confirm(Survivors(bytes(32), ())),
     ):
@@ -169,10 +170,10 @@ def test_any_shard_layout_gives_the_same_upload(cuts: list[int], bits: Any, orde
     bounds = [0, *sorted(cuts), 5000]
     shards = [(start, vector[start:end]) for start, end in itertools.pairwise(bounds)]
     order.shuffle(shards)
-    seeds = site.take_seeds(model=MODEL) if ranks else None
+    seeds = site.take_seeds(instructions=MODEL) if ranks else None
     for start, shard in shards:
         if seeds is None:
-            site.mask(shard, model=MODEL, offset=start)
+            site.mask(shard, instructions=MODEL, offset=start)
         else:
             masks.apply(shard, seeds.add, seeds.subtract, offset=start)
     site.masked(bytes(32))
@@ -188,32 +189,32 @@ def test_an_element_is_masked_once() -> None:
     others: list[Any] = [vector.astype(np.uint16), vector.astype(np.int32), vector.reshape(1, -1)]
     for other in others:
         with pytest.raises(MaskError, match="uint32"):
-            site.mask(other, model=MODEL)
+            site.mask(other, instructions=MODEL)
     doubled = np.zeros(2 * LENGTH, np.uint32)
     with pytest.raises(MaskError, match="strided"):
-        site.mask(doubled[::2], model=MODEL)
+        site.mask(doubled[::2], instructions=MODEL)
     with pytest.raises(MaskError, match="offset"):
-        site.mask(vector[:1], model=MODEL, offset=-1)
+        site.mask(vector[:1], instructions=MODEL, offset=-1)
     with pytest.raises(StepError, match="all 37 elements"):
         site.masked(bytes(32))
-    site.mask(vector[10:20], model=MODEL, offset=10)
-    site.mask(vector[:0], model=MODEL, offset=15)  # a rank without elements
+    site.mask(vector[10:20], instructions=MODEL, offset=10)
+    site.mask(vector[:0], instructions=MODEL, offset=15)  # a rank without elements
     for start, end in ((0, 11), (19, 30), (10, 20), (12, 13), (0, LENGTH)):
         with pytest.raises(MaskError, match="not masked before"):
-            site.mask(vector[start:end], model=MODEL, offset=start)
+            site.mask(vector[start:end], instructions=MODEL, offset=start)
     with pytest.raises(MaskError, match="part of"):
-        site.mask(vector, model=MODEL, offset=1)
+        site.mask(vector, instructions=MODEL, offset=1)
     with pytest.raises(StepError, match="not both"):
-        site.take_seeds(model=MODEL)
-    with pytest.raises(StaleError, match="model"):
-        site.mask(vector[:10], model=bytes(32))
-    site.mask(vector[20:], model=MODEL, offset=20)
-    site.mask(vector[:10], model=MODEL)
+        site.take_seeds(instructions=MODEL)
+    with pytest.raises(StaleError, match="instructions"):
+        site.mask(vector[:10], instructions=bytes(32))
+    site.mask(vector[20:], instructions=MODEL, offset=20)
+    site.mask(vector[:10], instructions=MODEL)
     site.masked(bytes(32))
     with pytest.raises(StepError):
         site.masked(b"1" * 32)
     with pytest.raises(StepError):
-        site.mask(vector[:0], model=MODEL)
+        site.mask(vector[:0], instructions=MODEL)
 
 
 def test_a_vector_that_was_not_masked_to_the_end_is_never_signed() -> None:
@@ -224,11 +225,11 @@ def test_a_vector_that_was_not_masked_to_the_end_is_never_signed() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(RuntimeError):
-        site.mask(vector, model=MODEL, threads=2, pool=pool)
+        site.mask(vector, instructions=MODEL, threads=2, pool=pool)
     with pytest.raises(StepError, match="to be masked first"):
         site.masked(bytes(32))
     with pytest.raises(MaskError, match="not masked before"):
-        site.mask(vector, model=MODEL)
+        site.mask(vector, instructions=MODEL)
 
 
 def test_seeds_are_given_once() -> None:
@@ -236,11 +237,11 @@ def test_seeds_are_given_once() -> None:
     inboxes = parties.share(parties.advertise())
     site = parties.sites["site-000"]
     site.receive(inboxes["site-000"])
-    site.take_seeds(model=MODEL)
+    site.take_seeds(instructions=MODEL)
     with pytest.raises(StepError):
-        site.take_seeds(model=MODEL)
+        site.take_seeds(instructions=MODEL)
     with pytest.raises(StepError):
-        site.mask(np.zeros(LENGTH, np.uint32), model=MODEL)
+        site.mask(np.zeros(LENGTH, np.uint32), instructions=MODEL)
 
 
 def test_seeds_are_not_shown_in_logs() -> None:
@@ -256,7 +257,10 @@ def test_a_site_whose_neighbours_are_gone_shares_nothing() -> None:
     name, attempt = parties.names[0], parties.coordinator.attempt
     own = parties.sites[name].advertise(parties.coordinator.begin)
     key = keys.public_key(bytes(32))
-    everything = [own, *(Advertise(own.context, other, key, key) for other in parties.names[1:])]
+    everything = [
+        own,
+        *(Advertise(own.context, other, key, key, NOTHING_CARRIED) for other in parties.names[1:]),
+    ]
     gone = attempt.parameters.k - attempt.parameters.threshold
     for more, reply in ((1, None), (0, attempt.parameters.threshold)):
         absent = attempt.graph.neighbours(name)[: gone + more]
@@ -606,7 +610,7 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
     """The victim is given a model of the coordinator's choice, and is summed with all the others."""
     parties = Parties(4, site=kind)
     begin = parties.coordinator.begin
-    victim, other = parties.sites["site-000"], dataclasses.replace(begin, model=b"x" * 32)
+    victim, other = parties.sites["site-000"], dataclasses.replace(begin, instructions=b"x" * 32)
     messages = [site.advertise(other if site is victim else begin) for site in parties.sites.values()]
     ctx = messages[1].context
     peers = Peers(ctx, tuple(messages))
@@ -619,7 +623,7 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
         hashes = tuple((sender, bytes(32), bytes(32)) for sender in others)  # no share is needed for this
         site.receive(Inbox(ctx, parties.names, inbox, hashes))
         vector = parties.vectors[name].copy()
-        site.mask(vector, model=other.model if site is victim else MODEL)
+        site.mask(vector, instructions=other.instructions if site is victim else MODEL)
         total += vector
     masks.apply(total, (), [parties.self_seed(name) for name in parties.names])
     np.testing.assert_array_equal(total, parties.plain_sum())
@@ -628,7 +632,7 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
 class IgnoresTheModel(SecureSite):
     def _attempt(self, begin: Begin) -> Attempt:
         attempt = super()._attempt(begin)
-        any_model, cohort = dataclasses.replace(begin, model=b""), attempt.graph.sites
+        any_model, cohort = dataclasses.replace(begin, instructions=b""), attempt.graph.sites
         attempt.context = context(self.contract, any_model, cohort, attempt.parameters)
         return attempt
 
@@ -941,13 +945,13 @@ def test_the_statement_and_the_list_bind_the_keys_and_the_sharers() -> None:
         peers, site = parties.advertise(), parties.sites["site-000"]
         if other_keys:
             key = keys.public_key(bytes(32))
-            second = signed(Advertise(peers.context, "site-005", key, key))
+            second = signed(Advertise(peers.context, "site-005", key, key, NOTHING_CARRIED))
             peers = dataclasses.replace(peers, advertised=(*peers.advertised[:-1], second))
         site.share(peers)
         others = parties.names[1:sharers]
         sealed, hashes = (tuple((name, *rest) for name in others) for rest in ((b"",), (bytes(32),) * 2))
         site.receive(Inbox(peers.context, parties.names[:sharers], sealed, hashes))
-        site.take_seeds(model=MODEL)
+        site.take_seeds(instructions=MODEL)
         statement = site.masked(bytes(32))
         listed = site.confirm(Survivors(peers.context, parties.names[:4]))
         signatures |= {statement.sharers, listed.survivors}

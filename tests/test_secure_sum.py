@@ -361,7 +361,7 @@ def test_every_message_survives_the_wire_and_nothing_else_does() -> None:
                 from_bytes(type(message), data[:cut])
     for field, value in (
         ("attempt", "1"),
-        ("model", "m"),
+        ("instructions", "m"),
         ("round", ()),
     ):
         wrong: dict[str, Any] = {field: value}
@@ -395,7 +395,9 @@ def test_the_context_holds_all_that_a_contract_says(change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "change", [{"round": 2}, {"attempt": 2}, {"model": bytes(32)}], ids=lambda change: next(iter(change))
+    "change",
+    [{"round": 2}, {"attempt": 2}, {"instructions": bytes(32)}],
+    ids=lambda change: next(iter(change)),
 )
 def test_the_context_holds_all_that_begins_an_attempt(change: dict[str, Any]) -> None:
     parties = Parties(8)

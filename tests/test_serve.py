@@ -41,6 +41,7 @@ from cloister.protocol.messages import (
     Contribution,
     Failed,
     Inbox,
+    Instructions,
     Join,
     Joined,
     Refused,
@@ -60,7 +61,7 @@ from cloister.simulations.process import identify
 from cloister.tests.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
 SECRET = "patient 7 was seen in /data/ward-3"
-SUM = SumId(RUN, bytes(32), TRAIN, 1, 1)
+SUM = SumId(RUN, bytes(32), TRAIN, 1)
 REQUEST = Agree(SUM, Survivors(bytes(32), ("site-0", "site-1")))
 
 
@@ -315,7 +316,7 @@ def inbox(node: int) -> Inbox:
 
 
 def ask_of(node: int) -> Contribute:
-    return Contribute(SUM, bytes(32), 0.5, inbox(node), MODEL)
+    return Contribute(Instructions(SUM, bytes(32), 0.5), 1, inbox(node), MODEL)
 
 
 def ask(grid: Grid) -> dict[int, Reply | Failure]:
@@ -467,7 +468,7 @@ def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
             return [*replies, *replies]
 
     grid = Twice({node: Echo(f"site-{node}") for node in (1, 2)})
-    request = Contribute(SUM, bytes(32), 0.5, None, MODEL)
+    request = Contribute(Instructions(SUM, bytes(32), 0.5), 1, None, MODEL)
     answers = list(GridChannel(grid).ask({1: request, 2: request}, 60, group="1"))
     assert [node for node, _ in answers] == [1, 2]
 

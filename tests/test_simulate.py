@@ -33,7 +33,7 @@ from cloister.tests.command import found, ran, refusal
 def tokens_of_update(path: Path, layout: SumLayout) -> int:
     """What a site has counted itself, in the tail of the vector that it keeps."""
     vector = np.fromfile(path, layout.ring.dtype)
-    return layout.ring.decode_counters(vector[layout.size :])[layout.counters.index(TOKENS)]
+    return layout.ring.decode_counters(vector[layout.size :])[layout.names.index(TOKENS)]
 
 
 def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.clients import attempt_files
 from cloister.clients.config import read_config
 from cloister.clients.kept import Kept, update_path
 from cloister.clients.resident import Resident
@@ -25,8 +26,9 @@ from cloister.clients.work import Here
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.digest import basis, vector_hash
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import (
+    AnsweredError,
     MemberError,
     PinnedError,
     PlanError,
@@ -56,6 +58,7 @@ from cloister.protocol.messages import (
     Request,
     Reveal,
     Shares,
+    Step,
     Told,
 )
 from cloister.protocol.plan import Plan
@@ -90,7 +93,7 @@ class Attack:
         attempt: The attempt.
         clip: The clipping norm that sites are told, if the unit of privacy is the site.
         purpose: What is summed.
-        control: Hash of c, with `local.control_variates`.
+        number: The round.
         config: Of the sites.
     """
 
@@ -100,22 +103,24 @@ class Attack:
         attempt: int = 1,
         clip: float = 0.0,
         purpose: Purpose = TRAIN,
-        control: bytes = b"",
+        number: int = 1,
         **config: Any,
     ) -> None:
-        self.federation, self.purpose, plan = federation, purpose, federation.plan
+        self.federation, self.purpose, self.number = federation, purpose, number
+        plan = federation.plan
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
-        steps, scales = (federation.steps(), federation.scales()) if purpose == TRAIN else ((), b"")
-        model = basis(vector_hash(federation.model), clip, steps, scales, control)
-        self.coordinator = SecureCoordinator(contract, 1, attempt, model)
+        digest = instructions_digest(federation.told(purpose=purpose, clip=clip, number=number))
+        self.coordinator = SecureCoordinator(contract, number, attempt, digest)
 
     def agree(self, site: Site, told: Told, **about: Any) -> Reply:
-        return site.agree(Agree(self.federation.sum_id(purpose=self.purpose, **about), told))
+        about = {"purpose": self.purpose, "number": self.number, **about}
+        return site.agree(Agree(self.federation.sum_id(**about), told))
 
     def contribute(self, site: Site, inbox: Inbox, **about: Any) -> Contribution:
-        return site.contribute(self.federation.request(inbox=inbox, purpose=self.purpose, **about))
+        about = {"purpose": self.purpose, "number": self.number, **about}
+        return site.contribute(self.federation.request(inbox=inbox, **about))
 
     def deal(self) -> dict[str, Inbox]:
         """The honest steps until each site's shares are there."""
@@ -170,7 +175,7 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federatio
             site.contribute(federation.request(purpose=purpose))
     # Without the guard the same message opens the site's own update.
     vector = whole(without_guard(federation).contribute(federation.request(plan=clear)))
-    assert np.abs(training_layout(clear, federation.layout.size).open(vector).mean).max() > 0
+    assert np.abs(training_layout(clear, federation.layout.size).open(vector, 1).mean).max() > 0
 
 
 def test_a_site_whose_people_end_sums_in_clear_gives_nothing_in_clear_from_then_on(
@@ -332,11 +337,13 @@ def test_the_cohort_is_the_draw_whoever_is_there(federation: Federation) -> None
     """A coordinator that begins with fewer sites gets the n, A and t of the draw all the same."""
     contract = Attack(federation).coordinator.contract
     three = dataclasses.replace(contract, roster=Roster.of(federation.roster.cards[:3]))
-    offered = SecureCoordinator(three, 1, 1, basis(vector_hash(federation.model), 0.0))
+    offered = SecureCoordinator(three, 1, 1, instructions_digest(federation.told()))
     site = federation.joined()
     reply = site.agree(Agree(federation.sum_id(), offered.begin))
     assert isinstance(reply, Advertise)
-    with pytest.raises(StaleError, match="the same run, round, attempt, roster, plan, model and cohort"):
+    with pytest.raises(
+        StaleError, match="the same run, round, attempt, roster, plan, instructions and cohort"
+    ):
         offered.advertised(reply)
     assert reply.context == Attack(federation).coordinator.attempt.context
 
@@ -361,12 +368,8 @@ def test_a_round_has_one_update(tmp_path: Path, settings: list[str], what: str) 
     paid = len(federation.entries())
     # A later attempt has it, too, and the site has made its update.
     again = Attack(federation, attempt=2, clip=other.get("clip", clip))
-    again.coordinator = SecureCoordinator(
-        again.coordinator.contract,
-        1,
-        2,
-        basis(vector_hash(other.get("model", federation.model)), other.get("clip", clip)),
-    )
+    told = federation.told(**{"clip": clip, **other})
+    again.coordinator = SecureCoordinator(again.coordinator.contract, 1, 2, instructions_digest(told))
     later = again.deal()
     with pytest.raises((StaleError, UpdateError)):
         again.contribute(site, later[site.name], **other)
@@ -502,6 +505,53 @@ def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: F
     again = Attack(federation, attempt=2)
     with pytest.raises(SecureSumError, match="the difference of two sums would reveal updates"):
         again.carry_through(left_out=(federation.names[3],))
+
+
+class Damage(Attack):
+    """It damages a slot of each site's marks, the newest or the other, as soon as the site has answered a step."""
+
+    def __init__(
+        self, federation: Federation, attempt: int, number: int, step: Step, *, newest: bool
+    ) -> None:
+        super().__init__(federation, attempt, number=number)
+        self.step, self.newest = step, newest
+
+    def agree(self, site: Site, told: Told, **about: Any) -> Reply:
+        answer = super().agree(site, told, **about)
+        self._damage(site, told.STEP)
+        return answer
+
+    def contribute(self, site: Site, inbox: Inbox, **about: Any) -> Contribution:
+        contribution = super().contribute(site, inbox, **about)
+        self._damage(site, Step.UPDATE)
+        return contribution
+
+    def _damage(self, site: Site, step: Step) -> None:
+        if step is self.step:
+            (file,) = site.config.folder.glob(f"secure/{TRAIN}/*/marks")
+            slots = [bytearray(part) for part in (file.read_bytes()[:4096], file.read_bytes()[4096:])]
+            found = [attempt_files._marks_in(RUN, bytes(slot)) for slot in slots]
+            order = sorted((marks.writes, place) for place, marks in enumerate(found) if marks is not None)
+            slots[order[-1 if self.newest else 0][1]][9] ^= 1
+            file.write_bytes(b"".join(slots))
+
+
+@pytest.mark.usefixtures("unsynced")
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_site_with_a_damaged_slot_answers_for_one_list_of_survivors(tmp_path: Path, newest: bool) -> None:
+    """Damaged after each step of the attempt that it answers, or of the next one: each time in another round."""
+    before = [(1, step) for step in Step] + [(2, Step.ADVERTISE), (2, Step.SHARE), (2, Step.UPDATE)]
+    federation = Federation(tmp_path, tiny(f"run.rounds={len(before)}"))
+    for number, (attempt, step) in enumerate(before, 1):
+        first, second = (
+            Damage(federation, each, number, step, newest=newest)
+            if each == attempt
+            else Attack(federation, each, number=number)
+            for each in (1, 2)
+        )
+        first.carry_through(left_out=())
+        with pytest.raises(AnsweredError, match="the difference of two sums would reveal updates"):
+            second.carry_through(left_out=(federation.names[3],))
 
 
 @pytest.mark.parametrize(("quorum", "refused"), [(1.0, True), (0.75, False)])

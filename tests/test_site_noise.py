@@ -26,6 +26,7 @@ from cloister.aggregation.sums import training_layout
 from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy import site_noise
 from cloister.privacy.accounting import spent
+from cloister.privacy.clip import rounded_l2
 from cloister.privacy.events import Gaussian, Skellam
 from cloister.privacy.noise import LARGEST_VARIANCE, NoiseStream
 from cloister.privacy.site_noise import SiteMechanism, central, distributed, noised_with, skellam_for
@@ -33,6 +34,8 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import AccountingError, PlanError, UpdateError
 from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection, Plan
 from cloister.protocol.soundness import parse
+from cloister.tests.mutants import DECODE, ENCODE, TAIL, Mutant
+from cloister.tests.repeats import repeats
 
 WRONG = 1e-9
 SITE = ["aggregation.weighting=uniform", "server.evaluation=none", "privacy.unit=site", "cohort.sites=8"]
@@ -206,11 +209,21 @@ def test_the_noise_of_sites_is_independent_and_of_one_release_never_used_again()
     for left, right in ((0, 1), (0, 2), (1, 2)):
         assert abs(float(np.corrcoef(noise[left], noise[right])[0, 1])) < bound
         assert np.count_nonzero(noise[left] == noise[right]) < federation.size / 100
-    # Within one vector, too.
-    assert abs(float(np.corrcoef(noise[0][:-1], noise[0][1:])[0, 1])) < 1.01 * bound
     same = federation.summed([federation.vector(zeros(federation.size), who="a")])
     assert np.array_equal(same, noise[0])  # one stream gives one noise: its owner must take a new one
     assert abs(float(np.corrcoef(same, noise[0])[0, 1])) > bound
+
+
+def test_no_part_of_a_vector_has_the_noise_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector longer than what is drawn at a time."""
+    federation = Federation(SITE, size=2**18 + 2**16)
+
+    def sent() -> npt.NDArray[np.int32]:
+        return federation.vector(zeros(federation.size))[: federation.size].view(np.int32)
+
+    assert repeats(sent(), WRONG) is None
+    Mutant(ENCODE, "self.variance, offset + begin", "self.variance, offset").plant(monkeypatch)
+    assert repeats(sent(), WRONG) == 2**18
 
 
 def test_rounding_and_noise_come_from_different_streams() -> None:
@@ -231,23 +244,6 @@ def test_a_trusted_coordinator_gets_no_noise_from_sites() -> None:
     federation = Federation(SITE, "privacy.trusted_coordinator=true", size=50)
     noise = federation.summed([federation.vector(zeros(50), who=str(number)) for number in range(8)])
     assert not noise.any()
-
-
-def test_the_count_is_under_noise_of_its_own() -> None:
-    """Adaptive clipping: one coordinate, so many releases of it."""
-    federation = Federation(
-        SITE, ADAPTIVE, "cohort.sites=8", "cohort.quorum=1.0", "aggregation.colluders=0.0", size=3
-    )
-    mechanism, step = federation.mechanism, federation.mechanism.count_step
-    counts = []
-    for number in range(500):
-        sent = [federation.vector(zeros(3), who=f"{number}/{site}") for site in range(8)]
-        counts.append(federation.summed(sent)[-1] * mechanism.scale / (2 * step))
-    # Eight sites that were not clipped, +1/2 each, under the noise that the plan asks for.
-    assert_deviation(np.array(counts) - 4, mechanism.count_deviation)
-    assert mechanism.count_deviation == pytest.approx(2.0, rel=1e-3)
-    with pytest.raises(AssertionError, match="deviation"):
-        assert_deviation(np.array(counts) - 4, mechanism.count_deviation * 2)
 
 
 # The sensitivity.
@@ -275,10 +271,11 @@ UPDATES = hnp.arrays(
 def test_one_site_changes_the_sum_by_no_more_than_was_charged(
     update: Floats, clip: float, bits: int, central: bool, adaptive: bool, coins: int
 ) -> None:
-    """Neighbours: its vector is replaced by zeros, so what it changes is its vector."""
+    """Neighbours: the site without records, as its code sends an update that is not finite."""
     changes = [f"aggregation.ring_bits={bits}", f"privacy.trusted_coordinator={str(central).lower()}"]
     federation = Federation(SITE, *changes, *([ADAPTIVE] if adaptive else []), size=update.size)
-    steps = federation.steps(update, clip, f"coins-{coins}")
+    without = federation.steps(np.full(update.size, math.nan, np.float32), clip, f"coins-{coins}")
+    steps = federation.steps(update, clip, f"coins-{coins}") - without
     values, count = steps[: update.size], steps[update.size :]
     l2 = math.sqrt(int((values**2).sum()))
     (event,) = federation.terms.round_events
@@ -320,10 +317,13 @@ def test_without_the_clip_one_site_would_change_it_by_more(monkeypatch: pytest.M
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_leaves_as_zeros(bad: float) -> None:
     """An error would reveal facts about this one site's update, without noise."""
-    federation = Federation(SITE, size=5)
+    federation = Federation(SITE, ADAPTIVE, size=5)
     update = zeros(5)
     update[3] = bad
-    assert np.array_equal(federation.vector(update), federation.vector(zeros(5)))
+    nothing = federation.vector(np.full(5, math.nan))
+    assert np.array_equal(federation.vector(update), nothing)  # as a site without records
+    assert not federation.steps(update).any()  # in the count neither
+    assert np.array_equal(nothing[:5], federation.vector(zeros(5))[:5])  # its noise is there
 
 
 @pytest.mark.parametrize("longest", [3.4e38, 1e-45, 1.0])
@@ -401,6 +401,43 @@ def test_a_trusted_coordinator_adds_z_clipping_norms_to_the_sum(
         planted = dataclasses.replace(federation.mechanism, deviation=federation.mechanism.deviation * wrong)
         with pytest.raises(AssertionError, match="deviation"):
             assert_deviation(federation.released(vectors, clip, mechanism=planted)[0], z * clip / sites)
+
+
+def most_apart(sums: npt.NDArray[np.float64], change: float, sites: int) -> float:
+    """The one of `sums` whose mean over the sites is rounded to float32 most unlike that of the sum with a change."""
+    with_it, without = (
+        (each / sites).astype(np.float32).astype(np.float64) for each in (sums + change, sums)
+    )
+    return float(sums[np.argmax(with_it - without)])
+
+
+def test_a_trusted_coordinators_noise_has_room_for_a_mean_in_float32() -> None:
+    """Of a thousand sites, whose others are such that both worlds' means are rounded apart."""
+    n, z, sigma = 1000, 1.5, 0.9
+    crowd = [f"cohort.sites={n}", "aggregation.secure=false", f"privacy.adaptive={{count_noise={sigma}}}"]
+    federation = Federation(CENTRAL, *crowd, size=1)
+    mechanism = federation.mechanism
+
+    def apart(others: list[RingVector]) -> npt.NDArray[np.float64]:
+        """What a site with an update of the length C changes the decoded sum by: update and count."""
+        (one, _), (other, _) = (
+            federation.opened([*others, federation.vector(np.array([update]))]) for update in (1.0, math.nan)
+        )
+        return (one.astype(np.float64) - other) * n
+
+    steps = np.arange(0, mechanism.scale, 2**10) / mechanism.scale
+    update = most_apart((n - 1) * steps, 1.0, n) / (n - 1)
+    shift, _ = apart([federation.vector(np.array([update]))] * (n - 1))
+    assert shift > rounded_l2(mechanism.scale, 1) / mechanism.scale
+    assert shift * noised_with(z, sigma) <= mechanism.deviation
+    within, clipped = (federation.vector(np.array([update])) for update in (0.0, 2.0))
+    more = int(
+        most_apart(np.arange(1.0 - n, n, 2), 1.0, n)
+    )  # those that are within C, less those that are clipped
+    _, count = apart([within] * ((n - 1 + more) // 2) + [clipped] * ((n - 1 - more) // 2))
+    term = mechanism.count_step / mechanism.scale
+    assert count > term
+    assert count / term * sigma <= mechanism.count_deviation
 
 
 def test_the_coordinator_adds_nothing_where_the_sites_have() -> None:
@@ -491,19 +528,53 @@ def test_the_clipping_norm_moves_as_the_paper_says(
     assert update[0] == pytest.approx(0.5 * clip, rel=1e-6)
 
 
+def moved(base: list[str], rounds: int) -> tuple[Federation, Floats, npt.NDArray[np.float64]]:
+    """What rounds release of eight sites with updates of zeros: updates (rounds, 2), and counts (rounds,) as a fraction
+    of the sites, less what they would be without noise."""
+    federation = Federation(base, "privacy.adaptive={count_noise=0.9,learning_rate=0.2}", size=2)
+    updates, clips = [], []
+    for number in range(rounds):
+        vectors = federation.vectors(zeros(2, 8), what=f"count/{number}")
+        update, clip = federation.released(vectors, what=str(number))
+        updates.append(update)
+        clips.append(clip)
+    return federation, np.array(updates), np.log(clips) / -0.2 - (1 - 0.5)
+
+
+def assert_of_its_own(count: npt.NDArray[np.float64], updates: Floats) -> None:
+    """Check that the noise on the count is not that of a coordinate, which would cancel it."""
+    alike = np.corrcoef(updates, count, rowvar=False)[-1, :-1]
+    assert np.abs(alike).max() < stats.norm.isf(WRONG / 2) / math.sqrt(count.size)
+
+
 @pytest.mark.parametrize("base", [SITE, CENTRAL], ids=["site", "central"])
 def test_the_noise_on_the_clipping_norm_is_what_the_plan_pays_for(base: list[str]) -> None:
-    federation = Federation(base, "privacy.adaptive={count_noise=0.9,learning_rate=0.2}", size=2)
-    moves = []
-    for number in range(300):
-        vectors = federation.vectors(zeros(2, 8), what=f"count/{number}")
-        moves.append(math.log(federation.released(vectors, what=str(number))[1]))
+    federation, updates, noise = moved(base, 300)
+    assert federation.mechanism.count_deviation == pytest.approx(0.9, rel=1e-3)
     # All eight unclipped: b = 1 with noise of 0.9 sites; eight sites' noise where five are counted on.
-    sigma = 0.9 * (math.sqrt(8 / 5) if base is SITE else 1.0) / 8
-    noise = np.array(moves) / -0.2 - (1 - 0.5)
-    assert_deviation(noise, sigma * (1.0 if base is CENTRAL else federation.mechanism.count_deviation / 0.9))
+    sigma = federation.mechanism.count_deviation * (math.sqrt(8 / 5) if base is SITE else 1.0) / 8
+    assert_deviation(noise, sigma)
     with pytest.raises(AssertionError, match="deviation"):
         assert_deviation(noise, 2 * sigma)
+    assert_of_its_own(noise, updates)
+
+
+@pytest.mark.parametrize(
+    ("base", "mutant"),
+    [
+        (SITE, Mutant(TAIL, "self.variance, self.dimension", "self.variance, 0")),
+        (SITE, Mutant(TAIL, "self.variance, self.dimension", "self.variance, self.dimension - 1")),
+        (CENTRAL, Mutant(DECODE, 'child("count")', 'child("update")')),
+    ],
+    ids=["first", "last", "central"],
+)
+def test_a_count_with_the_noise_of_a_coordinate_is_found(
+    base: list[str], mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant.plant(monkeypatch)
+    _, updates, count = moved(base, 60)
+    with pytest.raises(AssertionError):
+        assert_of_its_own(count, updates)
 
 
 @pytest.mark.parametrize("base", [SITE, CENTRAL], ids=["site", "central"])
@@ -585,7 +656,7 @@ def test_the_scale_is_the_largest_that_the_ring_and_the_sampler_take(
     assert found.variance_per_site * (floor - colluders) == pytest.approx(event.variance, rel=1e-12)
     assert event.variance == pytest.approx((z * bound) ** 2, rel=1e-12)
     assert bound < event.l2 <= bound + math.sqrt(dimension)
-    assert event.l1 == min(math.sqrt(dimension) * event.l2, event.l2**2)
+    assert event.l1 == pytest.approx(min(math.sqrt(dimension) * event.l2, event.l2**2), rel=1e-12)
 
 
 def test_more_noise_than_counted_for_is_not_claimed() -> None:

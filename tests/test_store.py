@@ -169,6 +169,19 @@ def test_only_a_simulation_that_says_so_does_not_sync(
     assert len(synced) > 10
 
 
+def test_files_that_are_removed_anyway_are_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(storage, "_syncing", True)
+    with storage.without_syncs():
+        storage.write_bytes(tmp_path / "removed", b"content")
+        assert not synced
+    storage.write_bytes(tmp_path / "kept", b"content")
+    assert synced
+
+
 def test_the_report_names_it() -> None:
     told = [not_covered(tiny(*RECORD, f"simulation.durable={durable}")) for durable in ("true", "false")]
     assert ["simulation.durable = false" in " ".join(each) for each in told] == [False, True]

@@ -518,14 +518,13 @@ def test_a_site_that_speaks_for_another_is_left_out(open_run: Callable[..., Run]
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])
-@pytest.mark.parametrize("what", ["try", "round", "purpose", "run", "plan", "model"])
+@pytest.mark.parametrize("what", ["round", "purpose", "run", "plan", "instructions"])
 def test_a_contribution_to_another_sum_is_left_out(
     open_run: Callable[..., Run], secure: str, what: str
 ) -> None:
     """It was late, or a site mixed it up: without masks nothing else would tell."""
     run = open_run(6, f"aggregation.secure={secure}")
     other: dict[str, dict[str, Any]] = {
-        "try": {"tries": 2},
         "round": {"round": 2},
         "purpose": {"purpose": "evaluate"},
         "run": {"run": "another"},
@@ -534,8 +533,8 @@ def test_a_contribution_to_another_sum_is_left_out(
 
     def late(_step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution) and reply.site == "site-001":
-            if what == "model":
-                return dataclasses.replace(reply, model_hash=bytes(32))
+            if what == "instructions":
+                return dataclasses.replace(reply, told=bytes(32))
             return dataclasses.replace(reply, sum=dataclasses.replace(reply.sum, **other[what]))
         return reply
 
@@ -695,7 +694,7 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     """The shares for a site come with a request for its vector, and in no other way."""
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
-    sum_id = SumId(RUN, bytes.fromhex(run.plan.digest()), TRAIN, 1, 1)
+    sum_id = SumId(RUN, bytes.fromhex(run.plan.digest()), TRAIN, 1)
     others: list[Any] = [inboxes[name], sum_id, None]
     for told in others:
         with pytest.raises(EncodingError, match=r"Agree\.told .* Begin or Peers or Survivors or Unmask"):
@@ -753,7 +752,7 @@ def test_a_survivor_that_has_not_joined_again_is_a_dropout(
 
 
 def die_at_second_try(request: Request) -> None:
-    if not isinstance(request, Join) and request.sum.tries == 2:
+    if not isinstance(request, Join) and request.tries == 2:
         raise KeyboardInterrupt
 
 
@@ -804,26 +803,80 @@ def test_a_silent_site_is_a_dropout_of_its_step_and_takes_no_time_of_the_others(
     assert sum(slow.timeouts.values()) == run.plan.cohort.attempt_s()
 
 
-def test_weights_that_sum_to_zero_fail_the_round_and_not_the_run(open_run: Callable[..., Run]) -> None:
-    """A site that lies in its weight: the sum cannot be opened, and a later process is not stopped by it either."""
-    run = open_run(6, "aggregation.secure=false")
+# Sites that lie in their counters.
 
-    def lie(_step: str, reply: Reply) -> Reply:
-        if not isinstance(reply, Contribution) or reply.site != run.names[0]:
-            return reply
-        layout = training_layout(run.plan, LAYOUT.size)
-        vector = np.zeros(layout.length, layout.ring.dtype)
-        at = layout.size + layout.counters.index("weight") * layout.ring.limbs
-        others = sum(
-            layout.ring.decode_counters(run.vector(name)[layout.size :])[0] for name in run.names[1:]
-        )
-        vector[at] -= np.asarray(others).astype(layout.ring.dtype)
-        return dataclasses.replace(reply, manifest=manifest_of([(0, vector)]), spans=(vector,))
 
-    run.channel.tamper = lie
-    assert run.sum() == sums.Failed(1, bound=True, spoiled=True)  # an attempt would sum the same again
-    run.channel.tamper = lambda _step, reply: reply
+def lie_in(run: Run, liar: str, counter: str, total: int) -> None:
+    """Let a site send what makes the total of a counter over all sites of the run this number."""
+    honest, layout = run.vector, training_layout(run.plan, LAYOUT.size)
+    start = layout.size + layout.names.index(counter) * layout.ring.limbs
+    limbs = slice(start, start + layout.ring.limbs)
+
+    def vector(name: str) -> RingVector:
+        sent = honest(name)
+        if name == liar:
+            sent[limbs] = layout.ring.encode_counters([total])
+            for other in run.names:
+                sent[limbs] -= 0 if other == liar else honest(other)[limbs]
+        return sent
+
+    run.vector = vector  # type: ignore[method-assign]  # what its sites send
+
+
+FALSE_TOTALS = {
+    "weights that sum to nothing": ("weight", 0),
+    "a weight that applies the mean many times": ("weight", 1),
+    "a weight of fewer sites": ("weight", 5),
+    "a weight that stops the model": ("weight", 2**60),
+    "more tokens than there can be": ("tokens", 2**62),
+    "more loss than there can be": ("loss", 2**63),
+    "more clipped values than there are": ("clipped", 6 * 50 + 1),
+}
+
+
+@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize(("counter", "total"), FALSE_TOTALS.values(), ids=FALSE_TOTALS)
+def test_a_site_that_lies_in_a_counter_spoils_its_round_and_nothing_else(
+    open_run: Callable[..., Run], counter: str, total: int, secure: bool
+) -> None:
+    """Under masks the sum is opened, and makes no mean: with the total of that counter as the reason. In clear the
+    coordinator sees which site it is, and goes on without it."""
+    run = open_run(6, f"aggregation.secure={str(secure).lower()}")
+    honest = run.vector
+    lie_in(run, run.names[0], counter, total)
+    found = run.sum()
+    if secure:
+        assert isinstance(found, sums.Failed)
+        assert found == sums.Failed(
+            1, bound=True, spoiled=found.spoiled
+        )  # an attempt would sum the same again
+        assert f"total of {counter}" in found.spoiled
+        assert str(total) in found.spoiled
+    else:
+        assert isinstance(found, Total)
+        assert found.names == tuple(run.names[1:])
+        assert f"total of {counter}" in run.reasons()[0]
+    run.vector = honest  # type: ignore[method-assign]  # as above
     assert isinstance(run.sum(2), Total)
+
+
+@pytest.mark.parametrize("total", [5, 7, 1, 0, 600])
+def test_with_uniform_weights_the_total_weight_is_the_number_of_sites(
+    open_run: Callable[..., Run], total: int
+) -> None:
+    run = open_run(6, "aggregation.weighting=uniform")
+    layout = training_layout(run.plan, LAYOUT.size)
+
+    def vector(name: str) -> RingVector:
+        tail = dict.fromkeys(layout.names, 0) | {"weight": 1}
+        return np.concatenate([layout.encode(update_of(name), 1, 0)[0], layout.tail(tail)])
+
+    run.vector = vector  # type: ignore[method-assign]  # what its sites send
+    assert isinstance(run.sum(1), Total)
+    lie_in(run, run.names[0], "weight", total)
+    found = run.sum(2)
+    assert isinstance(found, sums.Failed)
+    assert "expected 6 for 6 updates" in found.spoiled
 
 
 # Sites that lie: the others go on.
@@ -1095,7 +1148,7 @@ def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callabl
     first = SecureCoordinator(run.contract, 1, 1, model)
     with pytest.raises(StepError, match="upload of this site first"):
         run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
-    with pytest.raises(StepError, match="share first"):
+    with pytest.raises(StepError, match="the keys of the other sites first"):
         run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
         run.attempts(name).agree(first.begin, 1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sqlite3
 import stat
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model
@@ -240,7 +244,10 @@ def killed_private_search(plan: Path, search: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, float | None]]:
-    """The folder of a private search that was killed and went on, what it printed, and the losses that it compared."""
+    """The folder of a private search that was killed and went on, what it printed, and the losses that it compared.
+
+    Its trials are kept beside it, as they were.
+    """
     import contextlib
     import io
 
@@ -257,6 +264,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
 
     def compared(source: tuning._Sealed) -> int | None:
         losses.update({number: source._loss(number) for number in range(len(source._drawn))})
+        shutil.copytree(out / "sealed", folder / "kept")
         return best(source)
 
     def redrawn(_folder: SearchFolder) -> list[dict[str, Any]]:
@@ -298,6 +306,87 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     for path in (path for path in out.rglob("*") if path.is_file()):
         assert b"sealed" not in path.read_bytes(), f"{path} says where the trial was"
     assert (out / "best" / "final" / "config.json").exists()
+
+
+def lived(trial: RunFiles, later: float) -> None:
+    """Let a trial have run later, and its rounds have taken longer: in each of its files that has a time."""
+
+    def longer(text: str) -> str:
+        return text.replace('"seconds": ', '"seconds": 1').replace('"train": ', '"train": 1')
+
+    with sqlite3.connect(trial.journal) as journal:
+        journal.create_function("longer", 1, longer)
+        journal.execute("UPDATE entries SET time = time + ?, detail = longer(detail)", (later,))
+    journal.close()
+    trial.metrics_file.write_text(longer(trial.metrics_file.read_text()))
+    for path in (trial.ledger, *trial.sites.ledgers().values()):
+        entries = read_history(path).entries
+        path.unlink()
+        clock = partial(next, iter([entry.time + later for entry in entries]))
+        again = Ledger(path, entries[0].owner, lambda _texts, _delta: 0.0, clock=clock)
+        again.charge_all([entry.charge for entry in entries], None)
+    for path in trial.checkpoints.iterdir():
+        with safe_open(path, framework="np") as file:
+            named = {name: longer(value) for name, value in file.metadata().items()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+        save_file(tensors, path, named)
+    trial.workers_log.write_text(f"{later}: the trial was slow")
+    (events,) = trial.tensorboard.iterdir()
+    events.rename(events.with_name(f"events.out.tfevents.{later}"))
+    for path in trial.path.rglob("*"):
+        os.utime(path, (later, later))
+
+
+def content_of(path: Path) -> object:
+    """The bytes of a file; of safetensors, which are written in any order, what is in it."""
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    with safe_open(path, framework="np") as file:
+        named = file.metadata()
+        return named, {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 -- not a dict
+
+
+def test_no_file_of_a_finished_search_tells_how_many_trials_there_were(
+    searched: tuple[Path, str, dict[int, float | None]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best one of one trial, and the same one as the last of four, which ran later: the same files, byte by byte.
+
+    The ledger over runs is a file of the time when the search ended, and not of its charge.
+    """
+    winner = SETTINGS.index(json.loads((searched[0] / "best" / "settings.json").read_bytes()))
+    found = []
+    for order in ([winner], [1 - winner, 1 - winner, 1 - winner, winner]):
+        out = tmp_path / "out"
+        out.mkdir()
+        shutil.copy(searched[0] / "search.json", out)
+        for place, number in enumerate(order):
+            trial = RunFiles(out / "sealed" / f"{place:04d}")
+            shutil.copytree(searched[0].parent / "kept" / f"{number:04d}", trial.path)
+            if place:
+                lived(trial, 5000.0 * place)
+        (out / "sealed" / "drawn.json").write_text(json.dumps([SETTINGS[number] for number in order]))
+        charged = searched[0].parent / "over.sqlite"
+        os.utime(charged, (1.0, 1.0))
+        printed = done(capsys, "tune", "--again", str(out))
+        assert charged.stat().st_mtime > 1
+        files = {path.relative_to(out): path for path in (out, *out.rglob("*"))}
+        assert {path.stat().st_mtime for path in files.values()} == {files[Path()].stat().st_mtime}
+        modes = {name: path.stat().st_mode for name, path in files.items()}
+        contents = {name: content_of(path) for name, path in files.items() if path.is_file()}
+        found.append((printed, modes, contents))
+        out.rename(tmp_path / f"of {len(order)}")
+    assert found[0] == found[1]
+    assert {path.name for path in (tmp_path / "of 4" / "best").iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "final",
+        "journal.sqlite",
+        "ledger.sqlite",
+        "metrics.jsonl",
+        "plan.json",
+        "settings.json",
+        "sites",
+    }
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder of trials"])
@@ -353,6 +442,13 @@ def test_a_private_search_is_charged_once(searched: tuple[Path, str, dict[int, f
     assert (entry.charge.dataset, entry.charge.delta) == ("notes", 1e-3)
 
 
+def test_the_ledger_over_runs_does_not_say_when_a_search_began(
+    searched: tuple[Path, str, dict[int, float | None]],
+) -> None:
+    """Its charge has no time, and the file is of a time after it (above)."""
+    assert [entry.time for entry in read_history(searched[0].parent / "over.sqlite").entries] == [0.0]
+
+
 def test_the_report_of_the_best_trial_has_the_price(
     searched: tuple[Path, str, dict[int, float | None]],
 ) -> None:
@@ -370,6 +466,7 @@ def test_the_report_of_the_best_trial_has_the_price(
     assert "Not the owner of the machine" in report.protected_from
     assert {row.epsilon for row in report.rounds} == {price()}
     assert {row.epsilon for row in report.sites} == {price()}
+    assert {row.written for row in report.ledger.rows} == {""}, "not that the charges are of 1970"
     assert {row["epsilon"] for row in RunFiles(best).metrics() if row["round"]} == {price()}
     assert spent([ONE, ONE], 1e-3).epsilon < price()
 
@@ -435,6 +532,7 @@ def test_no_trial_gives_the_untrained_model(
     printed = done(capsys, "tune", str(private), str(search), "--out", str(out))
     assert f"no trial: the untrained model is in {out}/untrained/final" in printed
     assert sorted(path.name for path in out.iterdir()) == [".lock", "drawn", "search.json", "untrained"]
+    assert len({path.stat().st_mtime for path in (out, *out.rglob("*"))}) == 1, "of no other time"
     initial = facts_of(searched[0] / "best")[0]["params_sha256"]
     section = load(private).model.model_copy(update={"name": str(out / "untrained" / "final"), "config": {}})
     loaded = load_model(load(private).model_copy(update={"model": section}))

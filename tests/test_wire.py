@@ -26,6 +26,7 @@ from cloister.protocol.messages import (
     Contribution,
     Elements,
     Inbox,
+    Instructions,
     Join,
     Joined,
     Limit,
@@ -47,9 +48,10 @@ KINDS: list[type[Any]] = [kind for kind in vars(messages).values() if dataclasse
 REQUESTS: tuple[type[Any], ...] = typing.get_args(Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(Reply)
 
-SUM = SumId("run", bytes(32), TRAIN, 1, 1)
+SUM = SumId("run", bytes(32), TRAIN, 1)
 VECTOR = np.arange(5, dtype=np.float32)
-CONTRIBUTE = Contribute(SUM, bytes(32), 0.5, None, VECTOR)
+TOLD = Instructions(SUM, bytes(32), 0.5)
+CONTRIBUTE = Contribute(TOLD, 1, None, VECTOR)
 CONTRIBUTION = Contribution("site-0", SUM, bytes(32), None, (), (VECTOR.astype(np.uint32),))
 
 on_every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -277,7 +279,7 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 # What is not one message.
 
 
-@pytest.mark.parametrize("version", ["cloister/wire/4", "cloister/wire/6", "", 1, b"cloister/wire/5", ()])
+@pytest.mark.parametrize("version", ["cloister/wire/5", "cloister/wire/7", "", 1, b"cloister/wire/6", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
     with pytest.raises(EncodingError, match="install the same release of cloister at the coordinator and"):
         decode_reply([pack(version, "Joined", "site-0", b"", struct.pack(">d", 1.0))])
@@ -306,17 +308,18 @@ def test_no_message_at_all_is_refused(frames: list[bytes]) -> None:
 
 @pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused(clip: float) -> None:
-    frames = encode(dataclasses.replace(CONTRIBUTE, clip=clip))
-    with pytest.raises(EncodingError, match=r"Contribute\.clip .* expected a finite number"):
+    frames = encode(dataclasses.replace(CONTRIBUTE, told=dataclasses.replace(TOLD, clip=clip)))
+    with pytest.raises(EncodingError, match=r"Contribute\.told\.clip .* expected a finite number"):
         decode_request(frames)
 
 
 @pytest.mark.parametrize("clip", [1, "1.0", b"", struct.pack(">f", 1.0), struct.pack(">d", 1.0) + b"0", ()])
 def test_a_number_has_one_form(clip: Any) -> None:
-    version, kind, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
-    fields[2] = clip
-    with pytest.raises(EncodingError, match=r"Contribute\.clip"):
-        decode_request([pack(version, kind, *fields), VECTOR])
+    version, kind, told, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
+    assert isinstance(told, tuple)
+    told = (*told[:3], clip, *told[4:])
+    with pytest.raises(EncodingError, match=r"Contribute\.told\.clip"):
+        decode_request([pack(version, kind, told, *fields), VECTOR])
 
 
 def test_every_vector_has_exactly_one_frame() -> None:
@@ -340,7 +343,7 @@ def test_every_vector_has_exactly_one_frame() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "uint8", "uint16", "object", "", ">f4", 4])
 def test_a_vector_of_another_element_type_is_refused(dtype: Value) -> None:
     version, kind, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
-    fields[4] = (dtype, 5)
+    fields[3] = (dtype, 5)
     with pytest.raises(EncodingError, match=r"Contribute\.model .* expected a vector of float32"):
         decode_request([pack(version, kind, *fields), VECTOR])
 
@@ -348,7 +351,7 @@ def test_a_vector_of_another_element_type_is_refused(dtype: Value) -> None:
 @pytest.mark.parametrize("size", [4, 6, 0, 2**64 - 1, "5", ()])
 def test_a_vector_of_another_length_than_announced_is_refused(size: Value) -> None:
     version, kind, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
-    fields[4] = ("float32", size)
+    fields[3] = ("float32", size)
     with pytest.raises(EncodingError, match=r"Contribute\.model"):
         decode_request([pack(version, kind, *fields), VECTOR])
 
