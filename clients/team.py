@@ -26,6 +26,7 @@ from cloister.clients.work import Task
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector
+from cloister.lm.mesh import Mesh
 from cloister.protocol.blocks import Span, tile
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StepError
@@ -37,6 +38,7 @@ class Team:
 
     Args:
         model: What each of them builds.
+        mesh: Their mesh.
         size: Elements of a coded update, without its counters.
         devices: The torch device of each rank.
         threads: Threads of torch in each rank.
@@ -46,12 +48,13 @@ class Team:
     elsewhere = True
 
     def __init__(
-        self, model: Model, size: int, devices: Sequence[str], threads: int, timeout_s: float
+        self, model: Model, mesh: Mesh, size: int, devices: Sequence[str], threads: int, timeout_s: float
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
         self._ranks: Ranks[Command, Any] = Ranks(
             partial(Part, model),
+            mesh,
             devices,
             threads=threads,
             preload=[Part.__module__, "transformers.modeling_utils", "transformers.modeling_layers"],

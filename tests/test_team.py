@@ -31,6 +31,7 @@ from cloister.protocol.plan import MeshSection
 from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
 from cloister.tests.federation import whole as whole_vector
+from cloister.tests.rank_work import unpickles_nothing_of_peers
 from cloister.tests.test_site import Attack, in_clear
 
 MESHES = {
@@ -51,8 +52,12 @@ BALANCED = ["local.balance=weighted", "local.steps=3"]
 
 
 @pytest.fixture
-def open_site() -> Iterator[Callable[..., Site]]:
-    """Opens sites of a federation, each with a process's memory of its own, and ends their ranks."""
+def open_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    """Opens sites of a federation, each with a process's memory of its own, and ends their ranks.
+
+    No rank unpickles what another sends.
+    """
+    monkeypatch.setattr("cloister.clients.rank.main", unpickles_nothing_of_peers)
     residents: list[Resident] = []
 
     def opened(
