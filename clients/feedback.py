@@ -23,7 +23,7 @@ from cloister.aggregation.compression import BlockCode, Kept
 from cloister.aggregation.rotation import ROTATED
 from cloister.clients.carried import Carried
 from cloister.protocol.blocks import Span
-from cloister.protocol.storage import disk_refusal
+from cloister.protocol.storage import allocate, disk_refusal
 
 _FLOAT = np.dtype("<f4")
 
@@ -67,7 +67,9 @@ class Feedback(Carried):
         """
 
         def fill(temporary: Path) -> T:
-            _allocate(temporary, bounds, self._code)
+            allocate(temporary, _bytes(self._code))
+            with temporary.open("r+b") as file:
+                file.write(bounds.astype(_FLOAT).data)
             return make(temporary)
 
         return self.keep(round_number, base, fill, durable=durable)
@@ -138,16 +140,6 @@ def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | N
     with stored(path, code, span, os.O_RDONLY) as remainder:
         bounds = np.fromfile(path, _FLOAT, code.blocks)
         yield Kept(remainder, bounds[span.start // ROTATED : span.stop // ROTATED])
-
-
-def _allocate(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:
-    """A file of bounds and zeros, which only its owner may read; where the disk is full, no rank meets it later."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(file, 0, _bytes(code))
-        os.pwrite(file, bounds.astype(_FLOAT).tobytes(), 0)
-    finally:
-        os.close(file)
 
 
 def _bytes(code: BlockCode) -> int:

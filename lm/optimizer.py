@@ -1,4 +1,4 @@
-"""A site's optimizer: what steps on which parameter, the learning rate of the run's steps, and the kept state.
+"""A site's optimizer: what steps on which parameter, and the learning rate of the run's steps.
 
 `local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon (`lm/muon.py`) on
 the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to those: embeddings, the output layer,
@@ -15,22 +15,15 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from cloister.lm.model import heads_of, is_classifier
 from cloister.lm.muon import Muon, iterations_in
-from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
-from cloister.protocol.storage import write_file
 
 
 class LocalOptimizer:
@@ -69,65 +62,12 @@ class LocalOptimizer:
             part.step()
             part.zero_grad(set_to_none=True)
 
-    # --- kept state: <folder>/optimizer-<round>.safetensors, tensors "<moment>:<parameter>" ---------------------------
+    def states(self) -> dict[str, tuple[torch.Tensor | None, list[torch.Tensor]]]:
+        """By parameter the steps that AdamW has taken, float32 of one element, and the moments in its shape.
 
-    def load(self, folder: Path, round: int, layout: str) -> None:
-        """Load the newest state of an earlier round, if there is one, and remove the states before it.
-
-        Args:
-            folder: The site's folder of states.
-            round: The round that begins.
-            layout: Digest of the model's layout.
-
-        Raises:
-            StorageError: the state cannot be read, or is that of another model or optimizer.
+        They are the optimizer's own, zeros before a first step; a caller may set them.
         """
-        found = states(folder)
-        earlier = sorted(number for number in found if number < round)
-        if not earlier:
-            return
-        path = found[earlier[-1]]
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                if file.metadata() != self._made_by(layout):
-                    raise StorageError(
-                        str(path),
-                        expected=f"the state of {self._local.optimizer} for this plan's model",
-                        fix="use a separate folder for each run",
-                    )
-                names = set(file.keys())
-                for part, name, parameter in self._each():
-                    moments = _MOMENTS[type(part)]
-                    if f"{moments[0]}:{name}" in names:
-                        part.state[parameter] = {
-                            moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
-                            for moment in moments
-                        }
-            for number in earlier[:-1]:
-                found[number].unlink(missing_ok=True)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                str(path),
-                expected=f"a whole optimizer state ({error})",
-                fix="remove the file to continue from an earlier state, or from zero moments",
-            ) from error
-
-    def save(self, folder: Path, round: int, layout: str) -> None:
-        """Write the state after a round, whole or not at all; arguments as for `load`.
-
-        Raises:
-            StorageError: the disk is full or refuses the write.
-        """
-        tensors = {
-            f"{moment}:{name}": part.state[parameter][moment].cpu().contiguous()
-            for part, name, parameter in self._each()
-            if parameter in part.state
-            for moment in _MOMENTS[type(part)]
-        }
-        write_file(
-            folder / f"optimizer-{round}.safetensors",
-            lambda path: save_file(tensors, path, metadata=self._made_by(layout)),
-        )
+        return {name: _state(part, parameter) for part, name, parameter in self._each()}
 
     def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
         """Each parameter with its name and the optimizer that steps on it."""
@@ -135,9 +75,6 @@ class LocalOptimizer:
             id(p): part for part in self._parts for group in part.param_groups for p in group["params"]
         }
         return [(part_of[id(parameter)], name, parameter) for name, parameter in self._trained]
-
-    def _made_by(self, layout: str) -> dict[str, str]:
-        return {"layout": layout, "optimizer": self._local.optimizer}
 
 
 def learning_rate(local: LocalSection, step: float, total: int) -> float:
@@ -174,11 +111,6 @@ def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, 
         return 0
     by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
     return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
-
-
-def states(folder: Path) -> dict[int, Path]:
-    """The kept states in a folder, by their rounds."""
-    return {int(match[1]): path for path in folder.glob("*") if (match := _STATE.fullmatch(path.name))}
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
@@ -226,8 +158,20 @@ def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
+def _state(
+    part: torch.optim.Optimizer, parameter: nn.Parameter
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """A parameter's steps and moments; before the first step they are made here as torch makes them then."""
+    state, names = part.state[parameter], _MOMENTS[type(part)]
+    if isinstance(part, torch.optim.AdamW) and "step" not in state:
+        state["step"] = torch.zeros((), device=parameter.device)
+    for name in names:
+        if name not in state:
+            state[name] = torch.zeros_like(parameter)
+    return state.get("step"), [state[name] for name in names]
+
+
 _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     Muon: ("momentum_buffer",),
 }
-_STATE = re.compile(r"optimizer-(\d+)\.safetensors")

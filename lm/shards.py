@@ -15,9 +15,8 @@ checks the placement of each tensor in each operation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -179,6 +178,7 @@ class Shards:
         self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._uncounted: set[int] = set()
         self.span = self._spans[self._rank]
+        self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
         if self._mesh.pipeline > 1:
             self.draws += (f"stage-{self._at.pipeline}",)
@@ -346,11 +346,6 @@ class Shards:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least.item())
 
-    def state(self, folder: Path) -> Path:
-        """One folder for each mesh and rank: on another mesh, a rank has other parts of the moments."""
-        mesh = "-".join(map(str, astuple(self._mesh)))
-        return folder / f"mesh-{mesh}" / f"rank-{self._rank}"
-
     def update(self, start: Vector) -> Vector:
         """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
         update: Vector = torch.empty(self.span.size).numpy()  # torch aligns it for every processor
@@ -382,7 +377,7 @@ class Shards:
     def held(self) -> tuple[Held, ...]:
         """What this rank has."""
         return tuple(
-            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica)
+            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica, part.counts)
             for name, part in self._parts.items()
         )
 

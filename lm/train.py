@@ -38,7 +38,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import LocalOptimizer, states
+from cloister.lm.moments import Moments
+from cloister.lm.optimizer import LocalOptimizer
 from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
@@ -122,10 +123,10 @@ class Bench:
         self._reset(start)
         trained = weights.trained(round)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
-        kept = weights.state(state) if state is not None and local.optimizer_state == "keep" else None
-        if kept is not None:  # after a crash, some ranks may have a newer state than others
-            newest = weights.least(max((number for number in states(kept) if number < round), default=0))
-            optimizer.load(kept, newest + 1, layout.digest())
+        kept = None
+        if state is not None and local.optimizer_state == "keep":
+            kept = Moments(state, local.optimizer, layout, weights)
+            kept.load(round, optimizer)
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -142,7 +143,7 @@ class Bench:
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
-            optimizer.save(kept, round, layout.digest())
+            kept.store(round, optimizer)
         return update, taken
 
     def _reset(self, start: Vector) -> None:

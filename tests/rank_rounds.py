@@ -162,6 +162,8 @@ class Held:
     """Buffers, as NumPy arrays."""
     draws: tuple[str, ...]
     """What its random draws depend on."""
+    first: int
+    """Elements of what it is the first rank to have."""
 
 
 def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
@@ -171,11 +173,13 @@ def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for parameter in model.module.parameters()
     ]
+    weights = Whole(model) if ranks is None else Shards(model, ranks)
     return Held(
         sum(each.numel() for each in local),
         [name for name, _ in model.module.named_parameters()],
         {name: buffer.numpy() for name, buffer in model.module.named_buffers()},
-        () if ranks is None else Shards(model, ranks).draws,
+        weights.draws,
+        sum(each.size for each in weights.held if each.first),
     )
 
 

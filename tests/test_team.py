@@ -166,6 +166,24 @@ def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
     assert len(set(remainder[len(federation.scales()) :])) > 50
 
 
+def test_a_site_that_changes_its_mesh_goes_on_with_its_moments(
+    tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    keep = "local.optimizer_state=keep"
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6", keep)))
+    sent, states = [], []
+    for name, first in (("one", MeshSection()), ("several", MESHES["shard"])):
+        for number, section in enumerate((first, MeshSection()), 1):
+            site = open_site(federation, section, state=str(tmp_path / name), secure=False)
+            contribution = site.contribute(federation.request(number=number))
+        sent.append(whole_vector(contribution).view(np.int32)[: federation.layout.size].astype(np.int64))
+        states.append(sorted(path.name for path in (tmp_path / name).rglob("optimizer-*")))
+    largest = np.abs(sent[0]).max()
+    assert largest > 1e5
+    assert np.abs(sent[0] - sent[1]).max() <= 1e-4 * largest
+    assert states[0] == states[1] == ["optimizer-1", "optimizer-1.json", "optimizer-2", "optimizer-2.json"]
+
+
 @pytest.mark.parametrize("moment", ["Train", "Mask"])
 def test_a_killed_rank_costs_no_attempt_and_no_charge_for_a_kept_update(
     moment: str, tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch

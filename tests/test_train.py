@@ -406,8 +406,8 @@ def test_a_round_done_again_begins_from_the_same_moments(tmp_path: Path) -> None
         again = Run(run.plan).train(round=round, state=tmp_path)
         np.testing.assert_array_equal(first.vector, again.vector)
         files[round] = sorted(path.name for path in tmp_path.iterdir())
-    assert files[1] == ["optimizer-1.safetensors"]
-    assert files[3] == ["optimizer-2.safetensors", "optimizer-3.safetensors"]
+    assert files[1] == ["optimizer-1", "optimizer-1.json"]
+    assert files[3] == ["optimizer-2", "optimizer-2.json", "optimizer-3", "optimizer-3.json"]
     fresh = run.train(round=3, state=tmp_path / "other")
     assert not np.array_equal(fresh.vector, first.vector)
 
@@ -415,29 +415,31 @@ def test_a_round_done_again_begins_from_the_same_moments(tmp_path: Path) -> None
 def test_a_site_that_sat_out_goes_on_from_its_last_round(tmp_path: Path) -> None:
     run = Run(plan_of("llama", *KEEP, "run.rounds=12"))
     run.train(round=1, state=tmp_path)
-    (tmp_path / ".optimizer-9.safetensors.tmp").write_bytes(b"left by a crash")
+    (tmp_path / "optimizer-9").write_bytes(b"left by a crash")
     (tmp_path / "update-00003.safetensors").write_bytes(b"not ours")
     late = run.train(round=11, state=tmp_path)
-    (tmp_path / "optimizer-11.safetensors").unlink()
+    assert sorted(path.name for path in tmp_path.glob("optimizer-*[0-9]")) == ["optimizer-1", "optimizer-11"]
     other = tmp_path / "copy"
     other.mkdir()
-    (tmp_path / "optimizer-1.safetensors").rename(other / "optimizer-10.safetensors")
+    for name in ("", ".json"):
+        (tmp_path / f"optimizer-1{name}").rename(other / f"optimizer-10{name}")
     np.testing.assert_array_equal(run.train(round=11, state=other).vector, late.vector)
 
 
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     run = Run(plan_of("llama", *KEEP))
     run.train(round=1, state=tmp_path)
-    path = tmp_path / "optimizer-1.safetensors"
-    whole = path.read_bytes()
-    for broken in (whole[: len(whole) // 2], whole[:5], b"", b"\xff" * 100):
-        path.unlink()
-        path.write_bytes(broken)
-        with pytest.raises(StorageError, match=r"optimizer-1\.safetensors.*whole optimizer state.*remove"):
-            run.train(round=2, state=tmp_path)
-    path.unlink()
-    path.write_bytes(whole)
-    run.train(round=2, state=tmp_path)
+    expected = run.train(round=2, state=tmp_path).vector
+    for path in (tmp_path / "optimizer-1", tmp_path / "optimizer-1.json"):
+        whole = path.read_bytes()
+        for broken in (whole[: len(whole) // 2], whole[:5], b"", b"\xff" * 100, whole + b"more"):
+            path.write_bytes(broken)
+            with pytest.raises(
+                StorageError, match=r"optimizer-1: .*whole optimizer state.*remove optimizer-1\.json"
+            ):
+                run.train(round=2, state=tmp_path)
+        path.write_bytes(whole)
+    np.testing.assert_array_equal(run.train(round=2, state=tmp_path).vector, expected)
 
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -453,10 +455,12 @@ def test_a_disk_that_refuses_the_state(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cloister.lm.optimizer.save_file", refuse)
+    monkeypatch.setattr("os.posix_fallocate", refuse)
     with pytest.raises(StorageError, match="No space left"):
         run.train(round=2, state=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["optimizer-1.safetensors"]
+    monkeypatch.undo()
+    again = run.train(round=2, state=tmp_path)
+    np.testing.assert_array_equal(again.vector, run.train(round=2, state=tmp_path).vector)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
