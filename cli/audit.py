@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cloister.cli.shared_options import add_json, add_run
 
 if TYPE_CHECKING:
+    from cloister.privacy.fit import Check
     from cloister.simulations.audited import Audited
 
 HELP = "attack a run's mechanism with canaries, to test its claim"
@@ -26,10 +27,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         "canaries. With unit record or owner, a new site with the records of the first one joins the plan and "
         "trains; canaries with planted gradients are among its units, and the noised sum of each step is seen. "
         "With unit site, new sites join and a coordinator runs the rounds, under masks if the plan has them; a "
-        "site's update is a canary or zero, and the model after each round is seen. The lower bound on epsilon "
+        "site has a canary for its update, or no records, and the noised sums are seen. The lower bound on epsilon "
         "that the guesses prove is compared with the epsilon that was charged, and noise, clipping, sampling and "
-        "number of releases with their charge. Not played: processes and networks, dropouts, a coordinator that "
-        "lies, tokenisation, the count of adaptive clipping. The result is kept in audit.json. Exit code 3, the "
+        "number of releases with their charge; with each is printed the smallest error that would have been found. "
+        "What is sent must follow from the noised sums to the last byte. Not played: processes and networks, "
+        "dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the "
         "alarm, if the bound is above the charge or what was released is not what was charged; for honest code "
         "that has a probability of at most 1e-4."
     )
@@ -104,7 +106,6 @@ def _to_json(found: Audited) -> dict[str, object]:
         "delta": found.delta,
         "at_half_noise": found.at_half_noise,
         "checks": [asdict(check) for check in found.checks],
-        "visible": found.visible,
         "alarm": found.alarm,
     }
 
@@ -121,14 +122,18 @@ def _print(found: Audited) -> None:
         f"audited   epsilon is at least {at_least(row.epsilon)}, with confidence {100 * row.confidence:g} %",
         f"claimed   epsilon is at most {claims}; delta {scientific(found.delta)}",
         f"power     half of the noise would show as about {at_least(found.at_half_noise)}",
-        f"measured  {found.samples:,} samples of the noise; {100 * found.visible:.2g} % less would be found",
         *(
-            f"          {check.what}: {check.found:.5g}, charged {check.charged:.5g}"
-            for check in found.checks
+            f"{'' if number else 'measured':10}{_measured(check)}"
+            for number, check in enumerate(found.checks)
         ),
     ]
     if not found.alarm:
         lines.append("no alarm: the claim is not refuted, which does not prove it")
-        if found.visible > 0.5:
-            lines.append("this audit is too weak to notice that half of the noise is missing")
     PipedConsole().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def _measured(check: Check) -> str:
+    line = f"{check.what}: {check.found:.5g}, charged {check.charged:.5g}"
+    return (
+        line if check.visible is None else f"{line}; an error of {100 * check.visible:.2g} % would be found"
+    )

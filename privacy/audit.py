@@ -11,11 +11,8 @@ models, scores every canary, guesses some coins and abstains from the others. In
 2020; Nasr et al. 2021): the mechanism is run repeatedly with and without one target, and a test distinguishes the two.
 The second game needs thousands of runs and is the reference for mechanisms that are cheap to run.
 
-Guesses see half of the noise missing, and not a tenth. So an audit also looks at what it can see of the mechanism's
-factors themselves, and compares them with what was charged (`Fit`): the noise where no canary is, the length to which
-canaries are clipped, how often they are drawn, and the number of releases. These are tests of fit at a stated level and
-say nothing of epsilon: they assume that the noise is normal, which Skellam noise of a large variance is to the accuracy
-of the tests (its excess kurtosis is 1 / variance).
+Guesses see half of the noise missing, and not a tenth. So an audit also compares what was released with what was
+charged (`fit.py`).
 
 A bound is valid only if everything that determines the guesses (the score, the number of guesses, the threshold) was
 fixed before the coins were seen. To try several and keep the best, divide 1 - confidence by their number. Refused:
@@ -27,17 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.privacy.fit import MISFIT
 from cloister.protocol.errors import CloisterError
 
 ALARM = 1 - 5e-5
 """Confidence of the bound that refutes a claim: guesses do so for honest code with a probability of 5e-5 at most."""
-MISFIT = 5e-5
-"""Probability with which any factor of honest code does not fit its charge."""
 FALSE_ALARM = 1 - ALARM + MISFIT
 """Probability of an alarm in an audit of honest code, at most."""
 _BISECTIONS = 60
@@ -200,144 +195,6 @@ def distinguish(
         for one, other in ((fpr, fnr), (fnr, fpr))
     )
     return max(0.0, *bounds)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One factor between charge and noise, as it was applied."""
-
-    what: str
-    """The factor, in words."""
-    found: float
-    """Its value as applied."""
-    charged: float
-    """Its value as charged."""
-    p: float
-    """Probability of a value as far from the charge, or further, to the side that protects less."""
-
-
-class Fit:
-    """What was released, against what was charged: noise, canaries, draws, releases.
-
-    Values are in clipping norms. With n samples x of noise where no canary is, of which n_c in k coordinates c, and
-    noise multiplier z:
-
-        Q = sum of x^2,    Q / z^2 ~ chi2(n)                              less noise makes Q smaller
-        the same in each of r releases; the smallest of r p-values p      one release with less noise
-        is below p with probability 1 - (1 - p)^r
-        S = sum over c of (sum of x in c)^2 / n_c,
-            (S / k) / ((Q - S) / (n - k)) ~ F(k, n - k)                   a release whose noise repeats another's, or
-                                                                          cancels it, makes this larger or smaller
-        mean y of the j canaries that were in a release,
-            (y - 1) / sqrt(Q / n / j) ~ t(n) at most                      a longer canary makes it larger
-        draws ~ Binomial(places, q) at most
-
-    Args:
-        coordinates: Coordinates of a release that are looked at.
-    """
-
-    def __init__(self, coordinates: int) -> None:
-        self._sums = np.zeros(coordinates)
-        self._counts = np.zeros(coordinates, np.int64)
-        self._squares = 0.0
-        self._each: list[tuple[float, int]] = []  # of each release: sum of squares, samples
-        self._canaries = 0.0
-        self.releases = 0
-        """Releases seen."""
-        self.drawn = 0
-        """Canaries in them."""
-
-    def see(self, noise: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]) -> None:
-        """Take a release: (coordinates,) values less all that is known, and where they are noise alone."""
-        alone = np.where(free, noise, 0.0)
-        self._sums += alone
-        self._counts += free
-        self._squares += float(alone @ alone)
-        self._each.append((float(alone @ alone), int(free.sum())))
-        self.releases += 1
-
-    def see_canaries(self, values: npt.NDArray[np.float64]) -> None:
-        """Take (j,) values of which each is a canary's length, at most 1, and noise."""
-        self._canaries += float(values.sum())
-        self.drawn += len(values)
-
-    @property
-    def samples(self) -> int:
-        """n."""
-        return int(self._counts.sum())
-
-    def checks(
-        self, z: float, released: int, charged: int, places: int = 0, rate: float = 1.0
-    ) -> tuple[Check, ...]:
-        """Each factor, against what was charged.
-
-        Args:
-            z: The noise multiplier that was charged.
-            released: Releases that cost something.
-            charged: Those that were charged.
-            places: How often a canary could be drawn; 0: canaries are not drawn.
-            rate: q.
-        """
-        from scipy import stats
-
-        n, coordinates = self.samples, self._counts > 0
-        k = int(coordinates.sum())
-        between = float((self._sums[coordinates] ** 2 / self._counts[coordinates]).sum())
-        deviation = math.sqrt(self._squares / max(n, 1))
-        missing = float(stats.chi2.cdf(self._squares / z**2, n)) if n else 0.0
-        found = [
-            Check("standard deviation of the noise, in clipping norms", deviation, z, missing),
-            Check("releases", released, charged, 1.0 if released <= charged else 0.0),
-        ]
-        seen = [(squares, samples) for squares, samples in self._each if samples]
-        if len(seen) > 1:
-            p, least = min(
-                (float(stats.chi2.cdf(squares / z**2, samples)), math.sqrt(squares / samples))
-                for squares, samples in seen
-            )
-            any_release = -math.expm1(len(seen) * math.log1p(-p)) if p < 1 else 1.0
-            found.append(Check("least standard deviation of the noise in a release", least, z, any_release))
-        if n > k:
-            ratio = (between / k) / max((self._squares - between) / (n - k), 1e-300)
-            tails = stats.f.cdf(ratio, k, n - k), stats.f.sf(ratio, k, n - k)
-            found.append(
-                Check("variance of the noise summed over releases", ratio, 1.0, 2 * float(min(tails)))
-            )
-        if self.drawn:
-            length = self._canaries / self.drawn
-            above = (length - 1) * math.sqrt(self.drawn) / max(deviation, 1e-9)
-            found.append(
-                Check("length of a clipped canary", length, 1.0, float(stats.t.sf(above, max(n, 1))))
-            )
-        if places:
-            often = float(stats.binom.sf(self.drawn - 1, places, rate))
-            found.append(Check("rate at which canaries are drawn", self.drawn / places, rate, often))
-        return tuple(found)
-
-
-def misfits(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """The checks that fail; of honest code any does with probability `MISFIT` at most."""
-    return tuple(check for check in checks if check.p < MISFIT / len(checks))
-
-
-def problem(checks: Sequence[Check]) -> str:
-    """The checks that fail, in words; empty if none does."""
-    return "; ".join(
-        f"{check.what}: {check.found:.4g}, charged {check.charged:.4g}" for check in misfits(checks)
-    )
-
-
-def visible(samples: int, checks: int, power: float = 0.99) -> float:
-    """The part of the noise's standard deviation whose lack one of the checks finds with probability `power`.
-
-    Args:
-        samples: n.
-        checks: Checks that share `MISFIT`.
-        power: That probability.
-    """
-    from scipy.stats import chi2
-
-    return 1 - math.sqrt(float(chi2.ppf(MISFIT / checks, samples) / chi2.ppf(power, samples)))
 
 
 def _p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:

@@ -38,6 +38,17 @@ def sync_to_disk(wanted: bool) -> None:
     _syncing = wanted
 
 
+@contextlib.contextmanager
+def without_syncs() -> Iterator[None]:
+    """Until exit this process syncs no file: for those that are removed before it ends."""
+    before = _syncing
+    sync_to_disk(False)
+    try:
+        yield
+    finally:
+        sync_to_disk(before)
+
+
 def sync(descriptor: int) -> None:
     """Sync (fsync) an open file, unless `sync_to_disk` says otherwise.
 

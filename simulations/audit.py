@@ -1,24 +1,24 @@
-"""An audit of a run: canaries attack the real code, prove a lower bound on epsilon, and measure the noise.
+"""An audit of a run: canaries attack the real code and prove a lower bound on epsilon, and what leaves is measured.
 
 An audit plays a run again, with new noise, coins and ledgers, and without the run's own secrets, through the
 functions that a run calls: `Site.join` and `Site.contribute` with unit record and owner
 (`simulations/audit_records.py`), and `server.run.run` over real sites, under masks if the plan has them, with unit site
 (`simulations/audit_sites.py`). The canaries are planted in the trainer that a site calls. The adversary sees the noised
-sum of each step, or the model after each round; it is the strongest one that the claim covers and that needs no lie.
+sums of each step or round; it is the strongest one that the claim covers and that needs no lie.
 
 It raises an alarm for two reasons:
 
 - the canaries' coins are guessed more often than the charged epsilon allows (`privacy/audit.py`); or
-- what was released is not what was charged (`privacy.audit.Fit`): less noise where no canary is, noise that repeats in
-  another release or cancels, canaries longer than the clipping norm or drawn more often than the sampling rate, steps
-  or rounds that no ledger was charged for.
+- what was released is not what was charged (`privacy/fit.py`): less noise, or noise that follows from other noise, a
+  unit that changes a sum by more than the clipping norm or is drawn more often than the sampling rate, steps or rounds
+  that no ledger was charged for, and anything that leaves and does not follow from the noised sums.
 
 The charge is read from the ledgers that the audit's sites have kept. An audit of honest code raises an alarm with a
 probability of 1e-4 at most (`FALSE_ALARM`), half of it for each reason, whatever the confidence of the reported bound.
 
-Not played: other processes and carriers, a lying coordinator, dropouts, tokenisation, the count of adaptive clipping,
-and under units record and owner the sum over sites, which get noised updates. Not found: an accountant that is wrong,
-or randomness that can be predicted.
+Not played: other processes and carriers, a lying coordinator, dropouts, tokenisation, the count of adaptive clipping
+with groups, and under units record and owner the sum over sites, which get noised updates. Not found: an accountant
+that is wrong, or randomness that can be predicted.
 
 The number of guesses and the threshold are fixed before any score is seen: they would give the largest bound if the
 noise had half of its standard deviation. That bound is reported with the result, because a weak audit
@@ -42,11 +42,12 @@ from cloister.privacy.ledger import read_history
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.errors import CloisterError, RunFolderError
-from cloister.protocol.storage import write_bytes
+from cloister.protocol.storage import without_syncs, write_bytes
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.public import base_of, public_model
 from cloister.simulations.audit_records import RecordGame
+from cloister.simulations.audit_rounds import Federation
 from cloister.simulations.audit_sites import SiteGame
 from cloister.simulations.audited import Audited, Progress, Streams
 from cloister.simulations.federation import noise_of
@@ -106,10 +107,10 @@ def audit(
     assert terms is not None, "a plan with a unit has terms"
     for left in folder.path.glob(f"{_TEMPORARY}*"):  # of an audit that was killed: the run folder is locked
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder.path) as temporary:
+    with without_syncs(), tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder.path) as temporary:
         own = Path(temporary).absolute()
         if terms.unit == "site":
-            sites = SiteGame(plan, terms, public, model, site, own)
+            sites = SiteGame(plan, terms, Federation(model, public, site), own)
             found = sites.audit(rounds, canaries, confidence, coins, noises, progress)
         else:
             kept = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
@@ -123,7 +124,6 @@ def audit(
         "delta": found.delta,
         "at_half_noise": found.at_half_noise,
         "checks": [asdict(check) for check in found.checks],
-        "visible": found.visible,
     }
     write_bytes(folder.audit, (json.dumps(shown, indent=1) + "\n").encode())
     return found

@@ -1,77 +1,69 @@
 """The audit with unit site: rounds of a run, with or without each honest site's canary in a sum.
 
-A new federation in one process runs the plan: real sites join, and `server.run.run` asks them, sums their updates,
-under masks if the plan has them, charges, decodes, adds a trusted coordinator's noise, and keeps the model. Only
-training is replaced (`Resident.trainer`): a site's update is `FAR` clipping norms along one coordinate that no other
-site has, or, by a fair coin, zero. No site drops out. As many sites add noise as the claim counts on; the others, which
-may collude or drop out, add none: the worst case that needs no lie. The server's optimizer is federated averaging,
-which is post-processing.
+A new federation in one process runs the plan (`audit_rounds.py`): real sites join, and `server.run.run` asks them, sums
+their updates, under masks if the plan has them, charges, decodes, adds a trusted coordinator's noise, and keeps the
+model. Only training is replaced: by a fair coin a site has no records in a round, or its update is `FAR` clipping norms
+along one coordinate that no other site has. No site drops out. As many sites add noise as the claim counts on; the
+others, which may collude or drop out, have no records and add none: the worst case that needs no lie. The server's
+optimizer is federated averaging, which is post-processing.
 
-The adversary sees the model after each round, from which the sum follows; with `aggregation.groups` it sees the sum of
-each group, which the charge covers too, and a sum below is that of a group. With independent noise each honest site in
-each round is a game of its own, held against the charge for one round. With correlated noise a site flips its coin once
-for all its rounds, and is held against the charge for the run. A score is the noised length of the site's canary: with
-W = C Y / sens(C), Y the rounds' sums in clipping norms and C the matrix of the noise (without one, the identity), and u
-= C p / sens(C) for the rounds p of the site,
+The adversary sees the noised sums, from which the models follow, and with adaptive clipping their counts, from which
+the clipping norms follow; with `aggregation.groups` it sees the sum of each group, which the charge covers too, and a
+sum below is that of a group. With independent noise each honest site in each round is a game of its own, held against
+the charge for one round. With correlated noise a site flips its coin once for all its rounds, and is held against the
+charge for the run. A score is the noised length of the site's canary: with W = C Y / sens(C), Y the rounds' sums in
+clipping norms and C the matrix of the noise (without one, the identity), and u = C p / sens(C) for the rounds p of the
+site,
 
     score = <u, W_j> / |u|   at the site's coordinate j,    |u| <= 1.
 
+A clipped update adds -1 to the count, and no records 0. A sum has one count, so only the first site of a sum is scored
+by its count too: with standard deviations s and t of sum and count, z^-2 = s^-2 + t^-2, and all other counts known, by
+z^2 (score / s^2 - count / t^2), which a canary moves by 1 as well, with a standard deviation of z.
+
 Noise is independent between coordinates (AES in counter mode, `privacy/noise.py`); the confidence depends on that. What
-is left of W at coordinates without a canary is noise alone, and `privacy.audit.Fit` compares it with the charge. With
-adaptive clipping the count of unclipped sites is not attacked.
+is left of W and of the counts without the canaries is noise alone, and `privacy/fit.py` compares it with the charge. In
+two more federations, all of whose noise is the same, one site has a canary along all coordinates, or no records: so far
+one site changes what is released. The count of groups is not attacked.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from scipy.linalg import toeplitz
 from scipy.stats import norm
 
-from cloister.aggregation.rotation import Floats
-from cloister.clients.config import SiteConfig
-from cloister.clients.resident import Resident
-from cloister.clients.serve import serve
-from cloister.clients.site import Site
-from cloister.lm.data import Sequences
 from cloister.lm.layout import Vector
-from cloister.lm.model import LanguageModel
-from cloister.lm.train import LocalUpdate, Trainer
-from cloister.privacy.accounting import composed, epsilon_of
-from cloister.privacy.audit import ALARM, Fit, distinguish, problem
-from cloister.privacy.correlated import sensitivity
-from cloister.privacy.events import Event, Selection, Skellam, from_json
-from cloister.privacy.ledger import Ledger
-from cloister.privacy.noise import NoiseStream
+from cloister.privacy.accounting import epsilon_of
+from cloister.privacy.audit import ALARM, distinguish
+from cloister.privacy.clip import rounded_l2
+from cloister.privacy.correlated import Blt, sensitivity
+from cloister.privacy.events import Event, Selection, Skellam
+from cloister.privacy.fit import Check, Noise, change, counted, problem
 from cloister.privacy.report import AuditRow
+from cloister.privacy.site_noise import SiteMechanism, noised_with
 from cloister.privacy.terms import Terms, participation
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.errors import EngineError, one_line
-from cloister.protocol.messages import TRAIN, Reply, Request
+from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import Plan
-from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
-from cloister.protocol.wire import encode
-from cloister.server.channel import Failure, reply_in
-from cloister.server.checkpoint import Checkpoints
-from cloister.server.folder import RunFolder
-from cloister.server.progress import RoundDone
-from cloister.server.run import run
-from cloister.simulations.audited import FAR, Audited, Noises, Progress, Streams, house, played
+from cloister.simulations.audit_rounds import Federation, Released, Samples
+from cloister.simulations.audited import FAR, Audited, Noises, Progress, Streams, played
 from cloister.simulations.partition import site_name
 
 _UPDATES = 500
 """Updates of sites, unless the caller says otherwise."""
-_MOST_SEEN = 10_000
-"""Coordinates of a model that are looked at."""
+_ROUNDED = 2.0**-22
+"""Relative error of what is released: it is rounded to float32 when it is decoded, noised and scaled."""
+_MOVE = 1e-3
+"""Learning rate of the clipping norm: so small that no count moves it beyond its bounds."""
 
 
 @dataclass(frozen=True)
@@ -80,90 +72,149 @@ class Game:
 
     site: str
     column: int
-    """The place of its canary among the coordinates that are looked at."""
+    """The coordinate of its canary."""
     sums: tuple[int, ...]
     """The sums with the site that the coin decides, from 0: each round has one, or one for each group."""
     included: bool
     """The coin."""
+    counted: bool
+    """Whether the count is in its score: it is the first site of its sum."""
 
 
 Games: TypeAlias = list[Game]
 
 
-class _Silent(NoiseStream):
-    """The stream of a site that adds no noise."""
+@dataclass(frozen=True)
+class Law:
+    """What an event charges for, in clipping norms."""
 
-    def skellam(
-        self, size: int, variance: float, offset: int = 0, *, threads: int = 1
-    ) -> npt.NDArray[np.int64]:
-        return np.zeros(size, np.int64)
+    multiplier: float
+    """z of sum and count together."""
+    change: float
+    """Largest L2 norm of a site's part of the sum."""
+    deviation: float
+    """Of the noise on each coordinate of the sum; with correlated noise on those of C Y / sens(C)."""
+    count: float
+    """Of the noise on the count, in units of what one site adds; infinite: nothing is charged for it."""
+
+    @classmethod
+    def of(cls, event: Event, mechanism: SiteMechanism) -> Law:
+        """The law of an event of a mechanism.
+
+        Args:
+            event: What was charged.
+            mechanism: Of the plan's terms.
+        """
+        assert not isinstance(event, Selection), "no site is charged a selection"
+        if isinstance(event, Skellam):
+            root, change = math.sqrt(event.variance), event.l2 / mechanism.scale
+            extra = [l2 / math.sqrt(variance) for variance, l2, _ in event.extra]
+            of_update, count = root / event.l2, 1 / extra[0] if extra else math.inf
+            return cls(math.hypot(1 / of_update, *extra) ** -1, change, root / mechanism.scale, count)
+        change = rounded_l2(mechanism.scale, mechanism.dimension) / mechanism.scale
+        of_update, count = event.noise_multiplier, math.inf
+        if mechanism.adaptive is not None:
+            count = 2 * mechanism.adaptive.count_noise
+            of_update = noised_with(of_update, mechanism.adaptive.count_noise)
+        return cls(event.noise_multiplier, change, of_update * change, count)
 
 
-class CanaryTrainer(Trainer):
-    """Returns a canary or zero as a site's update; no record is used.
+class Whitened:
+    """Rows of noise C^-1 Z to rows of Z: the inverse of `privacy.correlated.CorrelatedNoise`.
 
     Args:
-        plan: As for `Trainer`.
-        model: As for `Trainer`.
-        device: As for `Trainer`.
-        canaries: The coordinate of each canary that is included, by the site's state folder and the round.
+        blt: C.
+        size: Elements of a row.
+    """
+
+    def __init__(self, blt: Blt, size: int) -> None:
+        self._scale = np.array(blt.scale)
+        self._decay = np.array(blt.decay)[:, None]
+        self._buffers = np.zeros((len(blt.decay), size))
+
+    def __call__(self, row: Samples) -> Samples:
+        """The next row, (d,)."""
+        white: Samples = row + self._scale @ self._buffers
+        self._buffers *= self._decay
+        self._buffers += row
+        return white
+
+
+class Sums:
+    """What is seen of the sums of a run.
+
+    Args:
+        games: The games.
+        plan: The plan that is played.
+        terms: Its privacy.
+        law: What a round is claimed to cost.
+        size: d, coordinates of an update.
+        progress: Receives the rounds seen.
     """
 
     def __init__(
-        self, plan: Plan, model: LanguageModel, device: torch.device, canaries: Mapping[tuple[Path, int], int]
+        self, games: Games, plan: Plan, terms: Terms, law: Law, size: int, progress: Progress
     ) -> None:
-        super().__init__(plan, model, device)
-        self._length = FAR * plan.privacy.clip
-        self._canaries = canaries
+        counted = plan.privacy.adaptive is not None and plan.aggregation.groups == 1
+        self.noise = Noise(size + counted, count=counted)
+        """What is left of sums and counts without the canaries."""
+        self.others = 0
+        """Rounds whose model does not follow from the sums."""
+        self._games = games
+        self._plan = plan
+        self._law = law
+        self._progress = progress
+        self._columns = sorted({game.column for game in games})
+        self._rows: list[Samples] = []
+        self._counts: list[float] = []
+        self._pattern = participation(plan)
+        if self._pattern is not None:
+            assert terms.mechanism is not None, "unit site has a mechanism"
+            assert terms.mechanism.correlation is not None, "and a matrix"
+            self._blt = terms.mechanism.correlation
+            self._white = Whitened(self._blt, size)
 
-    def train(
-        self,
-        start: Vector,
-        sequences: Sequences,
-        *,
-        round: int,
-        state: Path | None = None,
-        **options: Any,
-    ) -> LocalUpdate:
-        """The update of the site with that state folder."""
-        assert state is not None
-        update = np.zeros_like(start)
-        if (state, round) in self._canaries:
-            update[self._canaries[state, round]] = self._length
-        return LocalUpdate(update, 0, 0.0, 0)
+    def see(self, released: Released) -> None:
+        """Take a round."""
+        self.others += not released.follows
+        for values in released.sums:
+            self._rows.append(values[self._columns])
+            included = [game.column for game in self._games if game.included and self._index in game.sums]
+            values[included] -= 1
+            noise = values if self._pattern is None else self._white(values) / self._sensitivity
+            noise = noise / self._law.deviation
+            if released.count is not None:
+                self._counts.append(released.count + len(included))
+                noise = np.append(noise, self._counts[-1] / self._law.count)
+            self.noise.see(noise)
+        self._progress(released.round, self._plan.run.rounds)
 
+    def scores(self) -> Samples:
+        """Of each game."""
+        rounds, scores = len(self._rows), []
+        matrix = np.eye(rounds)
+        if self._pattern is not None:
+            matrix = np.tril(toeplitz(self._blt.coefficients(rounds))) / self._sensitivity
+        white = matrix @ np.array(self._rows)
+        for game in self._games:
+            canary = matrix[:, list(game.sums)].sum(axis=1)
+            column = white[:, self._columns.index(game.column)]
+            score = float(canary @ column) / float(np.linalg.norm(canary))
+            if game.counted and self._counts:
+                count = self._counts[game.sums[0]] - game.included  # less all others' parts
+                weights = self._law.deviation**-2, self._law.count**-2
+                score = (score * weights[0] - count * weights[1]) / sum(weights)
+            scores.append(score)
+        return np.array(scores)
 
-class CanaryResident(Resident):
-    """A process whose sites return canaries.
+    @property
+    def _index(self) -> int:
+        return len(self._rows) - 1
 
-    Args:
-        canaries: As for `CanaryTrainer`.
-    """
-
-    def __init__(self, canaries: Mapping[tuple[Path, int], int]) -> None:
-        super().__init__()
-        self._canaries = canaries
-
-    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> CanaryTrainer:
-        """The trainer of all sites."""
-        return CanaryTrainer(plan, model, device, self._canaries)
-
-
-class _InProcess:
-    """A `Channel` to sites in this process; every message goes through its bytes."""
-
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = sites
-
-    def nodes(self) -> Sequence[int]:
-        return range(len(self._sites))
-
-    def ask(
-        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
-    ) -> Iterator[tuple[int, Reply | Failure]]:
-        for node, request in requests.items():
-            frames = serve(partial(self._sites.__getitem__, node), encode(request), one_line)
-            yield node, reply_in(frames, node)
+    @property
+    def _sensitivity(self) -> float:
+        assert self._pattern is not None, "independent noise has no matrix"
+        return sensitivity(self._blt, self._pattern)
 
 
 @dataclass(frozen=True)
@@ -172,13 +223,9 @@ class SiteGame:
 
     plan: Plan
     terms: Terms
-    public: Vector | None
-    """The run's publicly trained model."""
-    model: LanguageModel
-    site: SiteConfig
-    """A site of the run; its records are not used, but sites that join have some."""
+    federation: Federation
     folder: Path
-    """An empty folder for the audit's own federation."""
+    """An empty folder for the audit's own federations."""
 
     def audit(
         self,
@@ -190,37 +237,32 @@ class SiteGame:
         progress: Progress,
     ) -> Audited:
         """Play the rounds, guess the coins, and bound epsilon; arguments as in `simulations.audit.audit`."""
-        terms, counted = self.terms, self._counted()
+        terms, honest = self.terms, self._honest()
         count = self.plan.run.rounds  # of correlated noise, all rounds are one game
         if participation(self.plan) is None:
-            each = counted * self.plan.aggregation.groups
+            each = honest * self.plan.aggregation.groups
             count = math.ceil(canaries / each if canaries else _UPDATES / self.plan.cohort.size())
-        server = {"optimizer": "fedavg", "learning_rate": 1.0, "keep_checkpoints": 2}
-        plan = played(self.plan, terms, run={"rounds": count}, server=server)
-        size = self.model.layout.size
-        seen = np.unique(np.linspace(0, size - 1, min(size, _MOST_SEEN)).astype(np.int64))
-        everyone = [site_name(index) for index in range(plan.cohort.sites)]
-        draw = draw_of(plan, TRAIN)
-        cohorts = [group for number in range(1, count + 1) for group in draw.divided(everyone, number)]
-        drawn = [cohort[:counted] for cohort in cohorts]
-        names = sorted(set(chain(*drawn)))
-        columns = dict(zip(names, range(0, len(seen), max(2, len(seen) // len(names))), strict=False))
-        random = coins().child("coins").generator()
-        games: Games = []
-        for name, column in columns.items():
-            mine = [index for index, sites in enumerate(drawn) if name in sites]
-            for played_sums in [mine] if participation(plan) else [[index] for index in mine]:
-                games.append(Game(name, column, tuple(played_sums), bool(random.random() < 0.5)))
-        sums, charged = self._play(plan, drawn, games, seen, noises, progress)
+        plan = self._played(count)
+        cohorts = _cohorts(plan)
+        drawn = [cohort[:honest] for cohort in cohorts]
+        games = self._games(plan, drawn, coins)
+        claimed_law = self._law(terms.round_events)
+        seen = Sums(games, plan, terms, claimed_law, self._size, progress)
+        charged = self._main(plan, drawn, games, seen, noises)
         # What one game costs is the first charge of its site; correlated noise has no other one.
         events = charged[games[0].site][: len(terms.round_events)] or terms.round_events
-        z = max(map(_multiplier, events))
-        scores, fit = self._scored(plan, games, sums)
+        law = self._law(events)
+        everyone = sorted(set(chain(*cohorts)))
         due = sum(len(terms.events(sum(name in cohort for cohort in cohorts))) for name in everyone)
-        checks = fit.checks(z, due, sum(map(len, charged.values())))
-        included = np.array([game.included for game in games])
+        checks = (
+            *seen.noise.checks(law.multiplier / claimed_law.multiplier),
+            *self._changes(honest, law, noises),
+            counted("releases", due, sum(map(len, charged.values()))),
+            counted("rounds whose model does not follow from the noised sums", seen.others, 0),
+        )
+        scores, included = seen.scores(), np.array([game.included for game in games])
         runs, present = len(games), int(included.sum())
-        threshold, at_half_noise = _threshold(z, runs, terms.delta, confidence)
+        threshold, at_half_noise = _threshold(law.multiplier, runs, terms.delta, confidence)
         said = scores > threshold
         false_positives, false_negatives = int((said & ~included).sum()), int((~said & included).sum())
         bound, refuting = (
@@ -230,7 +272,7 @@ class SiteGame:
             for level in (confidence, ALARM)
         )
         claimed = epsilon_of(events, terms.delta, terms.accountant)
-        what = f"{count} rounds of a run with {runs} updates of honest sites far beyond the clip or zero"
+        what = f"{count} rounds of a run with {runs} updates of honest sites far beyond the clip or none"
         right = runs - false_positives - false_negatives
         return Audited(
             what,
@@ -240,10 +282,9 @@ class SiteGame:
             terms.delta,
             at_half_noise,
             checks,
-            fit.samples,
         )
 
-    def _counted(self) -> int:
+    def _honest(self) -> int:
         """Sites of a sum that add noise in the worst case: not those that may be missing, split off or lying."""
         plan = self.plan
         if plan.privacy.trusted_coordinator:
@@ -251,128 +292,95 @@ class SiteGame:
         sums = [(plan.threshold(n), plan.quorum(n)) for n in plan.summed()]
         return min(found.smallest_part if found.splits else left - found.colluders for found, left in sums)
 
-    def _play(
-        self,
-        plan: Plan,
-        honest: Sequence[Sequence[str]],
-        games: Games,
-        seen: npt.NDArray[np.int64],
-        noises: Noises,
-        progress: Progress,
-    ) -> tuple[npt.NDArray[np.float64], dict[str, tuple[Event, ...]]]:
-        """Run the plan.
+    def _played(self, rounds: int) -> Plan:
+        """The plan with so many rounds; what the server does with means and counts is post-processing."""
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"rounds": rounds},
+            "server": {"optimizer": "fedavg", "learning_rate": 1.0, "keep_checkpoints": 2, "gate": {}},
+        }
+        adaptive = self.plan.privacy.adaptive
+        if adaptive is not None:
+            sections["privacy"] = {"adaptive": adaptive.model_dump() | {"learning_rate": _MOVE}}
+        return played(self.plan, self.terms, **sections)
 
-        Returns:
-            The sums that were released, in clipping norms, (sums, K) at the coordinates `seen`; and what each site's
-            own ledger was charged for.
-        """
-        names = [site_name(index) for index in range(plan.cohort.sites)]
-        identities = {name: new_identity() for name in names}
-        roster = Roster.of(Card.of(name, key) for name, key in identities.items())
-        save_roster(roster, self.folder / "roster.toml")
+    def _law(self, events: Sequence[Event]) -> Law:
+        assert self.terms.mechanism is not None, "unit site has a mechanism"
+        laws = [Law.of(event, self.terms.mechanism) for event in events]
+        return max(laws, key=lambda law: law.multiplier)
+
+    @property
+    def _size(self) -> int:
+        return self.federation.model.layout.size
+
+    def _games(self, plan: Plan, drawn: Sequence[Sequence[str]], coins: Streams) -> Games:
+        """The coins of the honest sites of each sum."""
+        names, random = sorted(set(chain(*drawn))), coins().child("coins").generator()
+        columns = dict(zip(names, range(0, self._size, max(2, self._size // len(names))), strict=False))
+        games: Games = []
+        for name, column in columns.items():
+            mine = [index for index, sites in enumerate(drawn) if name in sites]
+            for sums in [mine] if participation(plan) else [[index] for index in mine]:
+                first = drawn[sums[0]][0] == name
+                games.append(Game(name, column, tuple(sums), bool(random.random() < 0.5), first))
+        return games
+
+    def _main(
+        self, plan: Plan, drawn: Sequence[Sequence[str]], games: Games, seen: Sums, noises: Noises
+    ) -> dict[str, tuple[Event, ...]]:
+        """Play all games; what each site was charged for."""
         groups = plan.aggregation.groups
-        noised = {(index // groups + 1, name) for index, sites in enumerate(honest) for name in sites}
+        noised = {(name, index // groups + 1) for index, sites in enumerate(drawn) for name in sites}
         canaries = {
-            (self._state(game.site), index // groups + 1): int(seen[game.column])
+            (game.site, index // groups + 1): game.column
             for game in games
             if game.included
             for index in game.sums
         }
-        resident = CanaryResident(canaries)
-        sites = []
-        for name, key in identities.items():
-            identity = self.folder / name / "identity.pem"
-            config = house(
-                self._state(name),
-                self.site,
-                name=name,
-                identity=str(identity),
-                roster=str(self.folder / "roster.toml"),
-                roster_hash=roster.hash.hex(),
-                secure=plan.aggregation.secure,
-            )
-            save_identity(key, identity)
 
-            def noise(number: int, name: str = name) -> NoiseStream:
-                return noises(name, number) if (number, name) in noised else _Silent.fresh()
+        def update(name: str, number: int) -> Vector | None:
+            if (name, number) not in canaries:
+                return None
+            vector = np.zeros(self._size, np.float32)
+            vector[canaries[name, number]] = FAR * plan.privacy.clip
+            return vector
 
-            sites.append(Site(config, resident, noise=noise, bases=self.folder))
-        models: list[npt.NDArray[np.float64]] = []
-        factors: list[float] = []
-        of_groups: list[npt.NDArray[np.float64]] = []
-        clip = plan.privacy.clip
-        with RunFolder.create(self.folder / "run", plan) as folder:
-            kept = Checkpoints(folder.checkpoints, self.model.layout, plan.server.keep_checkpoints)
+        return self.federation.play(self.folder / "main", plan, update, seen.see, noises, noised)
 
-            def observe(event: object) -> None:
-                nonlocal clip
-                if not isinstance(event, RoundDone):
-                    return
-                if not models:
-                    models.append(kept.load(0).weights[seen].astype(np.float64))
-                models.append(kept.load(event.round).weights[seen].astype(np.float64))
-                factors.append(event.sites / clip)
-                clip = event.clip
-                progress(event.round, plan.run.rounds)
+    def _changes(self, honest: int, law: Law, noises: Noises) -> tuple[Check, ...]:
+        """How far the records of one site change what one round releases, with all noise the same."""
+        plan, same = self._played(1), functools.cache(noises)
+        cohorts = _cohorts(plan)
+        noised = {(name, 1) for cohort in cohorts for name in cohort[:honest]}
+        signs = np.random.Generator(np.random.Philox(plan.run.seed)).choice(
+            np.array([-1, 1], np.float32), self._size
+        )
+        long = signs * np.float32(FAR * plan.privacy.clip / math.sqrt(self._size))
+        worlds: list[Released] = []
+        for folder, update in (("with", long), ("without", None)):
 
-            def released(_group: int, mean: Floats, count: int) -> None:
-                if groups > 1:
-                    of_groups.append(mean[seen].astype(np.float64) * count / clip)
+            def of_one(name: str, _round: int, update: Vector | None = update) -> Vector | None:
+                return update if name == cohorts[0][0] else None
 
-            run(
-                folder,
-                _InProcess(sites),
-                observe,
-                roster=roster if plan.aggregation.secure else None,
-                public=self.public,
-                noise=partial(noises, "coordinator"),
-                released=released,
-            )
-        if len(factors) < plan.run.rounds:
-            raise EngineError(
-                "rounds of the audit", len(factors), expected=f"all {plan.run.rounds} to be done"
-            )
-        charged = {}
-        for name in names:
-            entries = Ledger(self._state(name) / "ledger.sqlite", name, composed).entries()
-            charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
-        sums = np.array(of_groups) if of_groups else np.diff(models, axis=0) * np.array(factors)[:, None]
-        return sums, charged
-
-    def _state(self, name: str) -> Path:
-        return self.folder / name / "state"
-
-    def _scored(
-        self, plan: Plan, games: Games, sums: npt.NDArray[np.float64]
-    ) -> tuple[npt.NDArray[np.float64], Fit]:
-        """The games' scores, and the noise that is left beside the canaries."""
-        matrix, pattern = np.eye(len(sums)), participation(plan)
-        if pattern is not None:
-            assert self.terms.mechanism is not None
-            assert self.terms.mechanism.correlation is not None
-            blt = self.terms.mechanism.correlation
-            matrix = np.tril(toeplitz(blt.coefficients(len(sums)))) / sensitivity(blt, pattern)
-        white = matrix @ sums
-        free = np.ones(white.shape, np.bool_)
-        scores = []
-        for game in games:
-            canary = matrix[:, list(game.sums)].sum(axis=1)
-            scores.append(float(canary @ white[:, game.column]) / float(np.linalg.norm(canary)))
-            if game.included:
-                free[canary != 0, game.column] = False
-        fit = Fit(white.shape[1])
-        for values, alone in zip(white, free, strict=True):
-            fit.see(values, alone)
-        fit.see_canaries(np.array([s for s, game in zip(scores, games, strict=True) if game.included]))
-        return np.array(scores), fit
+            self.federation.play(self.folder / folder, plan, of_one, worlds.append, same, noised)
+        sums = [np.concatenate(world.sums) for world in worlds]
+        rounding = _ROUNDED * sum(float(np.linalg.norm(each)) for each in sums)
+        moved = float(np.linalg.norm(sums[0] - sums[1]))
+        found = [change("what one site changes in a sum, in clipping norms", moved, law.change, rounding)]
+        if all(world.count is not None for world in worlds):
+            counts = np.array([world.count for world in worlds])
+            error = _ROUNDED * (float(np.abs(counts).sum()) + plan.cohort.size())
+            moved = abs(float(counts[0] - counts[1]))
+            found.append(change("what one site changes in the count", moved, 1.0, error))
+        return tuple(found)
 
 
-def _multiplier(event: Event) -> float:
-    """z of an event: the standard deviation of the noise over the largest L2 norm of a site's vector."""
-    if isinstance(event, Skellam):
-        return math.sqrt(event.variance) / event.l2
-    assert not isinstance(event, Selection), "no site is charged a selection"
-    return event.noise_multiplier
+def _cohorts(plan: Plan) -> list[list[str]]:
+    """The sites of each sum of a run: each round has one, or one for each group."""
+    everyone = [site_name(index) for index in range(plan.cohort.sites)]
+    draw = draw_of(plan, TRAIN)
+    return [
+        list(group) for number in range(1, plan.run.rounds + 1) for group in draw.divided(everyone, number)
+    ]
 
 
 def _threshold(deviation: float, runs: int, delta: float, confidence: float) -> tuple[float, float]:

@@ -6,11 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
 
 from cloister.clients.config import SiteConfig
-from cloister.lm.model import device_for
-from cloister.privacy.audit import Check, misfits, visible
+from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.resident import Resident
+from cloister.lm.data import Prepared, Sequences
+from cloister.lm.model import LanguageModel, device_for
+from cloister.lm.train import Trainer
+from cloister.privacy.fit import Check, misfits
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
@@ -28,6 +35,10 @@ _LENGTHS = (("run", "rounds"), ("local", "steps"))
 
 FAR = 100.0
 """Length of a canary's contribution before it is clipped, in clipping norms."""
+NOTICED = 10**9
+"""Loss and tokens of a canary: figures that do not go unnoticed where they leave a site."""
+
+T = TypeVar("T", bound=Trainer | PrivateTrainer)
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,6 @@ class Audited:
     """The bound to expect if the noise had half of its standard deviation: the power of the guesses."""
     checks: tuple[Check, ...]
     """The factors of the mechanism as they were applied."""
-    samples: int
-    """Samples of the noise."""
 
     @property
     def refuted(self) -> bool:
@@ -61,17 +70,29 @@ class Audited:
         """Whether the claim is refuted, or a factor is not what was charged: wrong with probability `FALSE_ALARM`."""
         return self.refuted or bool(misfits(self.checks))
 
-    @property
-    def visible(self) -> float:
-        """The part of the noise's standard deviation whose lack is found with probability 0.99."""
-        return visible(self.samples, len(self.checks))
+
+class TrainedBy(Resident, Generic[T]):
+    """A process whose sites train by an audit's trainer; it remains as `used`.
+
+    Args:
+        make: Makes it from a plan, its model and a device.
+    """
+
+    def __init__(self, make: Callable[[Plan, LanguageModel, torch.device], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> T:
+        """The trainer."""
+        self.used = self._make(plan, model, device)
+        return self.used
 
 
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     """A plan like the run's, for an audit to play.
 
     Where the number of rounds or steps changes, it has the noise multiplier that the run claims instead of an epsilon
-    to meet, and no budget.
+    to meet, and no budget. The learning rate's warm-up ends before its steps do.
 
     Args:
         plan: The run's plan.
@@ -96,6 +117,8 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     facts["simulation"] |= {"public": 0.0}  # records of the evaluation
     for name, fields in sections.items():
         facts[name] |= fields
+    local = facts["local"]
+    local["warmup_steps"] = min(local["warmup_steps"], facts["run"]["rounds"] * local["steps"] - 1)
     return from_json(json.dumps(facts))
 
 
@@ -113,3 +136,16 @@ def house(folder: Path, like: SiteConfig, **fields: Any) -> SiteConfig:
     (folder / "data").symlink_to(cache, target_is_directory=True)
     device = str(device_for(like.device))  # one: the trainer that plants canaries is that of one process
     return SiteConfig(data=like.data, split=like.split, device=device, state=str(folder), **fields)
+
+
+def prepared(plan: Plan, records: int) -> Prepared:
+    """A site's training data of so many records, whose content nobody uses.
+
+    Args:
+        plan: The plan.
+        records: 0: a site without any.
+    """
+    length = plan.data.sequence_length
+    rows = np.zeros((records, length), np.int32)
+    sequences = Sequences(rows, rows, None, 0, np.arange(records + 1))
+    return Prepared(sequences, sequences, records, {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -240,95 +239,3 @@ def test_what_makes_no_sense_is_refused_in_one_line() -> None:
         audit.guess([1.0, 2.0], 2, 1)
     with pytest.raises(CloisterError, match="included"):
         audit.count([1, 0], [True])
-
-
-# --- what was released, against what was charged ----------------------------------------------------------------------
-
-
-Z, RATE = 0.6, 0.01
-COORDINATES, STEPS = 400, 20
-
-
-def fitted(
-    generator: np.random.Generator,
-    *,
-    noise: float = Z,
-    length: float = 1.0,
-    rate: float = RATE,
-    repeated: bool = False,
-    size: tuple[int, int] = (STEPS, COORDINATES),
-    steps: int = 0,
-) -> tuple[audit.Check, ...]:
-    """The checks of releases with canaries at all coordinates, each drawn at a rate, charged as above."""
-    fit = audit.Fit(size[1])
-    first = noise * generator.standard_normal(size[1])
-    for _ in range(size[0]):
-        drawn = generator.random(size[1]) < rate
-        values = length * drawn + (first if repeated else noise * generator.standard_normal(size[1]))
-        fit.see(values, ~drawn)
-        fit.see_canaries(values[drawn])
-    return fit.checks(Z, size[0] + steps, size[0], size[0] * size[1], RATE)
-
-
-def test_what_is_as_charged_fits_as_often_as_it_says() -> None:
-    """Of 400 honest fits, each check is below 5 % in 5 % of them, or in fewer where it is discrete."""
-    generator, trials = np.random.default_rng(24), 400
-    found = [fitted(generator) for _ in range(trials)]
-    low, high = binom.interval(1 - 1e-6, trials, 0.05)
-    for checks in zip(*found, strict=True):
-        below = sum(check.p < 0.05 for check in checks)
-        exact = checks[0].what not in ("releases", "rate at which canaries are drawn")
-        assert (low if exact else 0) <= below <= high, checks[0].what
-    assert not any(audit.misfits(checks) for checks in found)
-    assert pytest.approx(1e-4) == audit.FALSE_ALARM
-
-
-@pytest.mark.parametrize(
-    ("defect", "what"),
-    [
-        ({"noise": 0.5 * Z}, "standard deviation of the noise, in clipping norms"),
-        ({"noise": 0.9 * Z}, "standard deviation of the noise, in clipping norms"),
-        ({"length": 2.0}, "length of a clipped canary"),
-        ({"rate": 3 * RATE}, "rate at which canaries are drawn"),
-        ({"repeated": True}, "variance of the noise summed over releases"),
-        ({"steps": 1}, "releases"),
-    ],
-    ids=str,
-)
-def test_each_factor_that_is_not_as_charged_is_named(defect: dict[str, Any], what: str) -> None:
-    checks = fitted(np.random.default_rng(25), **defect)
-    found = [misfit.what for misfit in audit.misfits(checks)]
-    assert found[0] == what
-    # Less noise in all releases is less in one of them, too.
-    assert set(found[1:]) <= {"least standard deviation of the noise in a release"}
-    assert audit.problem(checks).startswith(what)
-
-
-def test_a_hundredth_of_the_noise_is_missed_at_the_size_of_the_shipped_plan() -> None:
-    """60 steps and 10,000 canaries."""
-    assert audit.visible(590_000, 5) < 0.01
-    shipped, generator = (60, 10_000), np.random.default_rng(26)
-    assert audit.misfits(fitted(generator, noise=0.99 * Z, size=shipped))
-    assert not audit.misfits(fitted(generator, size=shipped))
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.5 * Z])
-def test_one_release_with_less_noise_among_many_is_found(noise: float) -> None:
-    fit, generator = audit.Fit(COORDINATES), np.random.default_rng(28)
-    everywhere = np.ones(COORDINATES, np.bool_)
-    for release in range(50 * STEPS):
-        deviation = noise if release == 7 else Z
-        fit.see(deviation * generator.standard_normal(COORDINATES), everywhere)
-    (misfit,) = audit.misfits(fit.checks(Z, 50 * STEPS, 50 * STEPS))
-    assert misfit.what == "least standard deviation of the noise in a release"
-
-
-def test_noise_of_one_sign_in_pairs_of_releases_cancels_and_is_found() -> None:
-    fit, generator = audit.Fit(COORDINATES), np.random.default_rng(27)
-    everywhere = np.ones(COORDINATES, np.bool_)
-    for _ in range(STEPS // 2):
-        noise = Z * generator.standard_normal(COORDINATES)
-        fit.see(noise, everywhere)
-        fit.see(-noise, everywhere)
-    (misfit,) = audit.misfits(fit.checks(Z, STEPS, STEPS))
-    assert misfit.what == "variance of the noise summed over releases"

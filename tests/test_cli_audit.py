@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from cloister.clients.ranks import Ranks
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.weights import Named
-from cloister.privacy.audit import FALSE_ALARM, Fit
+from cloister.privacy.audit import FALSE_ALARM
+from cloister.privacy.fit import Check
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
 from cloister.protocol.plan import Plan
@@ -31,9 +34,11 @@ from cloister.server.folder import RunFolder
 from cloister.server.spending import Spending
 from cloister.simulations.audit import audit
 from cloister.simulations.audit import audit as honest
-from cloister.simulations.audit_records import CanaryTrainer
+from cloister.simulations.audit_records import RecordGame
+from cloister.simulations.audit_steps import Observed, Seen
 from cloister.simulations.federation import lay_out
 from cloister.tests.mutants import (
+    ENCODE,
     LESS_NOISE_IN_STEPS,
     LESS_NOISE_OF_SITES,
     LESS_NOISE_OF_THE_COORDINATOR,
@@ -183,15 +188,16 @@ def test_an_audit_takes_noise_and_terms_from_where_a_run_has_them(
 
         def noise_of(_plan: Plan, who: str, number: int) -> NoiseStream:
             asked.append((who, number))
-            return NoiseStream.from_declared_seed(number)
+            return NoiseStream.from_declared_seed(number).child(who)
 
         patch.setattr("cloister.simulations.audit.noise_of", noise_of)
         found = honest(folder, canaries=1000, steps=20)
-        assert asked == [("site-000", 1), ("site-000", 2)]
+        both = ("site-000", "site-000 without records")
+        assert asked == [(who, number) for number in (1, 2) for who in both]
         assert not found.row.problem
     with RunFolder.reopen(run) as folder, monkeypatch.context() as patch:
         Mutant("clients.work:train", "terms.noise_multiplier", "0.01").plant(patch)
-        found = honest(folder, canaries=1000)
+        found = honest(folder, canaries=1000, steps=10)
         assert "standard deviation of the noise" in str(found.row.problem)
 
 
@@ -208,18 +214,73 @@ def test_an_audit_of_honest_steps_raises_no_alarm(record: Path, capsys: pytest.C
     assert {name: found[name] for name in kept} == kept
     assert (found["row"]["claimed"], found["row"]["what"]) == (found["claimed"], found["what"])
     assert found["row"]["canaries"] == 10_000
+    visible = {check["what"]: check["visible"] for check in found["checks"] if check["visible"] is not None}
+    assert visible["standard deviation of the noise"] < 0.01
+    assert visible["what one unit changes, in clipping norms"] < 0.01
+    assert visible["rate at which units are drawn"] < 0.1
 
 
-NOISE, LENGTH = "standard deviation of the noise", "length of a clipped canary"
-RATE, REPEATED, RELEASES = "rate at which canaries are drawn", "noise summed over releases", "releases: "
+NOISE, RATE, LENGTH = (
+    "standard deviation of the noise: ",
+    "rate at which units are drawn",
+    "what one unit changes",
+)
+EMPTY, RELEASES = "standard deviation of the noise of empty batches", "releases: "
+INSIDE, REPEATED = "correlation inside a release", "furthest projection on another release"
+BYTES = "rounds whose bytes do not follow from the noised sums"
+
+RELEASE = "noised = total.release("
+DEVIATION = "noise_multiplier * privacy.clip"
+SENT = "return Finished(sent, local.tokens, local.loss)"
+TAIL = "vector[layout.size :] = code.tail("
+OTHERWISE_SENT = [
+    Mutant(STEPS, RELEASE, "noised = total.so_far().float(); total.release("),
+    Mutant("clients.work:train", SENT, f"sent[0] = local.loss; {SENT}"),
+    Mutant("clients.work:train", SENT, f"sent[-1] += local.tokens; {SENT}"),
+    Mutant("clients.release:contribution", TAIL, f"vector[0] = int(update.loss) % 2**16; {TAIL}"),
+    Mutant("clients.site:Site.contribute", 'if plan.local.balance != "dynamic":', "if False:"),
+]
+"""What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training."""
+CLIP, NORM = "self._plan.privacy.clip", "torch.linalg.vector_norm(torch.stack(parts), dim=0)"
+OTHER_CLIPS = [
+    *(Mutant("clients.dpsgd:PrivateTrainer.new_sum", CLIP, f"{by} * {CLIP}") for by in (2, 1.03, 1.01)),
+    Mutant("clients.dpsgd:_norms", NORM, "torch.stack(parts).amax(dim=0)"),
+]
+"""A longer clip, and one of each layer for itself."""
+HIGHER_RATES = [
+    Mutant("clients.dpsgd:poisson_batch", "< rate", "< 1.1 * rate"),
+    Mutant("clients.dpsgd:PrivateTrainer.__init__", "self._rate = ", "self._rate = 1.1 * "),
+]
+
+
+def twice_the_half(noise: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    half = noise.size // 2
+    noise[half : 2 * half] = noise[:half]
+    return noise
+
+
+def repeat_halves(patch: pytest.MonkeyPatch) -> None:
+    """The second half of each vector of noise is the first half again."""
+    right = NoiseStream.skellam
+
+    def add_gaussian(self: NoiseStream, vector: Any, sigma: float, offset: int = 0, **how: int) -> None:
+        vector += twice_the_half(self.gaussian(vector.size, sigma, offset)).astype(vector.dtype)
+
+    def skellam(self: NoiseStream, size: int, *law: Any, **how: Any) -> npt.NDArray[np.int64]:
+        return twice_the_half(right(self, size, *law, **how))
+
+    patch.setattr(NoiseStream, "add_gaussian", add_gaussian)
+    patch.setattr(NoiseStream, "skellam", skellam)
 
 
 @pytest.mark.parametrize(
     ("mutant", "found"),
     [
         *((mutant, NOISE) for mutant in LESS_NOISE_IN_STEPS),
-        (Mutant("clients.dpsgd:PrivateTrainer.new_sum", "self._plan.", "2 * self._plan."), LENGTH),
-        (Mutant(STEPS, "n_units, self._rate", "n_units, 2 * self._rate"), RATE),
+        *((mutant, BYTES) for mutant in OTHERWISE_SENT),
+        *((mutant, LENGTH) for mutant in OTHER_CLIPS),
+        *((mutant, RATE) for mutant in HIGHER_RATES),
+        (Mutant(STEPS, DEVIATION, f"(1 if len(batch) else 0.2) * {DEVIATION}"), EMPTY),
         (Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"), RELEASES),
         (Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'), REPEATED),
         (UNCHARGED, RELEASES),
@@ -241,14 +302,72 @@ def test_steps_that_are_not_what_is_charged_raise_an_alarm(
     assert f"alarm: {result['row']['problem']}" in err or "epsilon is at least" in err
 
 
+def test_noise_that_repeats_inside_a_release_raises_an_alarm(
+    often: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat_halves(monkeypatch)
+    code, result, _ = ran(capsys, often, *SMALL)
+    assert code == 3
+    assert INSIDE in result["row"]["problem"]
+    assert NOISE not in result["row"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "found"),
+    [
+        (replace(LESS_NOISE_IN_STEPS[0], new="noise_multiplier=0.99 * terms.noise_multiplier"), NOISE),
+        (OTHER_CLIPS[2], LENGTH),
+        (HIGHER_RATES[0], RATE),
+    ],
+    ids=str,
+)
+def test_at_the_default_length_small_errors_raise_an_alarm(
+    mutant: Mutant,
+    found: str,
+    record: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundredth of noise and clip, a tenth of the rate."""
+    mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, record)
+    assert code == 3
+    assert found in result["row"]["problem"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("local.optimizer=muon", "local.optimizer_state=keep", "local.warmup_steps=39"),
+        ("local.optimizer=sgd", "local.proximal=0.1", "model.adapter.scheme=rolora", "model.adapter.rank=4"),
+        ("aggregation.ring_bits=8", "aggregation.compression.first_scale=0.01"),
+    ],
+    ids=["kept state", "adapter", "compressed"],
+)
+def test_what_leaves_follows_from_the_noised_sums(
+    settings: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the last byte, whatever a site keeps from round to round."""
+    run = folder_of(tmp_path, RECORD, overrides=(*OFTEN, *settings))
+    code, found, err = ran(capsys, run, *SMALL)
+    assert (code, err) == (0, "")
+    OTHERWISE_SENT[0].plant(monkeypatch)
+    code, found, _ = ran(capsys, run, *SMALL)
+    assert code == 3
+    assert f"{BYTES}: 2, charged 0" in found["row"]["problem"]
+
+
 def test_gradients_that_are_not_clipped_are_noticed(
     record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClippedSum, "_scale", lambda *_: None)
     monkeypatch.setattr(ClippedSum, "_check", lambda *_: None)
-    code, result, _ = ran(capsys, record)
+    code, result, _ = ran(capsys, record, *SMALL)
     assert code == 3
-    assert LENGTH in result["row"]["problem"]
+    assert f"{LENGTH}, in clipping norms: 100," in result["row"]["problem"]
 
 
 def test_a_claim_that_the_guesses_refute_raises_an_alarm(
@@ -258,8 +377,7 @@ def test_a_claim_that_the_guesses_refute_raises_an_alarm(
     every = ("privacy.sampling_rate=1.0", "privacy.noise_multiplier=6.0", "privacy.delta=1e-9")
     run = folder_of(tmp_path, RECORD, overrides=every)
     LESS_NOISE_IN_STEPS[1].plant(monkeypatch)
-    monkeypatch.setattr(Fit, "checks", lambda *_: ())
-    monkeypatch.setattr("cloister.simulations.audited.visible", lambda *_: 0.0)
+    monkeypatch.setattr(RecordGame, "_checks", lambda *_: (Check("noise", 1.0, 1.0, 1.0, 0.01),))
     code, result, err = ran(capsys, run, "--canaries", "200", "--steps", "2")
     assert code == 3
     assert result["row"]["refuting"] > result["claimed"]
@@ -334,22 +452,24 @@ def test_only_noise_and_canaries_are_left_to_see(
 ) -> None:
     """Real gradients, which the adversary knows, are far above the noise of some coordinates: they must not hide it."""
     run = folder_of(tmp_path, RECORD, overrides=("privacy.sampling_rate=0.5", "local.steps=2"))
-    seen: list[npt.NDArray[np.float32]] = []
+    rests: list[npt.NDArray[np.float64]] = []
     learned: list[float] = []
     monkeypatch.setattr(NoiseStream, "add_gaussian", lambda *_, **__: None)
+    right = Observed.take
 
-    def see(self: CanaryTrainer, left: torch.Tensor) -> None:
-        learned.append(float(self.watched.known.norm()))
-        seen.append(left.numpy())
+    def take(self: Observed, released: torch.Tensor, seen: Seen, places: npt.NDArray[np.bool_]) -> None:
+        learned.append(float(np.linalg.norm(released.numpy() / 0.5 - seen.rest)))
+        rests.append(seen.rest)
+        right(self, released, seen, places)
 
-    monkeypatch.setattr(CanaryTrainer, "see", see)
+    monkeypatch.setattr(Observed, "take", take)
     ran(capsys, run, "--canaries", "30")
-    assert len(seen) == 8
-    assert min(learned) > 1.0, "there are real gradients in it, in clipping norms of 0.5"
-    for left in seen:
-        drawn = left[np.abs(left) > 1e-5]
+    assert len(rests) == 8
+    assert min(learned) > 2.0, "there are real gradients beside the last unit, in clipping norms"
+    for rest in rests:
+        drawn = rest[np.abs(rest) > 2e-5]
         assert 0 < len(drawn) < 30
-        assert drawn == pytest.approx(0.5, abs=1e-4)
+        assert drawn == pytest.approx(1.0, abs=1e-4)
 
 
 # --- unit site --------------------------------------------------------------------------------------------------------
@@ -368,7 +488,7 @@ def test_an_audit_of_honest_rounds_raises_no_alarm(
         code, found, err = ran(capsys, run, *FEW)
         assert (code, err, found["alarm"]) == (0, "", False)
         assert 0 < found["claimed"] < found["claimed_run"]
-        assert found["visible"] < 0.05
+        assert found["checks"][0]["visible"] < 0.05
         assert not list(run.glob("audit-*")), "the audit's own sites are removed"
 
 
@@ -383,25 +503,78 @@ def test_an_audit_of_sites_with_meshes_plays_on_one_device(
     assert (code, err, found["alarm"]) == (0, "", False)
 
 
-@pytest.mark.parametrize("mutant", [*LESS_NOISE_OF_SITES, UNCHARGED, UNPAID_ROUND], ids=str)
+CHANGE, COUNT = "what one site changes in a sum", "what one site changes in the count"
+COORDINATE, MODEL = (
+    "furthest deviation at a coordinate",
+    "rounds whose model does not follow from the noised sums",
+)
+STEP = "optimizer.step(mean,"
+LONGER = Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 1.01 * self.scale,")
+LEAKS = [
+    (Mutant("clients.release:contribution", TAIL, f"vector[0] += int(update.loss); {TAIL}"), CHANGE),
+    (Mutant("server.round:_step", STEP, f"mean[0] = len(sites); {STEP}"), MODEL),
+]
+"""Something leaves beside the noised sum."""
+
+
+@pytest.mark.parametrize(
+    ("mutant", "found"),
+    [
+        *((mutant, CHANGE if "scale" in mutant.old else NOISE) for mutant in LESS_NOISE_OF_SITES),
+        (LONGER, CHANGE),
+        *LEAKS,
+        (UNCHARGED, RELEASES),
+        (UNPAID_ROUND, RELEASES),
+    ],
+    ids=str,
+)
 def test_rounds_that_are_not_what_is_charged_raise_an_alarm(
-    mutant: Mutant, site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mutant: Mutant,
+    found: str,
+    site: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutant.plant(monkeypatch)
     code, result, _ = ran(capsys, site, *FEW)
     assert (code, result["alarm"]) == (3, True)
-    expected = RELEASES if mutant in (UNCHARGED, UNPAID_ROUND) else LENGTH if "scale" in mutant.old else NOISE
-    assert expected in result["row"]["problem"]
+    assert found in result["row"]["problem"]
 
 
-@pytest.mark.parametrize("mutant", LESS_NOISE_OF_THE_COORDINATOR, ids=str)
+@pytest.mark.parametrize("mutant", [LONGER, *LESS_NOISE_OF_THE_COORDINATOR], ids=str)
 def test_less_noise_of_a_trusted_coordinator_raises_an_alarm(
     mutant: Mutant, central: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant.plant(monkeypatch)
     code, result, _ = ran(capsys, central, "--canaries", "8")
     assert (code, result["alarm"]) == (3, True)
-    assert (REPEATED if "declared" in mutant.new else NOISE) in result["row"]["problem"]
+    expected = CHANGE if mutant is LONGER else REPEATED if "declared" in mutant.new else NOISE
+    assert expected in result["row"]["problem"]
+
+
+@pytest.mark.parametrize("name", ["site", "central"])
+def test_noise_that_repeats_inside_a_round_raises_an_alarm(
+    name: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = request.getfixturevalue(name)
+    repeat_halves(monkeypatch)
+    code, result, _ = ran(capsys, run, *FEW)
+    assert code == 3
+    assert INSIDE in result["row"]["problem"]
+    assert NOISE not in result["row"]["problem"]
+
+
+def test_a_hundredth_of_the_noise_of_sites_is_missed(
+    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 30 rounds; by default there are 125."""
+    Mutant(ENCODE, "self.variance, offset", "0.98 * self.variance, offset").plant(monkeypatch)
+    code, result, _ = ran(capsys, site, "--canaries", "60")
+    assert code == 3
+    assert NOISE in result["row"]["problem"]
 
 
 def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
@@ -468,5 +641,11 @@ def test_what_cannot_be_audited_is_refused_in_one_line(
 def test_what_a_person_reads_says_both_figures(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(record), "--canaries", "20", "--steps", "2"]) == 0
     out, _ = capsys.readouterr()
-    for word in ("audited   epsilon is at least", "claimed   epsilon is at most", "no alarm", "too weak"):
+    for word in ("audited   epsilon is at least", "claimed   epsilon is at most", "no alarm"):
         assert word in out
+    for line, what in (
+        (r"measured  standard deviation of the noise: \S+, charged 1", "noise"),
+        (r"          what one unit changes, in clipping norms: \S+, charged 1", "clip"),
+        (r"          rate at which units are drawn: \S+, charged 0.003", "rate"),
+    ):
+        assert re.search(rf"^{line}; an error of \S+ % would be found$", out, re.MULTILINE), what

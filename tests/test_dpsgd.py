@@ -29,6 +29,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
+from cloister.tests.carrying import carry_in
 from cloister.tests.overheard import Overheard
 
 pytestmark = [
@@ -93,6 +94,8 @@ class Run:
     def train(self, data: Sequences | None = None, **options: Any) -> LocalUpdate:
         options = dict[str, Any](round=1, noise=NOISY, noise_multiplier=1.0) | options
         start = options.pop("start", self.start)
+        if (state := options.pop("state", None)) is not None:
+            options["carry"] = carry_in(state, options["round"])
         return self.trainer.train(start, some() if data is None else data, **options)
 
     def summed(self, data: Sequences, units: list[int]) -> npt.NDArray[np.float64]:

@@ -1,0 +1,285 @@
+"""Tests of fit: what was released, against what was charged for it.
+
+An audit's guesses (`audit.py`) see half of the noise missing, and not a tenth. So an audit also measures the factors of
+the mechanism as they were applied. Each is one `Check`: a value, the value that is charged, and the probability of a
+value as far from it if the code is honest. A check whose probability is below `LEVEL` does not fit. These tests say
+nothing of epsilon.
+
+Two kinds of factors are exact: how far one unit moves what is released under the same noise (`change`), and counts
+(`counted`). Rate and noise are random. Noise is tested over all coordinates and releases (`Noise`): that there is
+enough of it, and that no part of it follows from another part, because a difference of two parts would be free of it.
+The tests assume normal noise, which Skellam noise of a large variance is to their accuracy (its excess kurtosis is
+1 / variance).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.protocol.errors import CloisterError
+
+MISFIT = 5e-5
+"""Probability with which any check of honest code fails, at most."""
+MOST_CHECKS = 16
+"""Checks of one audit, at most."""
+LEVEL = MISFIT / MOST_CHECKS
+"""Probability with which one check of honest code fails, at most."""
+_POWER = 0.99
+_SKETCH = 4096
+"""Projections of a release."""
+_COMPARED = 4096
+"""Releases that are compared with each other."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One factor between charge and release, as it was applied."""
+
+    what: str
+    """The factor, in words."""
+    found: float
+    """Its value as applied."""
+    charged: float
+    """Its value as charged."""
+    p: float
+    """Probability of a value as far from the charge, or further, to the side that protects less."""
+    visible: float | None = None
+    """The smallest error, as a part of the charged value, that is found with a probability of 0.99; None: unknown."""
+
+
+def misfits(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """The checks that fail; of honest code any does with probability `MISFIT` at most."""
+    assert len(checks) <= MOST_CHECKS, "each check has its part of MISFIT"
+    return tuple(check for check in checks if check.p < LEVEL)
+
+
+def problem(checks: Sequence[Check]) -> str:
+    """The checks that fail, in words; empty if none does."""
+    return "; ".join(
+        f"{check.what}: {check.found:.4g}, charged {check.charged:.4g}" for check in misfits(checks)
+    )
+
+
+def counted(what: str, found: int, charged: int) -> Check:
+    """A number that may not be above what is charged."""
+    return Check(what, found, charged, 1.0 if found <= charged else 0.0)
+
+
+def change(what: str, found: float, charged: float, rounding: float = 0.0) -> Check:
+    """The length by which one unit moves what is released, under the same noise.
+
+    Args:
+        what: The factor, in words.
+        found: The length.
+        charged: The largest length that is charged for.
+        rounding: The largest error of `found`.
+    """
+    limit = charged + rounding
+    visible = limit / found - 1 if 0 < found <= limit else None
+    return Check(what, found, charged, 1.0 if found <= limit else 0.0, visible)
+
+
+def rate(what: str, drawn: int, places: int, charged: float) -> Check:
+    """How often units are drawn: Binomial(places, charged) at most.
+
+    Args:
+        what: The factor, in words.
+        drawn: Units that were drawn, in all batches.
+        places: Units that could be drawn, in all batches.
+        charged: The sampling rate, below 1.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import binom
+
+    least = int(binom.isf(LEVEL, places, charged)) + 1  # draws that fail
+
+    def missed(higher: float) -> float:
+        return float(binom.cdf(least - 1, places, higher)) - (1 - _POWER)
+
+    seen = brentq(missed, charged, 1.0) / charged - 1 if missed(1.0) < 0 else None
+    return Check(what, drawn / places, charged, float(binom.sf(drawn - 1, places, charged)), seen)
+
+
+def enough_noise(what: str, squares: float, samples: int) -> Check:
+    """The standard deviation of n samples of noise, over the one that is charged: Q ~ chi2(n).
+
+    Args:
+        what: The factor, in words.
+        squares: Q, the sum of their squares.
+        samples: n.
+
+    Raises:
+        CloisterError: there is no sample.
+    """
+    from scipy.stats import chi2
+
+    if not samples:
+        raise CloisterError("samples of the noise", 0, expected="1 or more")
+    visible = 1 - math.sqrt(float(chi2.ppf(LEVEL, samples) / chi2.ppf(_POWER, samples)))
+    return Check(what, math.sqrt(squares / samples), 1.0, float(chi2.cdf(squares, samples)), visible)
+
+
+class Noise:
+    """The noise of many releases, over the standard deviation that is charged for it: all samples are N(0, 1), and
+    independent.
+
+    With x_r the d samples of release r, some of them left out:
+
+        sum of x_r^2 over coordinates      ~ chi2     a release with less noise
+        sum of x_ri^2 over releases        ~ chi2     a coordinate with less noise, or with something that is none
+        sum over releases and coordinates  ~ chi2     less noise
+        sum of x_ri x_r(i + lag) over both            a part of a release repeats or cancels another part
+        <y_r, sign(y_s)> / sqrt(k), s < r  ~ N(0, 1)  a release repeats or cancels another one, or something beside it
+        the sum of its squares over pairs             coordinates depend on each other, alike in all releases
+
+    and, if the last coordinate is a count with noise of its own,
+
+        sum of x_ri x_rd over r, i < d     ~ N(0, sum of x_rd^2)     the count has the noise of a coordinate
+
+    where y_r are k random +-1 projections of x_r, disjoint and over all coordinates. Given y_s the signs are constants,
+    so the law of one pair is exact. The third test from below is over all lags of a circle: such a sum is x'Ax with
+    trace 0, |A| <= 1 and |A|_F^2 = n / 2 for n samples (n where a lag is its own opposite), so that
+
+        P(|x'Ax| >= 2 |A|_F sqrt(t) + 2 t) <= 2 exp(-t)    (Laurent and Massart 2000, Lemma 1).
+
+    It takes some 40 bytes for each coordinate, and 16 KB for each release.
+
+    Args:
+        size: d, coordinates of a release.
+        count: Whether the last one is a count with noise of its own.
+    """
+
+    def __init__(self, size: int, *, count: bool = False) -> None:
+        self._with_count = np.zeros(size) if count else None
+        self._squares = np.zeros(size)
+        self._counts = np.zeros(size, np.int64)
+        self._each: list[tuple[float, int]] = []  # of each release: sum of squares, samples
+        self._spectrum = np.zeros(size // 2 + 1)
+        bits = np.random.Generator(np.random.Philox(0)).integers(0, 2, size, np.int8)
+        self._signs = 2 * bits - 1
+        self._sketches: list[npt.NDArray[np.float32]] = []
+
+    @property
+    def releases(self) -> int:
+        """Releases seen."""
+        return len(self._each)
+
+    def see(self, noise: npt.NDArray[np.float64], where: npt.NDArray[np.bool_] | None = None) -> None:
+        """Take a release: (d,) values less all that is known, and (d,) where they are noise; None: everywhere."""
+        alone = noise if where is None else np.where(where, noise, 0.0)
+        squares = alone * alone
+        self._squares += squares
+        self._counts += 1 if where is None else where
+        samples = alone.size if where is None else int(where.sum())
+        self._each.append((float(squares.sum()), samples))
+        self._spectrum += np.square(np.abs(np.fft.rfft(alone)))
+        if self._with_count is not None:
+            self._with_count += alone * alone[-1]
+        if len(self._sketches) < _COMPARED:
+            signs = self._signs if where is None else np.where(where, self._signs, 0)
+            of_each = np.sqrt(np.maximum(_folded(np.abs(signs)), 1))
+            self._sketches.append((_folded(signs * alone) / of_each).astype(np.float32))
+
+    def checks(self, charged: float = 1.0) -> tuple[Check, ...]:
+        """What all releases together show.
+
+        Args:
+            charged: The standard deviation that is charged, in units of the values that were seen.
+        """
+        squares, samples = (sum(each) for each in zip(*self._each, strict=True))
+        return (
+            enough_noise("standard deviation of the noise", squares / charged**2, samples),
+            self._least_release(charged),
+            self._coordinate(charged),
+            self._lag(samples, charged),
+            *self._between(charged),
+            *(() if self._with_count is None else [self._count(self._with_count)]),
+        )
+
+    def _least_release(self, charged: float) -> Check:
+        from scipy.stats import chi2
+
+        squares, samples = np.array(self._each).T / np.array([[charged**2], [1]])
+        below = chi2.cdf(squares, samples)
+        least = int(np.argmin(below))
+        deviation = math.sqrt(squares[least] / samples[least])
+        return Check("least deviation in a release", deviation, 1.0, _any(float(below[least]), len(below)))
+
+    def _coordinate(self, charged: float) -> Check:
+        """The coordinate whose noise over the releases is furthest from the charge, to either side."""
+        from scipy.stats import chi2
+
+        p, deviation = 1.0, 1.0
+        for count in np.unique(self._counts[self._counts > 0]):
+            of_count = self._squares[self._counts == count] / charged**2
+            for squares, tail in ((of_count.min(), chi2.cdf), (of_count.max(), chi2.sf)):
+                if tail(squares, count) < p:
+                    p, deviation = float(tail(squares, count)), math.sqrt(squares / count)
+        tests = 2 * int(np.count_nonzero(self._counts))
+        return Check("furthest deviation at a coordinate", deviation, 1.0, _any(p, tests))
+
+    def _lag(self, samples: int, charged: float) -> Check:
+        """The lag at which the noise of releases depends most on itself."""
+        size = self._squares.size
+        sums = np.fft.irfft(self._spectrum, size)[1 : size // 2 + 1] / charged**2
+        if not sums.size:
+            return Check("correlation inside a release", 0.0, 0.0, 1.0)
+        norms = np.full(sums.size, math.sqrt(samples / 2))
+        if size % 2 == 0:
+            norms[-1] = math.sqrt(samples)
+        exponents = ((np.sqrt(norms**2 + 2 * np.abs(sums)) - norms) / 2) ** 2
+        worst = int(np.argmax(exponents))
+        p = min(1.0, 2 * sums.size * math.exp(-exponents[worst]))
+        return Check("correlation inside a release", float(sums[worst]) / samples, 0.0, p)
+
+    def _between(self, charged: float) -> tuple[Check, ...]:
+        """The projections of releases on the signs of earlier ones: the furthest, and their variance."""
+        from scipy.stats import chi2, norm
+
+        sketches = np.stack(self._sketches)
+        signs = np.sign(sketches)
+        both = np.square(signs) @ np.square(signs).T  # projections that two releases share
+        projections = (sketches @ signs.T) / np.sqrt(np.maximum(both, 1)) / charged
+        earlier = np.tril(both > 0, -1)
+        pairs, found = int(earlier.sum()), projections[earlier].astype(np.float64)
+        if not pairs:
+            return ()
+        furthest = float(found[np.argmax(np.abs(found))])
+        p = _any(2 * float(norm.sf(abs(furthest))), pairs)
+        releases, k = sketches.shape
+        # Signs of k numbers are not quite orthogonal, which adds to the variance of the sum.
+        freedom = pairs / (1 + 2 * releases / (3 * k))
+        variance = float((found**2).mean())
+        tails = chi2.cdf(variance * freedom, freedom), chi2.sf(variance * freedom, freedom)
+        return (
+            Check("furthest projection on another release", furthest, 0.0, p),
+            Check("variance of these projections", variance, 1.0, min(1.0, 2 * float(min(tails)))),
+        )
+
+    def _count(self, products: npt.NDArray[np.float64]) -> Check:
+        """The coordinate on which the noise of the count depends most."""
+        from scipy.stats import norm
+
+        others, squares = np.abs(products[:-1]), float(products[-1])
+        worst = float(others.max()) / math.sqrt(squares) if squares else 0.0
+        p = _any(2 * float(norm.sf(worst)), others.size)
+        return Check("correlation of the count's noise", worst / math.sqrt(self.releases), 0.0, p)
+
+
+def _folded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Sums of the values whose places are equal modulo `_SKETCH`."""
+    size = min(_SKETCH, values.size)
+    whole: npt.NDArray[Any] = values[: values.size // size * size].reshape(-1, size).sum(axis=0)
+    whole[: values.size % size] += values[values.size - values.size % size :]
+    return whole
+
+
+def _any(p: float, tests: int) -> float:
+    """The probability that any of some tests has a p-value as small."""
+    return -math.expm1(tests * math.log1p(-p)) if p < 1 else 1.0

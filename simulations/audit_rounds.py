@@ -1,0 +1,287 @@
+"""Rounds of a run with unit site in one process; an audit chooses each site's update, and sees what is released.
+
+Everything is what a run has: sites join, messages go through their bytes, ledgers are charged, sums are masked and
+opened. Only the trainer is an audit's (`Resident.trainer`), and what a site has for records in a round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cloister.aggregation.median import median
+from cloister.aggregation.rotation import Floats
+from cloister.clients.config import SiteConfig
+from cloister.clients.serve import serve
+from cloister.clients.site import Site
+from cloister.lm.data import Prepared, Sequences
+from cloister.lm.layout import Vector
+from cloister.lm.model import LanguageModel
+from cloister.lm.train import LocalUpdate, Trainer
+from cloister.privacy.accounting import composed
+from cloister.privacy.events import Event, from_json
+from cloister.privacy.ledger import Ledger
+from cloister.privacy.noise import NoiseStream
+from cloister.protocol.errors import EngineError, one_line
+from cloister.protocol.messages import Reply, Request
+from cloister.protocol.plan import Plan
+from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.protocol.wire import encode
+from cloister.server.channel import Failure, reply_in
+from cloister.server.checkpoint import Checkpoints
+from cloister.server.folder import RunFolder
+from cloister.server.optimizer import ServerOptimizer
+from cloister.server.progress import RoundDone
+from cloister.server.run import run
+from cloister.simulations.audited import NOTICED, Noises, TrainedBy, house, prepared
+from cloister.simulations.partition import site_name
+
+Update = Callable[[str, int], Vector | None]
+"""From a site's name and a round to its update before the clip; None: it has no records."""
+Samples = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What is released of a round."""
+
+    round: int
+    """From 1."""
+    sums: tuple[Samples, ...]
+    """The noised sum of each group, (d,), in clipping norms."""
+    count: float | None
+    """With adaptive clipping the noised sum of what sites add to the count, in units of what one adds; None without it,
+    or with groups, of whose clipping norms only the median is seen."""
+    follows: bool
+    """Whether the model after the round follows from the model before it and the noised sums."""
+
+
+class _Silent(NoiseStream):
+    """The stream of a site that adds no noise."""
+
+    def skellam(
+        self, size: int, variance: float, offset: int = 0, *, threads: int = 1
+    ) -> npt.NDArray[np.int64]:
+        return np.zeros(size, np.int64)
+
+
+class _GivenTrainer(Trainer):
+    """Returns the update that an audit has chosen.
+
+    Args:
+        plan: As for `Trainer`.
+        model: As for `Trainer`.
+        device: As for `Trainer`.
+        update: Gives it.
+        names: The sites by their state folders.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: LanguageModel,
+        device: torch.device,
+        *,
+        update: Update,
+        names: Mapping[Path, str],
+    ) -> None:
+        super().__init__(plan, model, device)
+        self._update = update
+        self._names = names
+
+    def train(
+        self,
+        start: Vector,
+        sequences: Sequences,
+        *,
+        round: int,
+        state: Path | None = None,
+        **options: Any,
+    ) -> LocalUpdate:
+        """The update of the site with that state folder."""
+        assert state is not None
+        update = self._update(self._names[state], round)
+        assert update is not None, "a site without records does not train"
+        return LocalUpdate(update, NOTICED, float(NOTICED), 0)
+
+
+class _InProcess:
+    """A `Channel` to sites in this process; every message goes through its bytes."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._sites = sites
+
+    def nodes(self) -> Sequence[int]:
+        return range(len(self._sites))
+
+    def ask(
+        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        for node, request in requests.items():
+            frames = serve(partial(self._sites.__getitem__, node), encode(request), one_line)
+            yield node, reply_in(frames, node)
+
+
+class _Member:
+    """What a site of an audit has in a round.
+
+    Args:
+        name: The site's name.
+        plan: The plan.
+        update: Gives its update.
+        noised: The sites that add noise, with the round.
+        noises: Gives its noise.
+    """
+
+    def __init__(
+        self, name: str, plan: Plan, update: Update, noised: Collection[tuple[str, int]], noises: Noises
+    ) -> None:
+        self._name = name
+        self._plan = plan
+        self._update = update
+        self._noised = noised
+        self._noises = noises
+        self._round = 0
+
+    def noise(self, number: int) -> NoiseStream:
+        """The site's noise; it is asked for once in each round, before records are."""
+        self._round = number
+        return self._noises(self._name, number) if (self._name, number) in self._noised else _Silent.fresh()
+
+    def sequences(self) -> Prepared:
+        """The site's records in the round."""
+        return prepared(self._plan, 0 if self._update(self._name, self._round) is None else 1)
+
+
+class _Watch:
+    """Sees what is released of each round.
+
+    Args:
+        plan: The plan; its server's optimizer has no state.
+        kept: The run's checkpoints.
+        see: Receives it.
+    """
+
+    def __init__(self, plan: Plan, kept: Checkpoints, see: Callable[[Released], None]) -> None:
+        self._plan = plan
+        self._kept = kept
+        self._see = see
+        self._clip = plan.privacy.clip
+        self._means: list[tuple[Floats, int]] = []
+        self.rounds = 0
+
+    def released(self, _group: int, mean: Floats, sites: int) -> None:
+        """As `server.round.RoundContext.released`."""
+        self._means.append((mean.copy(), sites))
+
+    def observe(self, event: object) -> None:
+        """As `server.progress.Observer`."""
+        if not isinstance(event, RoundDone):
+            return
+        self.rounds += 1
+        means, self._means = self._means, []
+        sums = tuple(mean.astype(np.float64) * (sites / self._clip) for mean, sites in means)
+        count, follows = self._count(event, means), self._follows(event, means)
+        self._clip = event.clip or self._clip
+        self._see(Released(event.round, sums, count, follows))
+
+    def _count(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> float | None:
+        """From where the clipping norm has moved (`privacy.site_noise`)."""
+        adaptive = self._plan.privacy.adaptive
+        if adaptive is None or len(means) > 1:
+            return None
+        moved = math.log(event.clip / self._clip) / adaptive.learning_rate
+        return means[0][1] * (2 * (adaptive.quantile - moved) - 1)
+
+    def _follows(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> bool:
+        server = ServerOptimizer(self._plan.server, self._kept.load(event.round - 1).weights)
+        server.step(median([mean for mean, _ in means]))
+        return np.array_equal(server.weights, self._kept.load(event.round).weights)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The sites of an audit."""
+
+    model: LanguageModel
+    public: Vector | None
+    """The run's publicly trained model."""
+    site: SiteConfig
+    """A site of the run; its records are not used, but sites that join have some."""
+
+    def play(
+        self,
+        folder: Path,
+        plan: Plan,
+        update: Update,
+        see: Callable[[Released], None],
+        noises: Noises,
+        noised: Collection[tuple[str, int]],
+    ) -> dict[str, tuple[Event, ...]]:
+        """Run a plan.
+
+        Args:
+            folder: A new folder.
+            plan: The plan; its server averages.
+            update: Gives each site's update.
+            see: Receives what is released of each round.
+            noises: Gives the noise of sites and coordinator.
+            noised: The sites that add noise, with the round.
+
+        Returns:
+            What each site's own ledger was charged for.
+
+        Raises:
+            EngineError: a round was not done.
+        """
+        names = [site_name(index) for index in range(plan.cohort.sites)]
+        identities = {name: new_identity() for name in names}
+        roster = Roster.of(Card.of(name, key) for name, key in identities.items())
+        folder.mkdir()
+        save_roster(roster, folder / "roster.toml")
+        states = {folder / name / "state": name for name in names}
+        resident = TrainedBy(partial(_GivenTrainer, update=update, names=states))
+        sites = []
+        for state, name in states.items():
+            identity = folder / name / "identity.pem"
+            config = house(
+                state,
+                self.site,
+                name=name,
+                identity=str(identity),
+                roster=str(folder / "roster.toml"),
+                roster_hash=roster.hash.hex(),
+                secure=plan.aggregation.secure,
+            )
+            save_identity(identities[name], identity)
+            member = _Member(name, plan, update, noised, noises)
+            sites.append(Site(config, resident, noise=member.noise, bases=folder, sequences=member.sequences))
+        with RunFolder.create(folder / "run", plan) as out:
+            kept = Checkpoints(out.checkpoints, self.model.layout, plan.server.keep_checkpoints)
+            watch = _Watch(plan, kept, see)
+            run(
+                out,
+                _InProcess(sites),
+                watch.observe,
+                roster=roster if plan.aggregation.secure else None,
+                public=self.public,
+                noise=partial(noises, "coordinator"),
+                released=watch.released,
+            )
+        if watch.rounds < plan.run.rounds:
+            raise EngineError(
+                "rounds of the audit", watch.rounds, expected=f"all {plan.run.rounds} to be done"
+            )
+        charged = {}
+        for state, name in states.items():
+            entries = Ledger(state / "ledger.sqlite", name, composed).entries()
+            charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
+        return charged
