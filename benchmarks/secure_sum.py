@@ -69,7 +69,7 @@ from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.lm.train import LocalUpdate, Trainer
 from cloister.protocol.cohort import Draw
 from cloister.protocol.messages import TRAIN, Masked, Signed

@@ -51,7 +51,7 @@ from cloister.clients.ranks import Ranks
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import NOT_LEARNED, Sequences, next_tokens, prepare, unit_rule
 from cloister.lm.frozen import is_lowered
-from cloister.lm.mesh import Mesh, build
+from cloister.lm.mesh import Mesh
 from cloister.lm.model import LanguageModel, device_for, load_model, outline
 from cloister.lm.parallelize import parallelize
 from cloister.lm.passes import summed_loss
@@ -76,7 +76,6 @@ class Task:
     side: str
     plan: str
     """The plan, as JSON."""
-    mesh: Mesh
     compile: bool
 
 
@@ -235,7 +234,7 @@ METHODS = {"private": "opacus", "reference": "reference"}
 def begin(task: Task, place: Place) -> Callable[[int], Timed]:
     """A rank's work: what it does in a turn."""
     plan = from_json(task.plan)
-    ranks = build(task.mesh, place.device.type) if task.mesh.size > 1 else None
+    ranks = place.ranks if place.count > 1 else None
     model = load_model(plan)
     rule = unit_rule(plan.data, PrivacySection.model_validate(PRIVACY))
     records = corpus_records(plan.simulation.source).records
@@ -276,7 +275,8 @@ def measured(
         sides = {
             side: opened.enter_context(
                 Ranks[int, Timed](
-                    partial(begin, Task(side, plan.to_json(), mesh, compile and side in ("bare", "trainer"))),
+                    partial(begin, Task(side, plan.to_json(), compile and side in ("bare", "trainer"))),
+                    mesh,
                     devices,
                     threads=plan.local.threads,
                 )

@@ -124,6 +124,7 @@ class Devices:
         return {
             "mesh": {field.name: getattr(self.mesh, field.name) for field in fields(self.mesh)},
             "absent": self.absent,
+            "state_bytes": self._on_disk(),
             "ran": bool(measured),
             "seconds_per_step": seconds,
             f"{self.plan.data.label}s_per_second": measured[0].tokens / seconds if seconds else None,
@@ -135,6 +136,7 @@ class Devices:
         from rich.table import Table
 
         console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
+        console.print(f"State folder: {_size(self._on_disk())} on disk, besides the data", highlight=False)
         kinds = iter(self._kinds())
         while some := list(islice(kinds, _KINDS)):
             table = Table(show_header=False)
@@ -155,6 +157,12 @@ class Devices:
             peaks.setdefault(_size(each.peak), []).append(rank)
         found = "; ".join(f"{peak} in {_ranks(ranks)}" for peak, ranks in peaks.items())
         console.print(f"peak memory: {found}", soft_wrap=True)
+
+    def _on_disk(self) -> int:
+        """Bytes of the site's state folder."""
+        from cloister.clients.doctor import site_bytes
+
+        return site_bytes(self.plan)
 
     def _kinds(self) -> list[list[int]]:
         """The ranks, those with equal parts of the model together."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.protocol.digest import instructions_digest
 from cloister.protocol.encoding import pack
 from cloister.protocol.messages import NOTHING_CARRIED, Instructions

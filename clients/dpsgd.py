@@ -62,7 +62,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import Carry, LocalOptimizer
+from cloister.lm.moments import Carry
+from cloister.lm.optimizer import LocalOptimizer
 from cloister.lm.passes import Forward, Passes
 from cloister.lm.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.lm.weights import Held, Named, Weights, Whole, whole

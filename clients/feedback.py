@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from cloister.aggregation.compression import BlockCode, Kept
 from cloister.aggregation.rotation import ROTATED
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.protocol.blocks import Span
-from cloister.protocol.storage import disk_refusal
+from cloister.protocol.storage import allocate, disk_refusal
 
 _log = logging.getLogger(__name__)
 _NAME = "remainder"
@@ -132,12 +132,9 @@ def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | N
 
 def _allocate(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:
     """A file of bounds and zeros, which only its owner may read."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(file, 0, _bytes(code))
-        os.pwrite(file, bounds.astype(_FLOAT).tobytes(), 0)
-    finally:
-        os.close(file)
+    allocate(path, _bytes(code))
+    with path.open("r+b") as file:
+        file.write(bounds.astype(_FLOAT).data)
 
 
 def _bytes(code: BlockCode) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from cloister.aggregation import masks
@@ -24,7 +25,6 @@ from cloister.clients.release import Clipped
 from cloister.clients.work import Task, train
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut, held_out
-from cloister.lm.mesh import Mesh, build
 from cloister.lm.model import load_model
 from cloister.lm.parallelize import parallelize
 from cloister.lm.train import Trainer
@@ -40,8 +40,6 @@ class Model:
 
     plan: str
     """The plan, as JSON."""
-    mesh: Mesh
-    """The mesh of the site's ranks."""
     base: Path
     """File of the frozen parameters to build on."""
     base_hash: bytes
@@ -132,13 +130,12 @@ class Part:
 
     def __init__(self, model: Model, place: Place) -> None:
         plan = from_json(model.plan)
-        ranks = build(model.mesh, place.device.type)
         base = read_base(model.base, model.base_hash)
         loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
         private = plan.privacy.dpsgd
         parallelize(
             loaded,
-            ranks,
+            place.ranks,
             place.device,
             checkpointing=model.checkpointing,
             compile=model.compile,
@@ -147,7 +144,7 @@ class Part:
         self._plan = plan
         self._place = place
         self._terms = terms_of(plan, loaded.layout.size)
-        self._trainer = (PrivateTrainer if private else Trainer)(plan, loaded, place.device, ranks)
+        self._trainer = (PrivateTrainer if private else Trainer)(plan, loaded, place.device, place.ranks)
         self._model = loaded
 
     def __call__(self, command: Command) -> Trained | Masked | HeldOut | None:
@@ -199,7 +196,12 @@ class Part:
 
 
 def _gather(numbers: list[float]) -> list[float]:
-    """The numbers of all ranks' spans, in their order."""
-    found: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, numbers)
-    return [number for part in found for number in part]
+    """The numbers of all ranks' spans, in their order; no bit of a number changes where zeros are added."""
+    rank, counts = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    counts[rank] = len(numbers)
+    dist.all_reduce(counts)
+    begin = int(counts[:rank].sum())
+    found = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    found[begin : begin + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(found)
+    return found.tolist()

@@ -2,6 +2,9 @@
 
 A `SharedVector` in a value travels as the file descriptor of an anonymous memory segment: a model that all ranks are
 given is one copy, and the kernel frees it when the last process that uses it ends, even if it crashes.
+
+What is unpickled runs code, so the socket has no name: it is one of a pair, of which the site's process and the rank
+have an end each. Between ranks, whose sockets other users can reach (`peers.py`), nothing is pickled.
 """
 
 from __future__ import annotations

@@ -21,8 +21,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # missing in the stub of the public name
+from torch.distributed.device_mesh import DeviceMesh
 
+from cloister.clients.peers import connections
 from cloister.clients.pipe import Pipe, packed
+from cloister.lm.mesh import Mesh, build
 from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.fork_server import begin
 
@@ -32,7 +35,7 @@ _COLLECTIVE_TIMEOUT = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among those of its site. Its default process group is ready: gloo for CPU tensors, NCCL for CUDA's."""
+    """A rank among those of its site. Its process groups are ready: gloo for CPU tensors, NCCL for CUDA's."""
 
     rank: int
     """0 to `count` - 1."""
@@ -40,15 +43,18 @@ class Place:
     """The world size."""
     device: torch.device
     """The rank's device; if it is a GPU, the current one."""
+    ranks: DeviceMesh
+    """All of the site's ranks, connected; no process group is made beside those of this mesh."""
 
 
 @dataclass(frozen=True)
 class Begin:
-    """What a rank is told first; its answer is that all ranks are connected."""
+    """What a rank is told first; its answer is its connections (`peers.py`), when it has a peer at each."""
 
     rank: int
     count: int
     device: str
+    mesh: Mesh
     threads: int
     """Of torch, on the CPU."""
     environment: Mapping[str, str]
@@ -111,16 +117,17 @@ class _Work:  # pragma: no cover - in a rank's process
         if isinstance(command, Begin):
             place = _connected(command, self._rendezvous)
             self._made = cache(lambda: pickle.loads(command.factory)(place))
-            return None
+            return connections()
         return self._made()(command)
 
 
 def _connected(told: Begin, rendezvous: int) -> Place:  # pragma: no cover - in a rank's process
-    """The place of this process among its peers, with which it has a process group."""
+    """The place of this process among its peers, with which it has all of its process groups."""
     os.environ.clear()
     os.environ.update(told.environment)
-    # All ranks are on this machine, so nothing listens on an interface that another machine can reach.
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
+    # All ranks are on this machine, so nothing listens on an interface that another machine can reach. Peers connect
+    # now and not at the first collective, which would be after `peers.check`.
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo", TORCH_GLOO_LAZY_INIT="0")
     torch.set_num_threads(told.threads)
     device = torch.device(told.device)
     gpu = device.type == "cuda"
@@ -135,7 +142,7 @@ def _connected(told: Begin, rendezvous: int) -> Place:  # pragma: no cover - in 
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=device if gpu else None,
     )
-    return Place(told.rank, told.count, device)
+    return Place(told.rank, told.count, device, build(told.mesh, device.type))
 
 
 def _travels(error: Exception) -> TypeGuard[CloisterError]:  # pragma: no cover - in a rank's process

@@ -3,7 +3,8 @@
 They are forked from the fork server, start at the first command and are kept for the run. What they do is not of this
 file: a factory makes the work in each. If one of them ends, hangs or raises, all are killed, because its peers may wait
 for it in a collective; the next command starts all of them again. The site's process waits on pipes and on process
-sentinels; nothing polls.
+sentinels; nothing polls. Before the first command it checks that the ranks are connected with each other and with
+nobody else (`peers.py`).
 
 Alternative refused: torch's elastic agent (`torchrun`). It starts a script in a new interpreter for each rank, starts
 it again where a site must report an error, and listens on a port.
@@ -23,18 +24,20 @@ from multiprocessing import connection, get_context, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+from cloister.clients import peers
 from cloister.clients import rank as rank_process
 from cloister.clients.pipe import Frame, Pipe, packed
 from cloister.clients.rank import Answered, Begin, Place
+from cloister.lm.mesh import Mesh
 from cloister.protocol import fork_server
 from cloister.protocol.errors import RankError
 
 Command = TypeVar("Command")
 Answer = TypeVar("Answer")
 
-CONNECT_SECONDS = 60.0  # until all ranks have their process group
+CONNECT_SECONDS = 60.0  # until all ranks have their process groups
 _EXIT_SECONDS = 1.5  # how long idle ranks, or one that is already ending, have to exit before they are killed
 _CAUSE_SECONDS = 1.0  # after an error that may only be the effect of a peer's end, to hear of that
 
@@ -56,6 +59,7 @@ class Ranks(Generic[Command, Answer]):
 
     Args:
         factory: Called in each rank with its `Place`; returns the function that answers commands. Picklable.
+        mesh: The mesh of the ranks.
         devices: The torch device of each rank, such as `cuda:1` or `cpu`.
         threads: Threads of torch in each rank.
         preload: Modules that the fork server imports, if it is started here, in addition to torch.
@@ -69,6 +73,7 @@ class Ranks(Generic[Command, Answer]):
     def __init__(
         self,
         factory: Callable[[Place], Callable[[Command], Answer]],
+        mesh: Mesh,
         devices: Sequence[str],
         *,
         threads: int = 1,
@@ -78,6 +83,7 @@ class Ranks(Generic[Command, Answer]):
         if not devices:
             raise ValueError("devices is empty: expected the device of at least one rank")
         self._factory = pickle.dumps(factory)
+        self._mesh = mesh
         self._devices = list(devices)
         self._threads = threads
         self._preload = [rank_process.__name__, *preload]
@@ -115,8 +121,9 @@ class Ranks(Generic[Command, Answer]):
 
         Raises:
             CloisterError: a rank has raised it; the first one, if several have.
-            RankError: a rank has ended, is late or has raised another exception. As after any exception but
-                ValueError, all ranks have ended, and the next call starts them, and calls the factory, again.
+            RankError: a rank has ended, is late, has raised another exception, or is connected with a process that
+                is not a rank of this site. As after any exception but ValueError, all ranks have ended, and the next
+                call starts them, and calls the factory, again.
             EngineError: the processes cannot be started.
             ValueError: there are neither one nor as many commands as ranks, or the ranks are closed.
         """
@@ -154,10 +161,11 @@ class Ranks(Generic[Command, Answer]):
                     self._ranks.append(self._launched(f"rank {number} of {len(self)} on {device}", files))
         environment = dict(os.environ)
         told = [
-            packed(Begin(number, len(self), device, self._threads, environment, self._factory))
+            packed(Begin(number, len(self), device, self._mesh, self._threads, environment, self._factory))
             for number, device in enumerate(self._devices)
         ]
-        self._exchange(told, CONNECT_SECONDS, "one that connects to its peers")
+        found: list[Any] = self._exchange(told, CONNECT_SECONDS, "one that connects to its peers")
+        peers.check([rank.name for rank in self._ranks], found)
 
     def _launched(self, name: str, files: Sequence[int]) -> _Rank:
         ours, theirs = socket.socketpair()

@@ -50,7 +50,7 @@ from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepa
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.examples import check_tokenizer
 from cloister.lm.layout import Vector
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.lm.records import check_source
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream

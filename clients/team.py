@@ -6,7 +6,6 @@ from which the carrier sends them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,12 @@ from cloister.clients.work import Task
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector
+from cloister.lm.mesh import Mesh
 from cloister.protocol.blocks import Span, tile
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StepError
 from cloister.protocol.plan import Plan
+from cloister.protocol.storage import allocate
 
 
 class Team:
@@ -37,6 +38,7 @@ class Team:
 
     Args:
         model: What each of them builds.
+        mesh: Their mesh.
         size: Elements of a coded update, without its counters.
         devices: The torch device of each rank.
         threads: Threads of torch in each rank.
@@ -46,12 +48,13 @@ class Team:
     elsewhere = True
 
     def __init__(
-        self, model: Model, size: int, devices: Sequence[str], threads: int, timeout_s: float
+        self, model: Model, mesh: Mesh, size: int, devices: Sequence[str], threads: int, timeout_s: float
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
         self._ranks: Ranks[Command, Any] = Ranks(
             partial(Part, model),
+            mesh,
             devices,
             threads=threads,
             preload=[Part.__module__, "transformers.modeling_utils", "transformers.modeling_layers"],
@@ -61,7 +64,7 @@ class Team:
         """As `Work.update`; no process has the whole update, so `trained` is not called."""
         layout = task.code.layout
         answers: list[Trained] = self._call(Train(task, SharedVector.of(start)))
-        _allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)
+        allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)
         self._call(Write(path))
         tail = task.code.tail([each.clipped for each in answers], answers[0].tokens, answers[0].loss)
         whole = np.memmap(path, layout.ring.dtype, "r+")
@@ -116,12 +119,3 @@ def _span_of(pieces: list[Piece], span: Span) -> np.ndarray[Any, np.dtype[Any]]:
     parts = [vector[max(span.start - offset, 0) : max(span.stop - offset, 0)] for offset, vector in pieces]
     parts = [part for part in parts if part.size]
     return parts[0] if len(parts) == 1 else np.concatenate([pieces[0][1][:0], *parts])
-
-
-def _allocate(path: Path, size: int) -> None:
-    """A new file of zeros, which only its owner may read; where the disk is full, no rank meets it later."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(file, 0, size)
-    finally:
-        os.close(file)

@@ -84,12 +84,12 @@ def trial(
     balance = {"balance": "fixed", "least_steps": None, "most_steps": None}
     local = {"steps": STEPS, "warmup_steps": 0, "optimizer_state": "reset", **balance}
     short = plan.model_copy(update={"local": plan.local.model_copy(update=local)})
-    model = part.Model(short.to_json(), mesh, _NO_FILE, b"", section.checkpointing, section.compile)
+    model = part.Model(short.to_json(), _NO_FILE, b"", section.checkpointing, section.compile)
     work = partial(_Trial if several(mesh, section) else _Alone, model)
     preload = [part.__name__, "transformers.modeling_utils", "transformers.modeling_layers"]
     over = plan.cohort.attempt_s() * plan.cohort.attempts
     with Ranks[part.Train, Measured](
-        work, devices, threads=plan.local.threads, preload=preload, log=log
+        work, mesh, devices, threads=plan.local.threads, preload=preload, log=log
     ) as ranks:
         return ranks.call(part.Train(_task(short, size), _some_model(size)), timeout_s=over)
 

@@ -24,7 +24,7 @@ from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut, held_out
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.lm.train import Trainer
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import Terms

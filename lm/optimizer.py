@@ -1,4 +1,4 @@
-"""A site's optimizer: what steps on which parameter, the learning rate of the run's steps, and the kept state.
+"""A site's optimizer: what steps on which parameter, and the learning rate of the run's steps.
 
 `local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon (`lm/muon.py`) on
 the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to those: embeddings, the output layer,
@@ -13,34 +13,16 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import safetensors
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from cloister.lm.model import heads_of, is_classifier
 from cloister.lm.muon import Muon, iterations_in
-from cloister.protocol.errors import StorageError
 from cloister.protocol.plan import LocalSection, Plan
-from cloister.protocol.storage import write_file
-
-_log = logging.getLogger(__name__)
-
-
-class Carry(NamedTuple):
-    """What one update begins with, and where it writes what it leaves."""
-
-    before: Path | None
-    """The folder of an earlier round; None: nothing is carried."""
-    after: Path
-    """The new folder of this round."""
 
 
 class LocalOptimizer:
@@ -79,56 +61,12 @@ class LocalOptimizer:
             part.step()
             part.zero_grad(set_to_none=True)
 
-    # --- kept state: <folder>/optimizer.safetensors, tensors "<moment>:<parameter>" -----------------------------------
+    def states(self) -> dict[str, tuple[torch.Tensor | None, list[torch.Tensor]]]:
+        """By parameter the steps that AdamW has taken, float32 of one element, and the moments in its shape.
 
-    def load(self, folder: Path, layout: str) -> None:
-        """Load the state that an earlier round has left in a folder; without one the moments stay zero.
-
-        Args:
-            folder: The folder.
-            layout: Digest of the model's layout.
-
-        Raises:
-            StorageError: the state cannot be read, or is that of another model or optimizer.
+        They are the optimizer's own, zeros before a first step; a caller may set them.
         """
-        path = folder / _STATE
-        if not path.exists():
-            _log.warning("no optimizer state in %s: the moments begin at zero", folder)
-            return
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                if file.metadata() != self._made_by(layout):
-                    raise StorageError(
-                        str(path), expected=f"the state of {self._local.optimizer} for this plan's model"
-                    )
-                names = set(file.keys())
-                for part, name, parameter in self._each():
-                    moments = _MOMENTS[type(part)]
-                    if f"{moments[0]}:{name}" in names:
-                        part.state[parameter] = {
-                            moment: file.get_tensor(f"{moment}:{name}").to(parameter.device)
-                            for moment in moments
-                        }
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                str(path),
-                expected=f"a whole optimizer state ({error})",
-                fix="remove the file to continue from zero moments",
-            ) from error
-
-    def save(self, folder: Path, layout: str) -> None:
-        """Write the state after a round into a folder; arguments as for `load`.
-
-        Raises:
-            StorageError: the disk is full or refuses the write.
-        """
-        tensors = {
-            f"{moment}:{name}": part.state[parameter][moment].cpu().contiguous()
-            for part, name, parameter in self._each()
-            if parameter in part.state
-            for moment in _MOMENTS[type(part)]
-        }
-        write_file(folder / _STATE, lambda path: save_file(tensors, path, metadata=self._made_by(layout)))
+        return {name: _state(part, parameter) for part, name, parameter in self._each()}
 
     def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
         """Each parameter with its name and the optimizer that steps on it."""
@@ -136,9 +74,6 @@ class LocalOptimizer:
             id(p): part for part in self._parts for group in part.param_groups for p in group["params"]
         }
         return [(part_of[id(parameter)], name, parameter) for name, parameter in self._trained]
-
-    def _made_by(self, layout: str) -> dict[str, str]:
-        return {"layout": layout, "optimizer": self._local.optimizer}
 
 
 def learning_rate(local: LocalSection, step: float, total: int) -> float:
@@ -210,8 +145,20 @@ def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
+def _state(
+    part: torch.optim.Optimizer, parameter: nn.Parameter
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """A parameter's steps and moments; before the first step they are made here as torch makes them then."""
+    state, names = part.state[parameter], _MOMENTS[type(part)]
+    if isinstance(part, torch.optim.AdamW) and "step" not in state:
+        state["step"] = torch.zeros((), device=parameter.device)
+    for name in names:
+        if name not in state:
+            state[name] = torch.zeros_like(parameter)
+    return state.get("step"), [state[name] for name in names]
+
+
 _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     Muon: ("momentum_buffer",),
 }
-_STATE = "optimizer.safetensors"

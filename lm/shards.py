@@ -15,9 +15,8 @@ checks the placement of each tensor in each operation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -60,26 +59,37 @@ class Region(NamedTuple):
         )
 
 
+class Cuts(NamedTuple):
+    """How a rank has a parameter, as numbers that it can tell other ranks."""
+
+    held: int
+    """1, or 0 where other stages have it."""
+    tensor: int = -1
+    """The dimension that tensor parallelism cuts, 0 or 1 of a matrix; -1 if it does not."""
+    shard: int = -1
+    """The same for sharding."""
+
+
 BUCKET = 2**22
 """Elements of small gradients that are sent together."""
 _NOTHING = Region(Span(0, 0), Span(0, 0))
 
 
-def region(
-    shape: Sequence[int], tensor: int | None, shard: int | None, mesh: Mesh, at: Coordinates
-) -> Region:
+def region(shape: Sequence[int], cuts: Cuts, mesh: Mesh, at: Coordinates) -> Region:
     """What a rank has of a parameter.
 
     Args:
         shape: Shape of the unsharded parameter.
-        tensor: The dimension that tensor parallelism cuts, 0 or 1 of a matrix; None if it does not.
-        shard: The same for sharding.
+        cuts: How it is cut.
         mesh: The mesh.
         at: The rank's place in it.
     """
     sides = [Span(0, size) for size in matrix(shape)]
-    for dimension, parts, part in ((tensor, mesh.tensor, at.tensor), (shard, mesh.shard, at.shard)):
-        if dimension is None:
+    for dimension, parts, part in (
+        (cuts.tensor, mesh.tensor, at.tensor),
+        (cuts.shard, mesh.shard, at.shard),
+    ):
+        if dimension < 0:
             continue
         if dimension and len(shape) != 2:
             raise AssertionError(f"dimension {dimension} of a parameter of shape {tuple(shape)} is cut")
@@ -168,6 +178,7 @@ class Shards:
         self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._uncounted: set[int] = set()
         self.span = self._spans[self._rank]
+        self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
         if self._mesh.pipeline > 1:
             self.draws += (f"stage-{self._at.pipeline}",)
@@ -180,32 +191,34 @@ class Shards:
     def _parts(self) -> dict[str, _Part]:
         """Every trained parameter, in layout order."""
         parameters, layout = dict(self._model.module.named_parameters()), self._model.layout
-        held = self._cuts_of_all({name: _cuts(parameter) for name, parameter in parameters.items()})
+        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in layout.names])
         return {
-            name: self._part(parameters.get(name), [each.get(name) for each in held], shape, offset)
-            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
+            name: self._part(parameters.get(name), [each[place] for each in held], shape, offset)
+            for place, (name, shape, offset) in enumerate(
+                zip(layout.names, layout.shapes, layout.offsets, strict=False)
+            )
         }
 
-    def _cuts_of_all(self, mine: dict[str, dict[str, int]]) -> list[dict[str, dict[str, int]]]:
-        """The parameters that each rank has, with their cuts, given those of this rank."""
-        held = [mine] * self._mesh.size
-        if self._mesh.pipeline > 1:
-            dist.all_gather_object(held, mine)
-        return held
+    def _cuts_of_all(self, mine: list[Cuts]) -> list[list[Cuts]]:
+        """How each rank has each parameter, given how this one does; between stages it travels as numbers."""
+        if self._mesh.pipeline == 1:
+            return [mine] * self._mesh.size
+        held = [torch.empty(len(mine), len(Cuts._fields), dtype=torch.int64) for _ in range(self._mesh.size)]
+        dist.all_gather(held, torch.tensor(mine))
+        return [[Cuts(*row) for row in each.tolist()] for each in held]
 
     def _part(
         self,
         parameter: nn.Parameter | None,
-        cuts: Sequence[dict[str, int] | None],
+        cuts: Sequence[Cuts],
         shape: tuple[int, ...],
         offset: int,
     ) -> _Part:
         """A parameter, which is cut in this way in each rank; None in a rank that does not have it."""
         holders: dict[Region, list[int]] = {}
         for rank, cut in enumerate(cuts):
-            if cut is not None:
-                at = self._mesh.coordinates(rank)
-                its = region(shape, cut.get("tensor"), cut.get("shard"), self._mesh, at)
+            if cut.held:
+                its = region(shape, cut, self._mesh, self._mesh.coordinates(rank))
                 holders.setdefault(its, []).append(rank)
         mine = next((each for each, having in holders.items() if self._rank in having), _NOTHING)
         if parameter is not None and _local(parameter).numel() != mine.size:
@@ -333,11 +346,6 @@ class Shards:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least.item())
 
-    def state(self, folder: Path) -> Path:
-        """One folder for each mesh and rank: on another mesh, a rank has other parts of the moments."""
-        mesh = "-".join(map(str, astuple(self._mesh)))
-        return folder / f"mesh-{mesh}" / f"rank-{self._rank}"
-
     def update(self, start: Vector) -> Vector:
         """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
         update: Vector = torch.empty(self.span.size).numpy()  # torch aligns it for every processor
@@ -369,7 +377,7 @@ class Shards:
     def held(self) -> tuple[Held, ...]:
         """What this rank has."""
         return tuple(
-            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica)
+            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica, part.counts)
             for name, part in self._parts.items()
         )
 
@@ -414,7 +422,7 @@ def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
     )  # modules inside others come after them, and take theirs
     for parameter in module.parameters():
         if id(parameter) in group:
-            whole = region(parameter.shape, _cuts(parameter).get("tensor"), None, mesh, at)
+            whole = region(parameter.shape, _cuts(parameter)._replace(shard=-1), mesh, at)
             sizes[group[id(parameter)]] += whole.size
     return max(sizes)
 
@@ -444,18 +452,20 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _cuts(parameter: nn.Parameter) -> dict[str, int]:
-    """The dimension of a parameter that each dimension of the mesh cuts, where it cuts one."""
+def _cuts(parameter: nn.Parameter | None) -> Cuts:
+    """How this rank has a parameter; None: it does not."""
+    if parameter is None:
+        return Cuts(0)
     if not isinstance(parameter, DTensor):
-        return {}
+        return Cuts(1)
     names = parameter.device_mesh.mesh_dim_names or ()
-    return {
+    # Shard, and the kind that sharding makes of a dimension that is cut already, have a dimension.
+    cut = {
         name: placement.dim
         for name, placement in zip(names, parameter.placements, strict=True)
-        if hasattr(
-            placement, "dim"
-        )  # Shard, and the kind that sharding makes of a dimension that is cut already
+        if hasattr(placement, "dim")
     }
+    return Cuts(1, **cut)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

@@ -36,7 +36,8 @@ from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
-from cloister.lm.optimizer import Carry, LocalOptimizer
+from cloister.lm.moments import Carry, Moments
+from cloister.lm.optimizer import LocalOptimizer
 from cloister.lm.passes import Forward, MicroBatch
 from cloister.lm.weights import Named, Weights, Whole
 from cloister.protocol.blocks import all_finite
@@ -120,9 +121,10 @@ class Bench:
         self._reset(start)
         trained = weights.trained(round)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
-        kept = carry if local.optimizer_state == "keep" else None
-        if kept is not None and kept.before is not None:
-            optimizer.load(weights.state(kept.before), layout.digest())
+        kept = None
+        if carry is not None and local.optimizer_state == "keep":
+            kept = Moments(carry, layout, weights)
+            kept.load(optimizer)
         try:
             taken = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
@@ -139,7 +141,7 @@ class Bench:
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
-            optimizer.save(weights.state(kept.after), layout.digest())
+            kept.store(optimizer)
         return update, taken
 
     def _reset(self, start: Vector) -> None:

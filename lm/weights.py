@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +41,8 @@ class Held(NamedTuple):
     """Columns of them."""
     counts: bool = True
     """Whether this process is the first of its replica's that have this rectangle."""
+    first: bool = True
+    """Whether it is the first of all processes that have it."""
 
     @property
     def size(self) -> int:
@@ -73,6 +74,10 @@ class Weights(Protocol):
     @property
     def draws(self) -> tuple[str, ...]:
         """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what one of them does for all."""
 
     def place(self, start: Vector) -> None:
         """Copy the global model, float32 (layout.size,), into the parameters.
@@ -108,9 +113,6 @@ class Weights(Protocol):
     def least(self, number: int) -> int:
         """The smallest of the numbers that the processes give."""
 
-    def state(self, folder: Path) -> Path:
-        """This process's folder of optimizer state, in the site's."""
-
     def update(self, start: Vector) -> Vector:
         """The parameters minus the global model, float32 (span.size,): this process's span of the update."""
 
@@ -141,6 +143,7 @@ class Whole:
     """
 
     draws: tuple[str, ...] = ()
+    leads = True
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -182,10 +185,6 @@ class Whole:
     def least(self, number: int) -> int:
         """See `Weights`."""
         return number
-
-    def state(self, folder: Path) -> Path:
-        """See `Weights`."""
-        return folder
 
     def update(self, start: Vector) -> Vector:
         """See `Weights`."""

@@ -58,6 +58,8 @@ below 2^-107 for a coordinate."""
 
 _AT_ONCE = 2**18
 """Elements whose noise is drawn at a time, whole blocks: it is 64-bit integers."""
+_BELIEVED = 6
+"""Standard deviations of the count's noise by which the fraction of updates within C may be below 0 or above 1."""
 _FURTHEST = math.log(10.0)
 """Largest change of the logarithm of C in a round: the noise on a fraction of few sites has no bound."""
 
@@ -223,6 +225,8 @@ class SiteMechanism:
         within = (float(mean[self.dimension]) * self.scale / self.count_step + 1) / 2
         if central:
             within += float(noise.child("count").gaussian(1, self.count_deviation)[0]) / sites
+        room = _BELIEVED * self.count_deviation / sites  # beyond it a site has lied in its count
+        within = min(max(within, -room), 1 + room)
         move = -self.adaptive.learning_rate * (within - self.adaptive.quantile)
         moved = clip_norm * math.exp(min(max(move, -_FURTHEST), _FURTHEST))
         return update, min(max(moved, SMALLEST_CLIP), LARGEST_CLIP)

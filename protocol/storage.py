@@ -123,6 +123,23 @@ def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
         _remove_stale(path.parent)
 
 
+def allocate(path: Path, size: int) -> None:
+    """Make a new file of zeros that only its owner may read: where the disk is full, no later write finds out.
+
+    Args:
+        path: The file, which does not exist.
+        size: Its bytes, at least 1.
+
+    Raises:
+        OSError: the disk is full or refuses the write.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+    finally:
+        os.close(file)
+
+
 def write_folder(path: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
     """Let `fill` write a temporary folder beside `path`, then replace `path` by it.
 

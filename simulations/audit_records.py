@@ -203,7 +203,8 @@ class RecordGame:
             told = Instructions(
                 about, vector_hash(weights), scales=bounds, state="carried" if plan.carries else "fresh"
             )
-            sent = [site.contribute(Contribute(told, 1, None, weights)) for site in sites]
+            asked = Contribute(told, 1, None, weights)
+            sent = [site.contribute(asked) for site in sites]
             frames = [[bytes(view(frame)) for frame in encode(each)] for each in sent]
             different += not (observed.forget() and frames[0] == frames[1])
             total = PlainSum(layout)

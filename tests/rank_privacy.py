@@ -24,7 +24,7 @@ from cloister.privacy.noise import NoiseStream
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
 from cloister.tests.mutants import Mutant
-from cloister.tests.rank_rounds import CPU, Job, carry_of, short_blocks, some, start_of, tiny
+from cloister.tests.rank_rounds import CPU, Job, short_blocks, some, start_of, tiny
 
 Z = 0.8
 """The noise multiplier."""
@@ -102,7 +102,7 @@ def _train(ranks: DeviceMesh | None, private: PrivateJob) -> PrivateRound:
             round=job.round,
             noise=private.noise,
             noise_multiplier=Z,
-            carry=carry_of(job),
+            carry=job.carry,
         )
     expected = np.float32(plan.local.batch_size * plan.local.accumulation)
     held, trained = {each.name: each for each in trainer.weights.held}, trainer.weights.trained(job.round)

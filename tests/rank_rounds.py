@@ -22,7 +22,7 @@ from cloister.lm.data import NOT_LEARNED, Sequences
 from cloister.lm.evaluate import HeldOut, compare, evaluate
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.lm.parallelize import parallelize
 from cloister.lm.shards import Shards
 from cloister.lm.train import LocalUpdate, Trainer
@@ -31,7 +31,6 @@ from cloister.protocol import blocks
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json, parse
-from cloister.tests.carrying import carry_in
 
 CPU = torch.device("cpu")
 SITE = (7, 1)
@@ -94,8 +93,8 @@ class Job:
     start: Path
     """The global model, a file that every rank maps."""
     round: int = 1
-    state: Path | None = None
-    """The site's folder of optimizer state."""
+    carry: Carry | None = None
+    """What the round begins with, and where it writes what it leaves."""
     checkpointing: bool = False
     compile: bool = False
     packed: bool = False
@@ -132,14 +131,9 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
             if json.loads(job.plan)["data"]["task"] == "classify":
                 sequences = classified()
             updates.append(
-                trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, carry=carry_of(job))
+                trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, carry=job.carry)
             )
     return updates
-
-
-def carry_of(job: Job) -> Carry | None:
-    """What the round of a job begins with, and where it writes what it leaves."""
-    return None if job.state is None else carry_in(job.state, job.round)
 
 
 @contextmanager
@@ -169,6 +163,8 @@ class Held:
     """Buffers, as NumPy arrays."""
     draws: tuple[str, ...]
     """What its random draws depend on."""
+    first: int
+    """Elements of what it is the first rank to have."""
 
 
 def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
@@ -178,11 +174,13 @@ def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for parameter in model.module.parameters()
     ]
+    weights = Whole(model) if ranks is None else Shards(model, ranks)
     return Held(
         sum(each.numel() for each in local),
         [name for name, _ in model.module.named_parameters()],
         {name: buffer.numpy() for name, buffer in model.module.named_buffers()},
-        () if ranks is None else Shards(model, ranks).draws,
+        weights.draws,
+        sum(each.size for each in weights.held if each.first),
     )
 
 

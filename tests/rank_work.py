@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -12,18 +13,23 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place, main
 from cloister.clients.ranks import Ranks
+from cloister.lm.mesh import Mesh
 from cloister.protocol.errors import DataError
+
+SECRET = 1234.5
+"""What ranks send each other."""
 
 
 class Work:
@@ -50,6 +56,11 @@ class Work:
         total = torch.tensor([float(self._place.rank + 1)])
         distributed.all_reduce(total)
         return total.item()
+
+    def add_a_secret(self) -> float:
+        total = torch.full((100,), SECRET)
+        distributed.all_reduce(total)
+        return total.max().item()
 
     def tell_and_sum(self) -> float:
         tell(self._folder, self._place.rank)
@@ -117,7 +128,8 @@ def opened(
 ) -> Ranks[Any, Any]:
     """Ranks for `Work`; `fails` is what the factory of the second does."""
     work = partial(Work, folder, fails)
-    return Ranks(work, devices, threads=threads, preload=[__name__], log=folder / "log")
+    mesh = Mesh(replicate=max(1, len(devices)))
+    return Ranks(work, mesh, devices, threads=threads, preload=[__name__], log=folder / "log")
 
 
 def never_connect(theirs: object) -> None:
@@ -130,6 +142,17 @@ def dies_at_start(theirs: socket.socket) -> None:
     if multiprocessing.current_process().name.startswith("cloister rank 1 "):
         os.kill(os.getpid(), signal.SIGKILL)
     main(theirs)
+
+
+def unpickles_nothing_of_peers(theirs: socket.socket) -> None:
+    """In the place of a rank's main function; the site's process pickles what it sends for `pipe._Unpickler`."""
+    pickle.load = pickle.Unpickler = distributed_c10d._unpickler = refused  # type: ignore[misc, assignment]
+    main(theirs)
+
+
+def refused(*_: object, **__: object) -> NoReturn:
+    """In the place of what unpickles bytes."""
+    raise AssertionError("bytes were unpickled")
 
 
 def interrupts_the_site(theirs: socket.socket) -> None:

@@ -185,7 +185,7 @@ def test_a_contribution_is_a_function_of_the_noised_sums_and_of_what_is_public(
             return torch.from_numpy(random.normal(size=total.so_far().shape).astype(np.float32))
 
         monkeypatch.setattr(ClippedSum, "release", noised)
-        own = {key: str(tmp_path / f"{key} of {name}") for key in ("state", "ledger")}
+        own: dict[str, Any] = {key: str(tmp_path / f"{key} of {name}") for key in ("state", "ledger")}
         site = federation.joined(data=str(data), **own)
         replies = [site.contribute(federation.request(number=number)) for number in (1, 2)]
         left.append([b"".join(map(bytes, encode(reply))) for reply in replies])

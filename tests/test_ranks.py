@@ -44,6 +44,7 @@ from cloister.tests.rank_work import (
     opened,
     site_app,
 )
+from cloister.tests.strangers import listening
 
 
 @pytest.fixture(scope="module")
@@ -312,20 +313,9 @@ def test_only_this_machine_can_connect_to_ranks(folder: Path, monkeypatch: pytes
     others = [name for _, name in socket.if_nameindex() if name != "lo"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[0] if others else "lo")
     with opened(folder) as ranks:
-        addresses = [address for pid in pids(ranks) for address in listening(pid)]
+        addresses = [address for pid in pids(ranks) for address, _ in listening(pid)]
     assert len(addresses) >= 2
     assert set(addresses) == {"0100007F"}  # 127.0.0.1
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses on which a process listens, as the kernel writes them."""
-    table = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-    ]
-    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    return [row[1].split(":")[0] for row in table if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
 def test_ctrl_c_does_not_reach_ranks(ranks: Ranks[Any, Any], folder: Path) -> None:

@@ -35,7 +35,7 @@ from cloister.clients.release import (
     contribution,
 )
 from cloister.clients.work import masking
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import terms_of

@@ -165,6 +165,17 @@ def test_the_ranks_of_absent_gpus_together_hold_the_model(
     assert {rank["gathered_bytes"] for rank in ranks} == {4 * max(block, whole - block)}
 
 
+def test_the_moments_on_disk_are_counted_once(
+    check: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two moments, of a round and of the one before, however many replicas there are."""
+    reset, kept = (
+        absent(capsys, *check(f"local.optimizer_state={each}", device="cuda", replicate=3))
+        for each in ("reset", "keep")
+    )
+    assert kept["state_bytes"] - reset["state_bytes"] == 16 * reset["ranks"][0]["parameters"]
+
+
 def test_a_mesh_of_64_gpus_is_a_narrow_table(
     check: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -603,11 +603,15 @@ def test_the_clipping_norm_comes_to_the_quantile_of_the_norms(base: list[str], q
         assert clips[0] != pytest.approx(settled, rel=0.5)
 
 
-def test_a_round_of_wild_noise_moves_the_clipping_norm_by_ten_at_most() -> None:
-    mechanism = mechanism_for(AdaptiveSection(learning_rate=1.0), 1, 1e6)
-    for total, factor in ((1e9, 0.1), (-1e9, 10.0)):
+@pytest.mark.parametrize("rate", [0.2, 10.0])
+def test_a_site_that_lies_in_its_count_moves_the_clipping_norm_little(rate: float) -> None:
+    """No further than all honest sites and six deviations of their noise could, and by ten at most."""
+    mechanism = mechanism_for(AdaptiveSection(learning_rate=rate), 1, 1.0)
+    furthest = min(rate * (0.5 + 6 * mechanism.count_deviation / 8), math.log(10))
+    for total, sign in ((1e9, -1), (-1e9, 1)):
         mean = np.array([0.0, total], np.float32)
-        assert mechanism.decode(mean, 8, 2.0, SECRET)[1] == pytest.approx(2.0 * factor)
+        moved = mechanism.decode(mean, 8, 2.0, SECRET)[1]
+        assert moved == pytest.approx(2.0 * math.exp(sign * furthest))
 
 
 # What a round is charged: scale, noise and sensitivity from the published formulas.

@@ -31,6 +31,7 @@ from cloister.protocol.plan import MeshSection
 from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
 from cloister.tests.federation import whole as whole_vector
+from cloister.tests.rank_work import unpickles_nothing_of_peers
 from cloister.tests.test_site import Attack, in_clear
 
 MESHES = {
@@ -51,8 +52,12 @@ BALANCED = ["local.balance=weighted", "local.steps=3"]
 
 
 @pytest.fixture
-def open_site() -> Iterator[Callable[..., Site]]:
-    """Opens sites of a federation, each with a process's memory of its own, and ends their ranks."""
+def open_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    """Opens sites of a federation, each with a process's memory of its own, and ends their ranks.
+
+    No rank unpickles what another sends.
+    """
+    monkeypatch.setattr("cloister.clients.rank.main", unpickles_nothing_of_peers)
     residents: list[Resident] = []
 
     def opened(
@@ -159,6 +164,24 @@ def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
     (first, second), (remainder, _) = left[0]
     assert first != second
     assert len(set(remainder[len(federation.scales()) :])) > 20
+
+
+def test_a_site_that_changes_its_mesh_goes_on_with_its_moments(
+    tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    keep = "local.optimizer_state=keep"
+    federation = Federation(tmp_path, in_clear(tiny(*WIDE, "local.clip_norm=1e-6", keep)))
+    sent, states = [], []
+    for name, first in (("one", MeshSection()), ("several", MESHES["shard"])):
+        for number, section in enumerate((first, MeshSection()), 1):
+            site = open_site(federation, section, state=str(tmp_path / name), secure=False)
+            contribution = site.contribute(federation.request(number=number))
+        sent.append(whole_vector(contribution).view(np.int32)[: federation.layout.size].astype(np.int64))
+        states.append(sorted(path.parent.name for path in (tmp_path / name).rglob("moments")))
+    largest = np.abs(sent[0]).max()
+    assert largest > 1e5
+    assert np.abs(sent[0] - sent[1]).max() <= 1e-4 * largest
+    assert states[0] == states[1] == ["00001", "00002"]
 
 
 @pytest.mark.parametrize("moment", ["Train", "Mask"])
