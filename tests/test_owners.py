@@ -54,6 +54,10 @@ ADVERSARIAL: list[Record] = [
     for text in (*(letter * 900 for letter in "aaabcz~"), *(record["text"] for record in OTHERS))
 ]
 """Of one byte each, and the others' records again."""
+NUMBERED: list[Record] = [
+    {"patient": 7 if number % 2 else "7", "text": f"note {number} of one. " * 20} for number in range(6)
+]
+"""Of one owner, whom some files name by a number and others by its text."""
 
 
 def written(path: Path, records: Iterable[Record]) -> str:
@@ -78,7 +82,9 @@ def summed(federation: Federation, records: list[Record], *, far: float = 30.0) 
     return stream
 
 
-@pytest.mark.parametrize("their", [ONE, MANY, ADVERSARIAL], ids=["one", "many", "adversarial"])
+@pytest.mark.parametrize(
+    "their", [ONE, MANY, ADVERSARIAL, NUMBERED], ids=["one", "many", "adversarial", "numbered"]
+)
 @pytest.mark.parametrize("at", [0, 5, 12])
 @pytest.mark.parametrize("method", ["reference", "opacus"])
 def test_one_owner_changes_the_sum_by_at_most_the_clip(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.lm.corpus import corpus_records
+from cloister.lm.records import owner_of
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import SimulationSection
 from cloister.simulations.partition import partition, site_name, write_sites
@@ -62,6 +63,13 @@ def test_another_seed_gives_another_partition(way: Way) -> None:
     records = numbered([index % 3 for index in range(200)])
     simulation = SimulationSection(partition=way, field="group", alpha=5.0)
     assert partition(records, simulation, 4, 1) != partition(records, simulation, 4, 2)
+
+
+def test_a_number_and_its_text_are_one_group() -> None:
+    """As they are one owner, who is then at one site, and pays there alone (`privacy/dataset.py`)."""
+    records = [{"text": "x", "owner": value} for value in [7, 7, 7, 7, 8, 8, 8, "7"]]
+    parts = partition(records, SimulationSection(partition="natural", field="owner"), 2, 0)
+    assert [{owner_of(records[index], "owner") for index in part} for part in parts] == [{b"7"}, {b"8"}]
 
 
 def test_natural_groups_are_balanced_by_bytes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -116,6 +117,15 @@ def test_the_law_has_its_mean(mean: float, shape: float | None) -> None:
     assert math.fsum(listed) == pytest.approx(1, abs=1e-9)
     assert math.fsum(number * one for number, one in enumerate(listed)) == pytest.approx(mean, rel=1e-9)
     assert (listed[0] > 0) == (shape is None)
+
+
+def test_the_number_is_drawn_in_secret() -> None:
+    """No seed decides it."""
+    drawn = set()
+    for _ in range(20):
+        random.seed(0)
+        drawn.add(draw(1000.0, None))
+    assert len(drawn) > 5
 
 
 @pytest.mark.parametrize("shape", [None, 100.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sqlite3
 import stat
@@ -337,6 +338,21 @@ def lived(trial: RunFiles, later: float) -> None:
         os.utime(path, (later, later))
 
 
+def sealed(searched: Path, out: Path, order: list[int]) -> list[RunFiles]:
+    """Make the folder of a search whose trials, of those that a search had, have ended; nothing is chosen yet."""
+    trials = [RunFiles(out / "sealed" / f"{place:04d}") for place in range(len(order))]
+    for trial, number in zip(trials, order, strict=True):
+        shutil.copytree(searched.parent / "kept" / f"{number:04d}", trial.path)
+    shutil.copy(searched / "search.json", out)
+    (out / "sealed" / "drawn.json").write_text(json.dumps([SETTINGS[number] for number in order]))
+    return trials
+
+
+def winner(searched: Path) -> int:
+    """The number of its best trial."""
+    return SETTINGS.index(json.loads((searched / "best" / "settings.json").read_bytes()))
+
+
 def content_of(path: Path) -> object:
     """The bytes of a file; of safetensors, which are written in any order, what is in it."""
     if path.suffix != ".safetensors":
@@ -353,18 +369,12 @@ def test_no_file_of_a_finished_search_tells_how_many_trials_there_were(
 
     The ledger over runs is a file of the time when the search ended, and not of its charge.
     """
-    winner = SETTINGS.index(json.loads((searched[0] / "best" / "settings.json").read_bytes()))
-    found = []
-    for order in ([winner], [1 - winner, 1 - winner, 1 - winner, winner]):
+    best, found = winner(searched[0]), []
+    for order in ([best], [1 - best, 1 - best, 1 - best, best]):
         out = tmp_path / "out"
-        out.mkdir()
-        shutil.copy(searched[0] / "search.json", out)
-        for place, number in enumerate(order):
-            trial = RunFiles(out / "sealed" / f"{place:04d}")
-            shutil.copytree(searched[0].parent / "kept" / f"{number:04d}", trial.path)
+        for place, trial in enumerate(sealed(searched[0], out, order)):
             if place:
                 lived(trial, 5000.0 * place)
-        (out / "sealed" / "drawn.json").write_text(json.dumps([SETTINGS[number] for number in order]))
         charged = searched[0].parent / "over.sqlite"
         os.utime(charged, (1.0, 1.0))
         printed = done(capsys, "tune", "--again", str(out))
@@ -434,6 +444,17 @@ def test_a_private_search_stops_where_sites_fail_and_goes_on(
     answer = found(capsys, "tune", "--again", str(out), "--workers", "1")
     assert answer["settings"] == SETTINGS[1]
     assert len(read_history(ledger).entries) == 1
+
+
+def test_a_failed_trial_is_not_the_best_whatever_its_loss(
+    searched: tuple[Path, str, dict[int, float | None]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The price is that of an order on results in which a failure is the last."""
+    best, out = winner(searched[0]), tmp_path / "out"
+    first, _ = sealed(searched[0], out, [best, 1 - best])
+    (first.path / "failed.json").write_text('"it failed when it had a loss"')
+    answer = found(capsys, "tune", "--again", str(out))
+    assert answer["settings"] == SETTINGS[1 - best]
 
 
 def test_a_private_search_is_charged_once(searched: tuple[Path, str, dict[int, float | None]]) -> None:
@@ -540,6 +561,29 @@ def test_no_trial_gives_the_untrained_model(
     assert len(read_history(tmp_path / "over.sqlite").entries) == 1
 
 
+@pytest.mark.parametrize(
+    ("partition", "sites"),
+    [([], 4), (["simulation.partition=natural", "simulation.field=patient"], 1)],
+    ids=["at random", "by owner"],
+)
+def test_an_owner_who_may_be_at_several_sites_pays_for_a_search_at_each(
+    partition: list[str],
+    sites: int,
+    private: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The best trial released what each of its sites did: the two rounds of four sites are eight for the owner."""
+    monkeypatch.setattr(tuning, "draw_number", lambda _mean, _shape: 0)
+    search = write_search(tmp_path, f"{LAW.replace('geometric', 'poisson')}{RANGE}")
+    options = set_options(["privacy.unit=owner", "data.owner=patient", *partition])
+    done(capsys, "tune", str(private), str(search), *options, "--out", str(tmp_path / "out"))
+    (entry,) = read_history(tmp_path / "over.sqlite").entries
+    step = SampledGaussian(1.0, 0.5, 1, "owner")
+    assert from_json(entry.charge.event) == (Selection("poisson", 3.0, (step,), 2 * sites),)
+
+
 def test_a_limit_over_runs_refuses_a_search_as_a_whole(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -554,15 +598,19 @@ def test_a_limit_over_runs_refuses_a_search_as_a_whole(
 def test_trials_are_drawn_from_the_law(
     private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the law gives, each from the whole space; of a grid with replacement."""
+    """As many as the law gives, each from the whole space, in secret; of a grid with replacement."""
     monkeypatch.setattr(tuning, "draw_number", lambda mean, shape: 40 if (mean, shape) == (3.0, 1.0) else 0)
     schedule = '[[parameter]]\nfield = "local.warmup_steps"\nchoices = [0, 1]\n'
     text = f"{LAW}{RANGE}{schedule}"
     with SearchFolder.create(
         tmp_path / "a", load(private), searches.load_search(write_search(tmp_path, text))
     ) as folder:
+        random.seed(0)
         drawn = tuning._draw(folder)
+        random.seed(0)
+        again = tuning._draw(folder)
     rates = {values["local.learning_rate"] for values in drawn}
+    assert rates.isdisjoint(values["local.learning_rate"] for values in again), "no seed decides them"
     assert len(drawn) == len(rates) == 40
     assert all(1e-4 <= float(rate) <= 1e-1 for rate in rates)
     assert {values["local.warmup_steps"] for values in drawn} == {0, 1}
