@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ from cloister.lm.layout import Layout
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.optimizer import learning_rate
 from cloister.lm.train import LocalUpdate
+from cloister.lm.weights import whole
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.blocks import Span
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.plan import Plan, PrivacySection
 from cloister.protocol.soundness import parse
@@ -462,6 +466,33 @@ def test_noise_is_keyed_by_step_round_and_place(monkeypatch: pytest.MonkeyPatch)
     values = np.zeros(run.model.layout.size, np.float32)
     own.add_gaussian(values, 0.3)
     np.testing.assert_array_equal(seen[2], values / np.float32(4))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10**6])
+def test_a_rectangle_has_the_noise_of_its_place(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quarters of each matrix, as four ranks have them, in any number of rows at a time."""
+    layout = load_model(plan_of()).layout
+    full = np.zeros(layout.size)
+    NOISY.add_gaussian(full, 0.3)
+    matrices = [each for each in whole(layout) if each.width > 1]
+    monkeypatch.setattr(dpsgd, "_AT_ONCE", rows * max(each.width for each in matrices))
+
+    def half(span: Span, which: int) -> Span:
+        return Span(which * span.size // 2, (which + 1) * span.size // 2)
+
+    for top, left in itertools.product((0, 1), repeat=2):
+        held = [
+            each._replace(rows=half(each.rows, top), columns=half(each.columns, left)) for each in matrices
+        ]
+        weights: Any = SimpleNamespace(held=held, sum_over_replicas=lambda summed: summed)
+        total = ClippedSum(layout, [each.name for each in held], 0.3, CPU, weights)
+        expected = []
+        for each, part in zip(matrices, held, strict=True):
+            matrix = full[each.offset : each.offset + each.size].reshape(-1, each.width)
+            rectangle = matrix[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
+            expected.append(rectangle.ravel())
+        found = total.release(NOISY, 0.3).numpy()
+        np.testing.assert_array_equal(found, np.concatenate(expected, dtype=np.float32))
 
 
 @pytest.mark.parametrize("method", METHODS)

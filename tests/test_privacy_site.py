@@ -185,8 +185,8 @@ def test_a_contribution_is_a_function_of_the_noised_sums_and_of_what_is_public(
             return torch.from_numpy(random.normal(size=total.so_far().shape).astype(np.float32))
 
         monkeypatch.setattr(ClippedSum, "release", noised)
-        own: dict[str, Any] = {key: str(tmp_path / f"{key} of {name}") for key in ("state", "ledger")}
-        site = federation.joined(data=str(data), **own)
+        state, ledger = tmp_path / f"state of {name}", tmp_path / f"{name}.sqlite"
+        site = federation.joined(data=str(data), state=str(state), ledger=str(ledger))
         replies = [site.contribute(federation.request(number=number)) for number in (1, 2)]
         left.append([b"".join(map(bytes, encode(reply))) for reply in replies])
     assert left[0] == left[1]
