@@ -395,7 +395,9 @@ def test_the_context_holds_all_that_a_contract_says(change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "change", [{"round": 2}, {"attempt": 2}, {"instructions": bytes(32)}], ids=lambda change: next(iter(change))
+    "change",
+    [{"round": 2}, {"attempt": 2}, {"instructions": bytes(32)}],
+    ids=lambda change: next(iter(change)),
 )
 def test_the_context_holds_all_that_begins_an_attempt(change: dict[str, Any]) -> None:
     parties = Parties(8)
