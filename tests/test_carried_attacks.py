@@ -173,8 +173,8 @@ def test_a_site_of_another_history_refuses_before_it_charges(tmp_path: Path, set
     assert [len(rounds.federation.entries(index)) for index in range(SITES)] == [2, 2, 1]
 
 
-# Remainders of 8 bits: weight decay of large weights leaves much of round 1's small bounds; then the bounds of round 2 are
-# smaller than what is left, and larger than an update.
+# Remainders of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the
+# bounds of round 2 are smaller than what is left, and larger than an update.
 
 
 def drown(rounds: Rounds) -> tuple[Vector, npt.NDArray[np.float32]]:

@@ -170,9 +170,12 @@ def test_retries_count_what_was_left_out_once(masked: Run, tmp_path: Path) -> No
     again.go()
     assert len(again.of(AttemptFailed)) == 4
     assert final(again) == final(masked)
-    expected = {1: {"fresh"}} | dict.fromkeys((2, 3, 4), {"carried"})
-    assert again.told == {(number, tried): expected[number] for number in expected for tried in (1, 2)}
-    assert set(again.histories()) == set(masked.histories())
+    assert again.told == {
+        (number, tried): {"fresh" if number == 1 else "carried"}
+        for number in (1, 2, 3, 4)
+        for tried in (1, 2)
+    }
+    assert len(set(again.histories())) == 1
 
 
 # Who begins with what it carries.
@@ -219,7 +222,7 @@ def test_a_round_after_one_that_was_given_up_begins_with_nothing(tmp_path: Path)
     party = Run(tmp_path, *ONE_MAY_MISS, "cohort.attempts=2")
     lost = list(party.folders)[:2]
     party.channel.down = lambda site, step, request: (
-        site in lost and step == "confirm" and not isinstance(request, Join) and request.sum.round == 2
+        site in lost and step == "unmask" and not isinstance(request, Join) and request.sum.round == 2
     )
     party.go()
     assert [event.round for event in party.of(RoundDone)] == [1, 3, 4, 5]
