@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _State:
-    round: int
     folder: Path
     history: bytes
 
@@ -96,13 +95,18 @@ class Carried:
         folders = [path for path in self._folder.glob("?????*") if path.name.isdigit()]
         for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
             if int(path.name) < before and (history := self._read(path)) is not None:
-                return _State(int(path.name), path, history)
+                return _State(path, history)
         return None
 
     def _read(self, folder: Path) -> bytes | None:
         try:
             read = json.loads((folder / _HISTORY).read_bytes())
-            return bytes.fromhex(read["history"]) if self._of.items() <= read.items() else None
+            if not self._of.items() <= read.items():
+                return None
+            history = bytes.fromhex(read["history"])
+            if len(history) != len(NOTHING_CARRIED):
+                raise ValueError(f"a history of {len(history)} bytes")
+            return history
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("what the site carried is lost: %s cannot be read (%s)", folder, error)
             return None

@@ -145,6 +145,15 @@ def _check_sound(plan: Plan) -> None:
             expected='"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
             fix='set local.optimizer_state = "reset"',
         )
+    if plan.local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
+        raise PlanError(
+            "local.optimizer_state",
+            "keep",
+            expected='"reset" with aggregation.secure = true where each sum is over a part of the federation '
+            "(cohort.fraction below 1, or aggregation.groups): all sites of a masked sum begin with what they carry "
+            "from the same rounds, and with nothing where they took part in different ones, so it would never be used",
+            fix='set local.optimizer_state = "reset", or cohort.fraction = 1 without aggregation.groups',
+        )
     _check_balance(plan)
     _check_muon(plan)
     _check_sgd(plan)

@@ -83,9 +83,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     """Run one round, in as many attempts as the plan allows.
 
     A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
-    because a site that has answered does not answer for another list; or if the sum that was opened makes no mean; with
-    groups, if that is so in half of them or more. If so many sites refuse that no attempt is possible, the round is not
-    run.
+    because a site that has answered does not answer for another list; if too few sites carry one history, because in
+    the next round none uses what it carries; or if the sum that was opened makes no mean; with groups, if that is so in
+    half of them or more. If so many sites refuse that no attempt is possible, the round is not run.
 
     Raises:
         QuorumError: every attempt ended with too few sites, or too few have joined for a group; the run can be resumed.

@@ -215,7 +215,8 @@ class Failed:
     attempts: int
     """Attempts that failed."""
     bound: bool
-    """Shares were requested in one of them: the sites that answered will answer for no other survivors."""
+    """No later attempt at the round can have other sites: shares were requested in one of them, and the sites that
+    answered will answer for no other survivors; or sites carry another history in this round and not in the next."""
     spoiled: str = ""
     """The total of the opened sum that no honest sites can have: a site lied in its counters, and another attempt would
     sum the same again."""
@@ -325,11 +326,12 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     last = failures + plan.cohort.attempts
     unopened: set[str] = set()
     doubted: set[str] = set()
+    apart = False
     begun = _begun(journal, wanted)
     while True:
         unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
         if failures >= last:
-            return Failed(failures, bound=unmasking is not None)
+            return Failed(failures, bound=unmasking is not None or apart)
         if begun is not None:
             attempt, sites, needed = begun.attempt, begun.detail["cohort"], begun.detail["needed"]
             begun = None
@@ -352,6 +354,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             opened = yield from under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
             failures += 1
+            apart = under_way.apart
             if under_way.unopened and under_way.complained:
                 last += 1  # it tells of a pair with a liar that was not known: this ends before liars are out of pairs
             else:
@@ -456,6 +459,8 @@ class _Plain:
         """Local steps per second of sites whose update is folded in, with `local.balance = "dynamic"`."""
         self.unopened: frozenset[str] = frozenset()
         """Sites whose shares too few others could open, so that the attempt ended."""
+        self.apart = False
+        """Whether sites were left out because they carry another history than most."""
         self.complained = False
         """Whether the attempt has complaints that no earlier one had."""
         self.staleness: Mapping[str, list[int]] | None = None
@@ -674,7 +679,7 @@ class _Masked(_Plain):
         try:
             return (yield from self._steps(coordinator))
         finally:
-            self.unopened = frozenset(coordinator.unopened)
+            self.unopened, self.apart = frozenset(coordinator.unopened), bool(coordinator.behind)
             self.complain(coordinator.complaints)
             most = coordinator.attempt.parameters.colluders
             self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))

@@ -6,6 +6,8 @@ dropouts, and the signatures and statements. What a site does is not modelled: `
 with real cryptography, and remembers its answer, which depends on the site's own view alone. `Plays` combines the views
 of all sites. The model is what the coordinator computes from the answers: `opened_sums`, `smallest_combination`.
 
+What a site sends is no part of this search: `value_search.py` asks on what the vectors of a sum depend.
+
 The rule: no combination of the sums that a round opens has fewer than `Parameters.smallest_part` honest updates, no
 site has both its secrets opened in one attempt, and no round opens sums of two models.
 

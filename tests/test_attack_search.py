@@ -1,6 +1,6 @@
 """No choice of a lying coordinator opens less than is promised; without a check the search finds the attack.
 
-`attack_search.py` says what is searched, and why that is all.
+`attack_search.py` and `value_search.py` say what is searched, and why that is all.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.aggregation import secure_sum
 from cloister.aggregation.secure_site import SecureSite
-from cloister.aggregation.secure_sum import answered_digest
-from cloister.protocol.messages import TRAIN, Inbox, Masked, Peers
+from cloister.aggregation.secure_sum import Contract, answered_digest
+from cloister.clients.carried import extended
+from cloister.protocol.messages import NOTHING_CARRIED, TRAIN, Advertise, Begin, Inbox, Masked, Peers
 from cloister.protocol.threshold import Parameters, Tolerance
 from cloister.tests.attack_search import (
     OTHER_MODEL,
@@ -34,6 +37,7 @@ from cloister.tests.attack_search import (
 )
 from cloister.tests.protocol_parties import MODEL, Parties
 from cloister.tests.test_secure_site import OfThose, Those
+from cloister.tests.value_search import Found, Rules, Symbol, Values
 
 
 @dataclass(frozen=True)
@@ -343,3 +347,91 @@ def test_one_of_these_stories_opens_a_site_that_masks_with_few_others(victim: in
     _, attack = tell_all(WITHOUT_4C_6E, told)
     assert f"updates of the sites ({victim},) alone" in attack
     assert not tell_all(REAL, told)[1]
+
+
+# What sites are told and carry.
+
+CARRIED, FRESH, OTHERWISE = Symbol("a"), Symbol("a", "fresh"), Symbol("b")
+
+
+def values(*symbols: Symbol, rounds: int = 2, **rules: Any) -> Found:
+    return Values(Rules(**rules), symbols, rounds).search()
+
+
+@pytest.mark.parametrize(
+    ("symbols", "rounds", "states", "sums"),
+    [((CARRIED, FRESH, OTHERWISE), 2, 20, 140), ((CARRIED, FRESH), 3, 60, 340)],
+    ids=["two rounds", "three rounds"],
+)
+def test_all_vectors_of_a_sum_depend_on_the_same(
+    symbols: tuple[Symbol, ...], rounds: int, states: int, sums: int
+) -> None:
+    found = values(*symbols, rounds=rounds)
+    assert not found.attack, found.attack
+    assert found.states >= states
+    assert found.sums >= sums
+
+
+def test_moments_and_remainders_of_different_rounds_are_found_in_a_sum() -> None:
+    """One site makes no update in round 1; in round 2 all are told the same."""
+    found = values(CARRIED, kind=without("_check_one_history"))
+    assert "round 2" in found.attack
+    assert "carries nothing" in found.attack
+    print(found.attack)
+
+
+def test_histories_that_sites_do_not_sign_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Advertise, "body", lambda self: (self.site, self.share_key, self.mask_key))
+    found = values(CARRIED)
+    assert "round 2" in found.attack
+    assert "carries nothing" in found.attack
+
+
+@pytest.mark.parametrize(
+    "extend",
+    [
+        lambda _history, _told: NOTHING_CARRIED,
+        lambda history, _told: bytes([history[0] + 1]) * 32,
+        lambda history, told: extended(history, dataclasses.replace(told, model=bytes(32))),
+    ],
+    ids=["constant", "number of rounds", "without the model"],
+)
+def test_a_history_that_does_not_name_all_that_state_depends_on_is_found(extend: Any) -> None:
+    found = values(CARRIED, OTHERWISE, extend=extend)
+    assert "is opened" in found.attack
+    print(found.attack)
+
+
+def test_instructions_for_one_site_are_found_where_no_context_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = secure_sum.context
+
+    def nameless(contract: Contract, begin: Begin, *rest: Any) -> bytes:
+        return real(contract, dataclasses.replace(begin, instructions=bytes(32)), *rest)
+
+    monkeypatch.setattr(secure_sum, "context", nameless)
+    found = values(FRESH, OTHERWISE, rounds=1)
+    assert "is told a fresh" in found.attack
+    assert "is told b carried" in found.attack
+
+
+def test_instructions_for_one_site_are_found_where_it_does_not_compare_them() -> None:
+    found = values(CARRIED, OTHERWISE, rounds=1, kind=without("_check_instructions"))
+    assert "is told a carried" in found.attack
+    assert "is told b carried" in found.attack
+
+
+def test_a_field_that_is_told_to_one_site_is_found() -> None:
+    """As SCAFFOLD's `summed` was: in the request, and in no context."""
+    found = values(FRESH, Symbol("a", "fresh", "for one site"), rounds=1)
+    assert "is told a fresh for one site" in found.attack
+
+
+@pytest.mark.parametrize("symbol", [CARRIED, FRESH])
+def test_a_vector_that_is_carried_and_is_in_no_history_is_found(symbol: Symbol) -> None:
+    """As fragments were: what a site had not sent yet was carried whatever the history said."""
+    found = values(symbol, FRESH, carry_more=True)
+    assert "round 2" in found.attack
+    assert " and a " in found.attack
+    print(found.attack)

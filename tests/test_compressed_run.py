@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,13 @@ from cloister.clients.site import Site
 from cloister.lm.model import load_model
 from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import StaleError, UpdateError
-from cloister.protocol.messages import EVALUATE, TRAIN, Failed
+from cloister.protocol.messages import EVALUATE, Contribute, Failed, Join, Request
 from cloister.protocol.roster import load_roster
-from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.cost import cost
 from cloister.server.folder import RunFolder, read_plan
-from cloister.server.journal import Journal
 from cloister.server.outcome import Outcome
-from cloister.server.progress import AttemptFailed, Event, RoundDone, SiteAnswered
+from cloister.server.progress import AttemptFailed, Event, RoundDone, SiteAnswered, SiteFailed
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
@@ -64,9 +63,22 @@ class Run:
         names = [site_name(index) for index in range(self.plan.cohort.sites)]
         resident = Resident()
         configs = {name: read_config(sites / name / "site.toml") for name in names}
-        self.states = {name: config.folder for name, config in configs.items()}
+        self.folders = {name: config.folder for name, config in configs.items()}
         self.channel = Loopback({name: partial(Site, config, resident) for name, config in configs.items()})
         self.events: list[Event] = []
+        self.told: dict[tuple[int, int], set[str]] = {}
+        """By round and try: what sites were told of what they carry."""
+        self.channel.before = self._note
+
+    def _note(self, _site: str, request: Request) -> None:
+        if isinstance(request, Contribute):
+            self.told.setdefault((request.sum.round, request.tries), set()).add(request.told.state)
+
+    def states(self) -> list[str]:
+        """What all sites were told in each round, in its last try."""
+        last = {number: state for (number, _), state in sorted(self.told.items())}
+        assert all(len(state) == 1 for state in self.told.values())
+        return [state for number in sorted(last) for state in last[number]]
 
     def go(self, observe: Callable[[Event], None] = lambda _event: None) -> Outcome:
         def seen(event: Event) -> None:
@@ -93,7 +105,7 @@ class Run:
 
     def cut_upload(self, number: int) -> str:
         """Let the first site train in a round, and its update not arrive; the site."""
-        lost = next(iter(self.states))
+        lost = next(iter(self.folders))
 
         def tamper(step: str, reply: Any) -> Any:
             if step == "update" and reply.site == lost and reply.sum.round == number:
@@ -107,19 +119,9 @@ class Run:
         return [event for event in self.events if isinstance(event, kind)]
 
     def histories(self) -> list[str]:
-        """For each site the history of what its last update has left."""
-        last = self.plan.run.rounds
-        entries = [folder / "carried" / f"{last:05d}" / "history.json" for folder in self.states.values()]
-        return [json.loads(entry.read_text())["history"] for entry in entries]
-
-    def fresh(self) -> list[bool]:
-        """For each round whether its instructions let no site use what it carries."""
-        with Journal(self.folder / "journal.sqlite") as journal:
-            begun = [entry for entry in journal.entries() if entry.step == f"{TRAIN} {steps.BEGUN}"]
-        return [
-            {entry.detail["fresh"] for entry in begun if entry.round == number} == {True}
-            for number in range(1, self.plan.run.rounds + 1)
-        ]
+        """For each site that of what it carries after the run."""
+        paths = [sorted((folder / "carried").glob("*/history.json"))[-1] for folder in self.folders.values()]
+        return [json.loads(path.read_text())["history"] for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +141,9 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(masked: Run, tmp_p
     clear.go()
     digests = [event.params_sha256 for event in clear.of(RoundDone)]
     assert digests == [event.params_sha256 for event in masked.of(RoundDone)]
-    assert len({*masked.histories()}) == 1
-    assert masked.fresh() == [True, False, False, False]
+    assert masked.states() == ["fresh", *["carried"] * 3]
+    assert clear.states() == ["carried"] * 4
+    assert len(set(masked.histories())) == 1
     multiples = [event.multiple for event in masked.of(RoundDone)]
     assert multiples[0] == 3.5 * 2  # of four sites
     assert multiples[1:] < multiples[:-1]  # it was far too large at first
@@ -149,7 +152,7 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(masked: Run, tmp_p
 def test_an_update_is_one_byte_for_each_value_of_its_blocks(masked: Run) -> None:
     layout = load_model(masked.plan).layout
     assert 0 < layout.size < ROTATED
-    update = next(iter(masked.states.values())) / "update-00004.ring"
+    update = next(iter(masked.folders.values())) / "update-00004.ring"
     sent = update.stat().st_size
     assert ROTATED < sent < ROTATED + 100  # and counters
     found = cost(masked.plan, layout.size, layout.size)
@@ -162,22 +165,144 @@ def test_an_update_is_one_byte_for_each_value_of_its_blocks(masked: Run) -> None
 def test_retries_count_what_was_left_out_once(masked: Run, tmp_path: Path) -> None:
     """The attempt fails after all sites made their updates; the next one sums the same."""
     again = Run(tmp_path, *FOUR_ROUNDS)
-    names = list(again.states)
+    names = list(again.folders)
     again.channel.lose(*((name, "confirm", 1) for name in names[:2]))
     again.go()
     assert len(again.of(AttemptFailed)) == 4
     assert final(again) == final(masked)
-    assert again.fresh() == [True, False, False, False]
+    assert again.told == {
+        (number, tried): {"fresh" if number == 1 else "carried"}
+        for number in (1, 2, 3, 4)
+        for tried in (1, 2)
+    }
+    assert len(set(again.histories())) == 1
 
 
-def test_after_an_update_that_was_not_summed_no_site_adds_what_it_has_left_out(tmp_path: Path) -> None:
-    """In round 3 the first site trains, and its masked update does not arrive: so it is no survivor."""
-    party = Run(tmp_path, *FOUR_ROUNDS, "aggregation.dropouts=0.25", "aggregation.colluders=0")
+# Who begins with what it carries.
+
+ONE_MAY_MISS = [*FOUR_ROUNDS, "run.rounds=5", "aggregation.dropouts=0.25", "aggregation.colluders=0"]
+
+
+def test_a_site_that_was_absent_misses_the_next_round_and_then_all_begin_with_nothing(tmp_path: Path) -> None:
+    party = Run(tmp_path, *ONE_MAY_MISS)
+    absent = next(iter(party.folders))
+    party.channel.down = lambda site, _step, request: (
+        site == absent and not isinstance(request, Join) and request.sum.round == 2
+    )
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [4, 3, 3, 4, 4]
+    assert party.states() == ["fresh", "carried", "carried", "fresh", "carried"]
+    reasons = [(event.round, event.site, event.reason) for event in party.of(SiteFailed)]
+    assert [(number, site) for number, site, _ in reasons if number != 2] == [(3, absent)]
+    assert "another history" in reasons[-1][2]
+    assert len(set(party.histories())) == 1
+
+
+def test_a_site_that_stays_away_does_not_take_from_the_others_what_they_carry(tmp_path: Path) -> None:
+    party = Run(tmp_path, *ONE_MAY_MISS)
+    absent = next(iter(party.folders))
+    party.channel.down = lambda site, _step, request: (
+        site == absent and not isinstance(request, Join) and request.sum.round >= 2
+    )
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [4, 3, 3, 3, 3]
+    assert party.states() == ["fresh", *["carried"] * 4]
+
+
+def test_a_round_after_one_whose_upload_was_cut_begins_with_nothing(tmp_path: Path) -> None:
+    """The site has trained, and its masked update did not arrive: what it carries is not what it had summed."""
+    party = Run(tmp_path, *ONE_MAY_MISS)
     party.cut_upload(3)
     party.go()
-    assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4]
-    assert party.fresh() == [True, False, False, True]
-    assert len({*party.histories()}) == 1
+    assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4, 4]
+    assert party.states() == ["fresh", "carried", "carried", "fresh", "carried"]
+
+
+def test_a_round_after_one_that_was_given_up_begins_with_nothing(tmp_path: Path) -> None:
+    party = Run(tmp_path, *ONE_MAY_MISS, "cohort.attempts=2")
+    lost = list(party.folders)[:2]
+    party.channel.down = lambda site, step, request: (
+        site in lost and step == "unmask" and not isinstance(request, Join) and request.sum.round == 2
+    )
+    party.go()
+    assert [event.round for event in party.of(RoundDone)] == [1, 3, 4, 5]
+    assert party.told[2, 1] == party.told[2, 2] == {"carried"}
+    assert party.states() == ["fresh", "carried", "fresh", "carried", "carried"]
+
+
+def test_a_process_that_goes_on_tells_the_same(tmp_path: Path) -> None:
+    """It is stopped in a round that begins with nothing, and in one that does not."""
+    first = Run(tmp_path, *ONE_MAY_MISS)
+    first.cut_upload(1)
+
+    def stop(number: int) -> Callable[[Event], None]:
+        def stop(event: Event) -> None:
+            if isinstance(event, SiteAnswered) and event.round == number:
+                raise StoppedError
+
+        return stop
+
+    for party, number in ((first, 2), (second := Run(tmp_path), 3)):
+        with pytest.raises(StoppedError):
+            party.go(stop(number))
+    last = Run(tmp_path)
+    last.go()
+    assert first.states() == ["fresh", "fresh"]
+    assert second.states() == ["fresh", "carried"]
+    assert last.states() == ["carried"] * 3
+
+
+def test_where_a_part_of_the_sites_is_drawn_all_rounds_begin_with_nothing(tmp_path: Path) -> None:
+    settings = ["cohort.sites=5", "cohort.fraction=0.8", "aggregation.colluders=0"]
+    party = Run(tmp_path, *FOUR_ROUNDS, *settings, "run.rounds=3")
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [4] * 3
+    assert party.states() == ["fresh"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "drawn"),
+    [([], False), (["cohort.fraction=0.75"], True), (["cohort.sites=12", "aggregation.groups=3"], True)],
+)
+def test_groups_are_drawn_as_a_part_of_the_sites_is(settings: list[str], drawn: bool) -> None:
+    assert tiny("aggregation.colluders=0", *settings).drawn == drawn
+
+
+def test_a_site_that_lies_about_its_history_only_loses_what_is_carried(tmp_path: Path) -> None:
+    """It is a dropout, and the next round begins with nothing."""
+    party = Run(tmp_path, *ONE_MAY_MISS)
+    liar = next(iter(party.folders))
+
+    def before(name: str, request: Request) -> None:
+        party._note(name, request)
+        if name == liar:
+            shutil.rmtree(party.folders[liar] / "carried", ignore_errors=True)
+
+    party.channel.before = before
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [4, 3, 4, 3, 4]
+    assert party.states() == ["fresh", "carried", "fresh", "carried", "fresh"]
+
+
+def test_sites_of_another_history_leave_no_sum_below_the_smallest_part(tmp_path: Path) -> None:
+    """Two of four carry something else: the rest are fewer than a quorum, so nothing is opened, and no site trains."""
+    party = Run(tmp_path, *ONE_MAY_MISS, "run.rounds=3", "cohort.attempts=2")
+    assert party.plan.threshold().smallest_part == 3
+    lost = list(party.folders)[:2]
+
+    def before(name: str, request: Request) -> None:
+        party._note(name, request)
+        if name in lost and not isinstance(request, Join) and request.sum.round == 2:
+            shutil.rmtree(party.folders[name] / "carried", ignore_errors=True)
+
+    party.channel.before = before
+    party.go()
+    assert [event.round for event in party.of(RoundDone)] == [1, 3]
+    assert {number for number, _ in party.told} == {1, 3}
+    assert party.states() == ["fresh", "fresh"]
+
+
+# Stops
 
 
 @pytest.mark.parametrize("secure", [True, False])

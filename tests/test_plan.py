@@ -122,6 +122,21 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove [model.config]"),
         (["local.warmup_steps=200"], "local.warmup_steps", "lower local.warmup_steps"),
         (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", '"reset"'),
+        (
+            ["cohort.sites=40", "cohort.fraction=0.5", "local.optimizer_state=keep"],
+            "local.optimizer_state",
+            'local.optimizer_state = "reset", or cohort.fraction = 1',
+        ),
+        (
+            [
+                "cohort.sites=30",
+                "aggregation.groups=3",
+                "server.evaluation=none",
+                "local.optimizer_state=keep",
+            ],
+            "local.optimizer_state",
+            "without aggregation.groups",
+        ),
         (["model.adapter.scheme=rolora", "server.optimizer=adam"], "server.optimizer", '"fedavg"'),
         (["model.adapter.scheme=lora", "local.optimizer=muon"], "local.optimizer", '= "adamw"'),
         (["local.momentum=0.9"], "local.momentum", '= "muon"'),

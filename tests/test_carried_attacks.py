@@ -1,0 +1,225 @@
+"""State that one site of a sum does not carry: the coordinator makes what the others carry drown their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cloister.aggregation import compression
+from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
+from cloister.aggregation.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure_site import SecureSite
+from cloister.aggregation.sums import contract_for, training_layout
+from cloister.clients.kept import update_path
+from cloister.clients.site import Site
+from cloister.lm.layout import Vector
+from cloister.protocol.digest import instructions_digest
+from cloister.protocol.errors import AgreementError
+from cloister.protocol.messages import TRAIN, Advertise, Agree, Confirm, Inbox, Instructions, Reveal, Shares
+from cloister.tests.federation import RECORD, RUN, Federation, tiny, whole
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SITES = 3
+UNIFORM = [
+    f"cohort.sites={SITES}",
+    "aggregation.colluders=0.0",
+    "cohort.quorum=0.6",
+    "aggregation.weighting=uniform",
+    "server.evaluation=none",
+]
+EIGHT_BITS = [
+    *UNIFORM,
+    "aggregation.ring_bits=8",
+    "aggregation.compression={}",
+    "local.weight_decay=10.0",
+]
+
+
+class Rounds:
+    """A coordinator that chooses who takes part in a round, and says of no site that its history is another one.
+
+    Args:
+        folder: Of the federation.
+        settings: Of the plan.
+    """
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.federation = Federation(folder, tiny(*settings))
+        self.sites = [self.federation.joined(index, minimum_cohort=2) for index in range(SITES)]
+        *self.others, self.victim = self.sites
+
+    def begin(
+        self, told: Instructions, sites: Sequence[Site], attempt: int = 1
+    ) -> tuple[SecureCoordinator, dict[str, Inbox]]:
+        """The steps of a round until these sites hold each other's shares."""
+        plan, layout = self.federation.plan, self.federation.layout
+        contract = contract_for(TRAIN, plan, self.federation.roster, RUN, layout.size, layout.digest())
+        digest = instructions_digest(told)
+        coordinator = SecureCoordinator(contract, told.sum.round, attempt, digest, fresh=True)
+        for site in sites:
+            advertised = site.agree(Agree(told.sum, coordinator.begin))
+            assert isinstance(advertised, Advertise)
+            coordinator.advertised(advertised)
+        peers = coordinator.peers()
+        for site in sites:
+            shares = site.agree(Agree(told.sum, peers))
+            assert isinstance(shares, Shares)
+            coordinator.shared(shares)
+        return coordinator, coordinator.inboxes()
+
+    def round(
+        self, number: int, sites: Sequence[Site], model: Vector, *, attempt: int = 1, **told: Any
+    ) -> npt.NDArray[np.int64]:
+        """A round of some sites; the opened sum of their vectors, as signed integers, without counters."""
+        about: dict[str, Any] = {"number": number, "fresh": False, **told}
+        instructions = self.federation.told(model=model, **about)
+        coordinator, inboxes = self.begin(instructions, sites, attempt)
+        for site in sites:
+            sent = site.contribute(self.federation.request(model=model, inbox=inboxes[site.name], **about))
+            assert sent.statement is not None
+            coordinator.fold(sent.statement, [(0, whole(sent))])
+        survivors = coordinator.survivors()
+        for site in sites:
+            confirmed = site.agree(Agree(instructions.sum, survivors))
+            assert isinstance(confirmed, Confirm)
+            coordinator.confirmed(confirmed)
+        requests = coordinator.request()
+        for site in sites:
+            revealed = site.agree(Agree(instructions.sum, requests[site.name]))
+            assert isinstance(revealed, Reveal)
+            coordinator.revealed(revealed)
+        return self.integers(coordinator.sum())
+
+    def refused(self, number: int, model: Vector, **told: Any) -> None:
+        """All sites refuse a round that all of them are asked for, before they train."""
+        about: dict[str, Any] = {"model": model, "number": number, "fresh": False, **told}
+        _, inboxes = self.begin(self.federation.told(**about), self.sites)
+        for site in self.sites:
+            with pytest.raises(AgreementError, match="history of carried state"):
+                site.contribute(self.federation.request(inbox=inboxes[site.name], **about))
+            assert not update_path(site.config.folder, number).exists()
+
+    def of(self, site: Site, number: int) -> npt.NDArray[np.int64]:
+        """What a site has sent in a round, without its masks."""
+        return self.integers(np.fromfile(update_path(site.config.folder, number), self.layout.ring.dtype))
+
+    @property
+    def layout(self) -> Any:
+        return training_layout(self.federation.plan, self.federation.layout.size)
+
+    def integers(self, vector: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        layout = self.layout
+        size = layout.blocks.size if layout.blocks is not None else layout.size
+        return vector[:size].view(layout.ring.signed_dtype).astype(np.int64)
+
+
+def cosine(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+    return float(one @ other / np.sqrt(float(one @ one) * float(other @ other)))
+
+
+def unguarded(patch: pytest.MonkeyPatch) -> None:
+    """Take 4e out."""
+    patch.setattr(SecureSite, "_check_one_history", lambda _site: None)
+
+
+# Moments: the victim is absent while the others' moments grow by large gradients; then all gradients are small.
+
+KEPT = [
+    *UNIFORM,
+    "local.optimizer_state=keep",
+    "local.steps=15",
+    "local.batch_size=1",
+    "local.learning_rate=1e-5",
+    "run.rounds=5",
+]
+LAST = 5
+
+
+def grow_moments(rounds: Rounds) -> Vector:
+    """Rounds without the victim; the model of the last one, whose gradients are small."""
+    small: Vector = np.float32(1e-4) * rounds.federation.model
+    rounds.round(1, rounds.others, rounds.federation.model)
+    for number in range(2, LAST):
+        rounds.round(number, rounds.others, small)
+    return small
+
+
+def test_moments_of_large_gradients_do_not_single_out_a_site_that_was_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(tmp_path, *KEPT)
+    small = grow_moments(rounds)
+    rounds.refused(LAST, small)
+    unguarded(monkeypatch)
+    total = rounds.round(LAST, rounds.sites, small, attempt=2)
+    assert cosine(total, rounds.of(rounds.victim, LAST)) >= 0.9
+    assert max(cosine(total, rounds.of(site, LAST)) for site in rounds.others) < 0.9
+
+
+@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "remainders"])
+def test_a_site_of_another_history_refuses_before_it_charges(tmp_path: Path, settings: list[str]) -> None:
+    private = [*RECORD, "aggregation.secure=true", "local.steps=1", "local.batch_size=4"]
+    rounds = Rounds(tmp_path, *settings, *private)
+    rounds.round(1, rounds.others, rounds.federation.model)
+    rounds.refused(2, rounds.federation.model)
+    assert [len(rounds.federation.entries(index)) for index in range(SITES)] == [1, 1, 0]
+    rounds.round(2, rounds.sites, rounds.federation.model, attempt=2, fresh=True)
+    assert [len(rounds.federation.entries(index)) for index in range(SITES)] == [2, 2, 1]
+
+
+# Remainders of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the
+# bounds of round 2 are smaller than what is left, and larger than an update.
+
+
+def drown(rounds: Rounds) -> tuple[Vector, npt.NDArray[np.float32]]:
+    """A round without the victim; the large model, and what an update of it is, rotated, which is the same at all."""
+    size, code = rounds.federation.layout.size, rounds.layout.blocks
+    large: Vector = (10 * signs(5)[:size]).astype(np.float32)
+    rounds.round(1, rounds.others, large, scales=bounds(0.1))
+    local = rounds.federation.plan.local
+    decay = np.zeros((1, ROTATED), np.float32)
+    decay[0, :size] = -local.steps * local.learning_rate * local.weight_decay * large
+    decay *= signs(code.seed)
+    rotated = hadamard_transform(decay, np.empty_like(decay), np.full(1, 2.0**-7, np.float32))
+    return large, rotated[0]
+
+
+def bounds(bound: float) -> bytes:
+    """One block has them all."""
+    return np.full(1, bound, "<f4").tobytes()
+
+
+def singled_out(rounds: Rounds, drift: npt.NDArray[np.float32], **told: Any) -> float:
+    """The part of the coordinates at which the victim's integer follows from the sum and what is public, exactly."""
+    total = rounds.round(2, rounds.sites, rounds.federation.model, scales=bounds(0.02), **told)
+    sure = np.abs(drift) > 0.25
+    constants = len(rounds.others) * rounds.layout.ring.levels * np.sign(drift).astype(np.int64)
+    found = (total - constants == rounds.of(rounds.victim, 2)) & sure
+    return float(found.sum() / sure.sum())
+
+
+def test_remainders_of_large_updates_do_not_single_out_a_site_that_was_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "MOST_KEPT", 4.0)  # takes the cut of a remainder out
+    rounds = Rounds(tmp_path, *EIGHT_BITS)
+    _, drift = drown(rounds)
+    rounds.refused(2, rounds.federation.model, scales=bounds(0.02))
+    unguarded(monkeypatch)
+    assert singled_out(rounds, drift, attempt=2) > 0.99
+
+
+def test_a_remainder_that_is_cut_does_not_single_out_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second guard: it takes at most a quarter of the range of the bounds in force."""
+    unguarded(monkeypatch)
+    rounds = Rounds(tmp_path, *EIGHT_BITS)
+    _, drift = drown(rounds)
+    assert singled_out(rounds, drift) < 0.1
