@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cloister.clients.carried import Carried, extended
-from cloister.lm.optimizer import Carry
+from cloister.lm.moments import Carry
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages import NOTHING_CARRIED, TRAIN, Instructions, SumId
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from cloister.aggregation import compression
+from cloister.aggregation.average import SumLayout
 from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
@@ -110,13 +111,14 @@ class Rounds:
         return self.integers(np.fromfile(update_path(site.config.folder, number), self.layout.ring.dtype))
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> SumLayout:
         return training_layout(self.federation.plan, self.federation.layout.size)
 
     def integers(self, vector: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         layout = self.layout
         size = layout.blocks.size if layout.blocks is not None else layout.size
-        return vector[:size].view(layout.ring.signed_dtype).astype(np.int64)
+        signed: npt.NDArray[Any] = vector[:size].view(layout.ring.signed_dtype)
+        return signed.astype(np.int64)
 
 
 def cosine(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
