@@ -24,6 +24,7 @@ from cloister.privacy.ledger import Ledger, read_history
 from cloister.protocol.storage import disk_refusal, write_folder
 from cloister.server.folder import RunFiles, stored_checkpoints
 from cloister.server.journal import MEASURED, Journal
+from cloister.server.spending import OWNER
 from cloister.simulations.search import Values
 
 SETTINGS = "settings.json"
@@ -33,11 +34,6 @@ _TIMES = ("seconds", "phase_seconds")
 _MADE_BY_THE_RUN = shutil.ignore_patterns("state", "sequences", ".cache")
 _EVERY_FILE_S = 315532800
 """1 January 1980, the first day that every format of archives can state; in seconds since the epoch."""
-
-
-def no_time() -> float:
-    """A clock for what has no time: 0."""
-    return 0.0
 
 
 def publish(trial: RunFiles, settings: Values, path: Path) -> None:
@@ -63,10 +59,19 @@ def remove_dates(path: Path) -> None:
     if path.stat().st_mtime == _EVERY_FILE_S:
         return
     for each in (*path.rglob("*"), path):
-        try:
-            os.utime(each, (_EVERY_FILE_S, _EVERY_FILE_S), follow_symlinks=False)
-        except OSError as error:
-            raise disk_refusal(each, error) from error
+        set_date(each, _EVERY_FILE_S)
+
+
+def set_date(path: Path, seconds: float | None = None) -> None:
+    """Let a file or folder be of another time, in seconds since the epoch; None: of now.
+
+    Raises:
+        StorageError: the disk refuses it.
+    """
+    try:
+        os.utime(path, None if seconds is None else (seconds, seconds), follow_symlinks=False)
+    except OSError as error:
+        raise disk_refusal(path, error) from error
 
 
 def _copy(trial: RunFiles, made: RunFiles, settings: Values) -> None:
@@ -74,7 +79,7 @@ def _copy(trial: RunFiles, made: RunFiles, settings: Values) -> None:
     shutil.copyfile(trial.plan_file, made.plan_file)
     if trial.public.exists():
         shutil.copyfile(trial.public, made.public)
-    with Journal(trial.journal) as journal, Journal(made.journal, clock=no_time) as copy:
+    with Journal(trial.journal) as journal, Journal(made.journal, clock=_no_time) as copy:
         for entry in journal.entries():
             if entry.step != MEASURED:
                 copy.record(entry.round, entry.attempt, entry.step, _timeless(entry.detail))
@@ -85,10 +90,14 @@ def _copy(trial: RunFiles, made: RunFiles, settings: Values) -> None:
     for checkpoint in stored_checkpoints(trial.checkpoints).values():
         _copy_checkpoint(checkpoint, made.checkpoints / checkpoint.name)
     shutil.copytree(trial.sites.path, made.sites.path, ignore=_MADE_BY_THE_RUN)
-    _copy_ledger(trial.ledger, made.ledger)
+    _copy_ledger(OWNER, trial.ledger, made.ledger)
     for site, ledger in trial.sites.ledgers().items():
         made.sites.state(site).mkdir()
-        _copy_ledger(ledger, made.sites.ledger(site))
+        _copy_ledger(site, ledger, made.sites.ledger(site))
+
+
+def _no_time() -> float:
+    return 0.0
 
 
 def _timeless(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +110,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
         save_file({name: file.get_tensor(name) for name in file.keys()}, target, named)  # noqa: SIM118 -- not a dict
 
 
-def _copy_ledger(source: Path, target: Path) -> None:
+def _copy_ledger(owner: str, source: Path, target: Path) -> None:
     """The same charges in the same order, in a chain of its own: the hash of an entry covers its time."""
-    entries = read_history(source).entries
-    if entries:
-        copy = Ledger(target, entries[0].owner, lambda _texts, _delta: 0.0, clock=no_time)
-        copy.charge_all([entry.charge for entry in entries], None)
+    charges = [entry.charge for entry in read_history(source).entries]
+    Ledger(target, owner, lambda _texts, _delta: 0.0, clock=_no_time).charge_all(charges, None)

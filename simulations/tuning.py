@@ -49,7 +49,7 @@ from cloister.server.progress import Observer
 from cloister.server.public import base_of, public_model
 from cloister.server.report import beyond_a_trial
 from cloister.simulations import search as searches
-from cloister.simulations.publication import SETTINGS, publish, remove_dates
+from cloister.simulations.publication import SETTINGS, publish, remove_dates, set_date
 from cloister.simulations.search import Search, Value, Values
 from cloister.simulations.study import State, Study, Trial, stored
 from cloister.simulations.trials import Engine, Processes
@@ -384,7 +384,7 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
     source = _Sealed(folder, drawn, terms)
     _run(folder, engine, source, folder.sealed / "trials.log")
     if dataset is not None:
-        os.utime(dataset.path)  # otherwise it is of the time of the charge, when the search began
+        set_date(dataset.path)  # otherwise it is of the time of the charge, when the search began
     best = source.best()
     if best is None:
         _write_untrained(folder, observe)
