@@ -7,7 +7,6 @@ import functools
 import hmac
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 
@@ -367,7 +366,7 @@ class SecureCoordinator:
 
     # 7. Sum.
 
-    def sum(self, *, threads: int = 1, pool: Executor | None = None) -> masks.Ring:
+    def sum(self, *, threads: int = 1) -> masks.Ring:
         """Step 7: reconstruct the secrets and remove the masks.
 
         Returns:
@@ -432,7 +431,7 @@ class SecureCoordinator:
                     )
                     (subtract if other < site else add).append(seed)
         self._step = None
-        masks.apply(self._accumulator, add, subtract, cipher=self.contract.cipher, threads=threads, pool=pool)
+        masks.apply(self._accumulator, add, subtract, cipher=self.contract.cipher, threads=threads)
         return self._accumulator
 
     def _reconstruct(

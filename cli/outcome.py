@@ -27,7 +27,6 @@ from cloister.server.folder import RunFolder
 from cloister.server.history import run_history
 from cloister.server.outcome import Outcome
 from cloister.server.phases import Phase
-from cloister.simulations.inspection import aggregation_error
 from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
 
 T = TypeVar("T")
@@ -151,13 +150,6 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
     plan = folder.plan
     if losses is not None:
         _print_losses(console, losses)
-    apart = _tried(
-        console, "not shown: the error of averaging A and B apart", lambda: aggregation_error(folder)
-    )
-    if apart is not None:
-        console.print(
-            f"lora averages A and B apart: {apart:.1%} off the mean of their products in the last round"
-        )
     console.print(_summary(folder, outcome))
     if outcome.confusion is not None:
         console.print(*_classes(outcome.confusion, plan.data))

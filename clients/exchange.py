@@ -142,7 +142,6 @@ class ExchangeSite:
         invite: Returns an invitation; called at the start, and when the one at hand does not open a session, with the
             reason. It may wait. What it raises ends `run`.
         folder: For the vectors of requests; of this site and run alone.
-        most_bytes: The most bytes of the vectors of one request.
         explain: Turns an error into the line that the coordinator receives.
         jitter: A factor by which a wait is multiplied.
     """
@@ -155,7 +154,6 @@ class ExchangeSite:
         invite: Callable[[CloisterError | None], Invitation],
         folder: Path,
         *,
-        most_bytes: int = MOST_BYTES,
         explain: Callable[[Exception], str] = reticent,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.5),
     ) -> None:
@@ -163,10 +161,9 @@ class ExchangeSite:
         self._identity = identity
         self._open_site = open_site
         self._invite = invite
-        self._most_bytes = most_bytes
         self._explain = explain
         self._jitter = jitter
-        self._arrivals = Arrivals(folder, most_bytes)
+        self._arrivals = Arrivals(folder, MOST_BYTES)
         self._stopped = threading.Event()
         self._woken = threading.Event()
         """Set to end the wait before the next session, and to ask for an invitation."""
@@ -404,7 +401,7 @@ class ExchangeSite:
             CloisterError: a vector exceeds a limit, or does not match its hash.
         """
         vectors = [(each.hash, each.size) for each in letter.vectors]
-        check_vectors(vectors, self._most_bytes)
+        check_vectors(vectors, MOST_BYTES)
         if not letter.frame and (not vectors or vectors[0][1] > LONGEST):
             raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
         if any(size for _, size in (vectors if letter.frame else vectors[1:])):

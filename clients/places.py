@@ -44,7 +44,7 @@ def mesh_for(
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and precision == "float32" and plan.data.length_buckets is None:
+    elif len(here) > 1 and precision == "float32":
         everything, trained = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
@@ -60,13 +60,6 @@ def mesh_for(
             mesh.degrees(),
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
-        )
-    if plan.data.length_buckets is not None:
-        raise ModelError(
-            "mesh",
-            mesh.degrees(),
-            expected=f"{_ALONE}, because data.length_buckets is set: ranks and compiled blocks take one length",
-            fix="remove the site's mesh, or use a plan without data.length_buckets",
         )
     for name in ("tensor", "pipeline"):
         if plan.data.task == "classify" and getattr(mesh, name) > 1:

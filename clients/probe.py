@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,7 +87,6 @@ def echo(
     *,
     stall_s: float,
     limit_s: float,
-    clock: Callable[[], float] = time.time,
 ) -> Echo | Skipped:
     """Use the probe at an address.
 
@@ -99,7 +98,6 @@ def echo(
         name: The site's name.
         stall_s: Seconds without a message of the coordinator after which the echo is given up.
         limit_s: Seconds for all of it.
-        clock: Seconds since 1970.
 
     Returns:
         What was measured; skipped, if the server is an exchange that serves a run.
@@ -123,7 +121,7 @@ def echo(
                 nonce = answers.next("challenge").challenge.nonce
                 public = identity.public_key().public_bytes_raw()
                 signature = prove(identity, fingerprint, nonce, name)
-                asked, asked_at = time.monotonic(), clock()
+                asked, asked_at = time.monotonic(), time.time()
                 unsent.put(FromProbe(proof=Proof(name=name, key=public, signature=signature)))
                 about = answers.next("about").about
                 round_trip = time.monotonic() - asked

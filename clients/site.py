@@ -42,7 +42,7 @@ from cloister.clients.carried import Carried
 from cloister.clients.config import SiteConfig
 from cloister.clients.feedback import remainders
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.release import Finished, code_for
+from cloister.clients.release import code_for
 from cloister.clients.resident import Loaded, Resident
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
@@ -98,7 +98,6 @@ class Site:
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
         bases: Folder of base models; by default the state folder.
-        trained: Receives each round's update as it was trained, without masks or noise: for a simulation's figures.
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
@@ -114,7 +113,6 @@ class Site:
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
         bases: Path | None = None,
-        trained: Callable[[int, Finished], None] = lambda _round, _finished: None,
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
         agreements: Agreements | None = None,
@@ -126,7 +124,6 @@ class Site:
         self.name = config.name
         self._resident = resident
         self._noise = noise
-        self._trained_to = trained
         self._made_before = sequences
         self._agreements = agreements
         self._scale = scale
@@ -447,7 +444,7 @@ class Site:
         )
         task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
         started = self._clock()
-        written = loaded.work.update(task, weights, path, partial(self._trained_to, round_number))
+        written = loaded.work.update(task, weights, path)
         return replace(written, seconds=self._clock() - started)
 
     def _fact(self, what: What, about: SumId, detail: str, tries: int = 0) -> Fact:

@@ -20,7 +20,6 @@ from cloister.clients.kept import Written
 from cloister.clients.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained, Write
 from cloister.clients.pipe import SharedVector
 from cloister.clients.ranks import Ranks
-from cloister.clients.release import Finished
 from cloister.clients.work import Task
 from cloister.lm.data import Prepared
 from cloister.lm.evaluate import HeldOut
@@ -60,8 +59,8 @@ class Team:
             preload=[Part.__module__, "transformers.modeling_utils", "transformers.modeling_layers"],
         )
 
-    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
-        """As `Work.update`; no process has the whole update, so `trained` is not called."""
+    def update(self, task: Task, start: Vector, path: Path) -> Written:
+        """As `Work.update`."""
         layout = task.code.layout
         answers: list[Trained] = self._call(Train(task, SharedVector.of(start)))
         allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)

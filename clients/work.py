@@ -62,14 +62,13 @@ class Work(Protocol):
     def elsewhere(self) -> bool:
         """Whether other processes do it, to which a task is sent."""
 
-    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
+    def update(self, task: Task, start: Vector, path: Path) -> Written:
         """Train one update, and write what is summed into a file.
 
         Args:
             task: The update.
             start: The global model, float32, shape (layout.size,).
             path: The new file.
-            trained: Receives the update as it was trained, where one process has all of it.
 
         Raises:
             CloisterError: the site cannot train.
@@ -168,12 +167,10 @@ class Here:
         """False: it is done in this process."""
         return False
 
-    def update(self, task: Task, start: Vector, path: Path, trained: Callable[[Finished], None]) -> Written:
+    def update(self, task: Task, start: Vector, path: Path) -> Written:
         """As `Work.update`."""
         finished = train(self.trainer, self.terms, task, start, task.sequences())
-        vector = contribution(task.code, finished)
-        trained(finished)
-        return write_pieces(path, [(0, vector)])
+        return write_pieces(path, [(0, contribution(task.code, finished))])
 
     def mask(
         self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int

@@ -84,19 +84,6 @@ class Sequences:
         """Whether a sequence has one label, its class."""
         return bool(self.labels.shape[1] == 1)
 
-    def lengths(self, pad: int) -> NDArray[np.int64]:
-        """How many tokens of each row count, the first ones: (N,), each at least 1.
-
-        Up to the last label, because no output before it depends on a later token; of a classifier, whose label is of
-        the whole text, up to the last token that is no padding.
-
-        Args:
-            pad: The padding's token.
-        """
-        counts = self.tokens != pad if self.classified else self.labels != NOT_LEARNED
-        ends = counts.shape[1] - counts[:, ::-1].argmax(axis=1)
-        return np.where(counts.any(axis=1), ends, 1)
-
     def targets(self, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
         """What the model's outputs are compared with, -100 where nothing is learned.
 
@@ -333,37 +320,23 @@ def check_usable(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, 
     raise _nothing_learnable(data, longest, unusable.left_out.total())
 
 
-def batches(
-    n: int, batch_size: int, seed: tuple[int, ...], buckets: NDArray[np.int64] | None = None
-) -> Iterator[NDArray[np.int64]]:
+def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:
     """Draw endless batches of indices below `n`: each epoch visits every index once, in its own random order.
 
     A batch may span epochs, so every batch has exactly `batch_size` indices, also where `n` is smaller. The same `seed`
     gives the same batches.
 
-    With `buckets`, the indices of an epoch's batches are the same, but are put together anew: by bucket, in random
-    order within it, and then the batches in random order. So each index is drawn in the same epochs as without, and in
-    a part of an epoch with the same probability.
-
     Args:
         n: Number of sequences.
         batch_size: Indices in a batch.
         seed: Of the random orders.
-        buckets: (n,): the bucket of each index; None: there is one.
 
     Raises:
         ValueError: `n` or `batch_size` is less than 1.
     """
     if n < 1 or batch_size < 1:
         raise ValueError(f"batches of {batch_size} from {n} sequences: both must be at least 1")
-    return _batches(n, batch_size, seed, buckets)
-
-
-def length_buckets(lengths: NDArray[np.int64], buckets: int) -> NDArray[np.int64]:
-    """The bucket of each of `lengths` (N,), from 0 for the shortest: buckets of equally many, or one more."""
-    found = np.empty(len(lengths), np.int64)
-    found[np.argsort(lengths, kind="stable")] = np.arange(len(lengths)) * buckets // max(len(lengths), 1)
-    return found
+    return _batches(n, batch_size, seed)
 
 
 def save_prepared(folder: Path, prepared: Prepared) -> None:
@@ -732,18 +705,13 @@ def _placed(
     yield from padding(room)
 
 
-def _batches(
-    n: int, batch_size: int, seed: tuple[int, ...], buckets: NDArray[np.int64] | None
-) -> Iterator[NDArray[np.int64]]:
+def _batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:
     waiting = np.empty(0, np.int64)
     for epoch in itertools.count():
         waiting = np.concatenate([waiting, _shuffle((*seed, epoch), n)])
         whole = len(waiting) // batch_size * batch_size
         drawn, waiting = waiting[:whole], waiting[whole:]
-        if buckets is not None:
-            drawn = drawn[np.argsort(buckets[drawn], kind="stable")]
-        made = drawn.reshape(-1, batch_size)
-        yield from made if buckets is None else made[_shuffle((*seed, epoch, 1), len(made))]
+        yield from drawn.reshape(-1, batch_size)
 
 
 def _shuffle(seed: tuple[int, ...], n: int) -> NDArray[np.int64]:

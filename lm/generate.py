@@ -19,9 +19,8 @@ def generate(
     fit: bool = False,
     temperature: float = 1.0,
     seed: int = 0,
-    device: torch.device | None = None,
 ) -> str:
-    """Continue `prompt` with the model in `folder`, as `lm.model.save_pretrained` writes it.
+    """Continue `prompt` with the model in `folder`, as `lm.model.save_pretrained` writes it, on the CPU.
 
     Args:
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
@@ -30,7 +29,6 @@ def generate(
         fit: Add fewer where the model has not as many positions, instead of an error.
         temperature: Divides the logits before sampling from all tokens; 0 always takes the most likely token.
         seed: Seed of the sampling; the process's own random state is unchanged.
-        device: Where to run; by default the CPU.
 
     Returns:
         The prompt and its continuation, without special tokens and without the bytes of a character that was cut at the
@@ -45,7 +43,7 @@ def generate(
             temperature if temperature < 0 else max_new_tokens,
             expected="at least 0" if temperature < 0 else "at least 1",
         )
-    device = device or torch.device("cpu")
+    device = torch.device("cpu")
     module, tokenizer = load_saved(folder)
     if is_classifier(module):
         raise ModelError(

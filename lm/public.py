@@ -43,7 +43,7 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
         update={
             "run": plan.run.model_copy(update={"rounds": 1}),
             "model": plan.model.model_copy(update={"adapter": AdapterSection()}),
-            "data": plan.data.model_copy(update={"held_out": 0.0, "packing": True, "length_buckets": None}),
+            "data": plan.data.model_copy(update={"held_out": 0.0, "packing": True}),
             "privacy": PrivacySection(),
             "local": local,
         }

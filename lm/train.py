@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cloister.lm.data import NOT_LEARNED, Sequences, batches, length_buckets
+from cloister.lm.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.evaluate import to_device
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, seeded
@@ -268,15 +268,10 @@ class Trainer:
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
         length = sequences.tokens.shape[1]
-        most, lengths, buckets = self._plan.data.length_buckets, None, None
-        if most is not None:
-            lengths = sequences.lengths(self._bench.model.tokenizer.pad_token_id)
-            buckets = length_buckets(lengths, most)
-        drawn = batches(len(sequences), per_step, seeds, buckets)
+        drawn = batches(len(sequences), per_step, seeds)
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
-            longest = None if lengths is None else lengths[rows].reshape(-1, local.batch_size).max(axis=1)
             targets = sequences.targets(rows)
             learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
@@ -294,8 +289,7 @@ class Trainer:
             factors = class_factors(self._plan.data, targets)
             if factors is not None:
                 columns["factors"] = torch.from_numpy(factors).to(self._device)
-            split = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
-            parts = split if longest is None else map(_cut, split, longest.tolist())
+            parts = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
             micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
             for count in learned:
                 yield int(count), list(itertools.islice(micro_batches, local.accumulation))
@@ -315,12 +309,6 @@ def class_factors(data: DataSection, targets: NDArray[np.int64]) -> NDArray[np.f
         return None
     weights = np.array(data.class_weights, np.float32)
     return np.where(targets[:, 0] == NOT_LEARNED, np.float32(0), weights[np.maximum(targets[:, 0], 0)])
-
-
-def _cut(columns: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Tensor, ...]:
-    """Rows without the padding after their first `length` columns; one that has a single column keeps it, and so does
-    one number for each row."""
-    return tuple(column[:, :length] if column.ndim > 1 else column for column in columns)
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:

@@ -28,13 +28,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cloister.privacy.fit import MISFIT
 from cloister.protocol.errors import CloisterError
 
 ALARM = 1 - 5e-5
 """Confidence of the bound that refutes a claim: guesses do so for honest code with a probability of 5e-5 at most."""
-FALSE_ALARM = 1 - ALARM + MISFIT
-"""Probability of an alarm in an audit of honest code, at most."""
 _BISECTIONS = 60
 
 

@@ -21,8 +21,7 @@ one dataset for each site, whose names mean other records in the next run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,17 +53,15 @@ class DatasetLedger:
 
     Args:
         plan: A plan that names both.
-        clock: Seconds since the epoch.
     """
 
-    def __init__(self, plan: Plan, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, plan: Plan) -> None:
         simulation = plan.simulation
         self.path = Path(simulation.ledger)
         self.dataset = simulation.dataset
         self.limit = simulation.greatest_epsilon
         self._plan = plan
         self._search = plan.simulation.search
-        self._clock = clock
         together = simulation.partition == "natural" and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
 
@@ -92,7 +89,7 @@ class DatasetLedger:
         elif events:
             budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
             self._history()  # of a ledger that is there: a lost one is not created again
-            ledger = Ledger(self.path, OWNER, self._compose, clock=self._clock)
+            ledger = Ledger(self.path, OWNER, self._compose)
             ledger.charge(self._charge(run, round_number, site, times, events), budget, self._check_unit)
 
     def check(self, terms: Terms, run: str, summed: Sequence[int], sites: Sequence[str]) -> None:
@@ -111,7 +108,7 @@ class DatasetLedger:
             StorageError: it cannot be written.
         """
         if not run and self._search is None:  # else it is not created again, without what was spent
-            Ledger(self.path, OWNER, self._compose, clock=self._clock)
+            Ledger(self.path, OWNER, self._compose)
         entries = self._history().entries
         self._check_unit(entries)
         self._check_complete(entries, run, summed)

@@ -143,10 +143,6 @@ class TooFewSitesError(SecureSumError):
     """Fewer sites are left than the threshold, or the minimum that a site demands."""
 
 
-class ThresholdError(SecureSumError):
-    """The coordinator's threshold is not the one that the plan gives."""
-
-
 class SignatureError(SecureSumError):
     """A signature was not made by the named site."""
 

@@ -114,15 +114,11 @@ class Tokens:
     Args:
         clock: Seconds.
         most: Tokens that are kept; that which expires first is dropped for a new one.
-        random: Source of tokens.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], most: int, random: Callable[[int], bytes] = os.urandom
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], most: int) -> None:
         self._clock = clock
         self._most = most
-        self._random = random
         self._issued: dict[bytes, tuple[bytes, float]] = {}
 
     def __len__(self) -> int:
@@ -132,7 +128,7 @@ class Tokens:
         """A new token, valid for `lifetime_s` seconds."""
         while len(self._issued) >= self._most:
             del self._issued[min(self._issued, key=lambda id: self._issued[id][1])]
-        id, secret = self._random(_ID), self._random(_SECRET)
+        id, secret = os.urandom(_ID), os.urandom(_SECRET)
         self._issued[id] = secret, self._clock() + lifetime_s
         return id + secret
 

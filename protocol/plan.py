@@ -174,11 +174,6 @@ class DataSection(Section):
     of several equal windows."""
     packing: bool = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
-    length_buckets: Count | None = None
-    """Draw each step's batch from records of similar length: of so many buckets of equally many records, by length.
-    Batches are then cut to their longest record, so that less padding is computed. For records that are padded: texts
-    that are classified, and others with `packing = false`; not with a privacy unit. None: batches of any lengths, all
-    as long as `sequence_length`."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
 

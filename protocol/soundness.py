@@ -107,7 +107,6 @@ def _check_sound(plan: Plan) -> None:
     _check_compression(plan)
     _check_mode(plan)
     _check_task(plan)
-    _check_length_buckets(plan)
     if plan.aggregation.secure:
         _check_secure(plan)
     if plan.privacy.unit == "none":
@@ -380,30 +379,6 @@ def _check_names(what: Literal["classes", "choices"], names: tuple[str, ...]) ->
             next(each for each in names if not each or names.count(each) > 1),
             expected="different names that are not empty",
             fix="name each once",
-        )
-
-
-def _check_length_buckets(plan: Plan) -> None:
-    """Refuse buckets where nothing is padded, or where batches may not depend on what records are like."""
-    data, unit = plan.data, plan.privacy.unit
-    if data.length_buckets is None:
-        return
-    if unit != "none":
-        why = "the time of a round would depend on the lengths of records, which no charge covers"
-        if plan.privacy.dpsgd:
-            why = "each unit is drawn independently of what it holds and of the others (Poisson sampling)"
-        raise PlanError(
-            "data.length_buckets",
-            data.length_buckets,
-            expected=f'no value with privacy.unit = "{unit}": {why}',
-            fix='remove data.length_buckets, or set privacy.unit = "none"',
-        )
-    if data.packing and data.task != "classify":
-        raise PlanError(
-            "data.length_buckets",
-            data.length_buckets,
-            expected="no value with data.packing = true, where sequences have several records and hardly any padding",
-            fix="remove data.length_buckets, or set data.packing = false",
         )
 
 

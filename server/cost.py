@@ -106,9 +106,7 @@ class SecureCost:
     """Seconds of work that it adds at the coordinator, without dropouts."""
 
 
-def secure_cost(
-    plan: Plan, trained: int, *, clock: Callable[[], float] = time.perf_counter
-) -> SecureCost | None:
+def secure_cost(plan: Plan, trained: int) -> SecureCost | None:
     """The cost of the secure sum over so many trained parameters; None for a plan that sums in clear.
 
     The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
@@ -119,7 +117,7 @@ def secure_cost(
         return None
     n, found = plan.cohort.size(), plan.threshold()
     length = training_layout(plan, trained).length
-    element_s, agreement_s, sharing_s = _unit_costs(plan, found, clock)
+    element_s, agreement_s, sharing_s = _unit_costs(plan, found)
     sent, received = traffic(found, _NAME)
     return SecureCost(
         n=found.n,
@@ -135,15 +133,15 @@ def secure_cost(
     )
 
 
-def _unit_costs(plan: Plan, found: Parameters, clock: Callable[[], float]) -> tuple[float, float, float]:
+def _unit_costs(plan: Plan, found: Parameters) -> tuple[float, float, float]:
     """Seconds for one element under one mask, one key agreement, one sharing of a secret."""
 
     def fastest(act: Callable[[], object]) -> float:
         times = []
         for _ in range(3):
-            started = clock()
+            started = time.perf_counter()
             act()
-            times.append(clock() - started)
+            times.append(time.perf_counter() - started)
         return min(times)
 
     sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))

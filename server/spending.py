@@ -9,9 +9,8 @@ a site's first round; the charges of its later rounds have no events. The sites'
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cloister.privacy.accounting import composed, epsilon_of
@@ -31,7 +30,6 @@ class Spending:
         terms: The plan's privacy.
         run: Identity of the run.
         path: The ledger's file.
-        clock: Seconds since the epoch.
         dataset: In a simulation, the ledger over runs, which its sites charge.
     """
 
@@ -40,14 +38,13 @@ class Spending:
         terms: Terms,
         run: str,
         path: Path,
-        clock: Callable[[], float] = time.time,
         *,
         dataset: DatasetLedger | None = None,
     ) -> None:
         self.terms = terms
         self._dataset = dataset
         self._run = run
-        self._ledger = Ledger(path, OWNER, composed, clock=clock)
+        self._ledger = Ledger(path, OWNER, composed)
 
     def before_training(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
         """Under the units `record` and `owner`, charge the sites that are about to be asked; returns the entries."""

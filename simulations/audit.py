@@ -14,7 +14,7 @@ It raises an alarm for two reasons:
   that no ledger was charged for, and anything that leaves and does not follow from the noised sums.
 
 The charge is read from the ledgers that the audit's sites have kept. An audit of honest code raises an alarm with a
-probability of 1e-4 at most (`FALSE_ALARM`), half of it for each reason, whatever the confidence of the reported bound.
+probability of 1e-4 at most, half of it for each reason, whatever the confidence of the reported bound.
 
 Not played: other processes and carriers, a lying coordinator, dropouts, tokenisation, the count of adaptive clipping
 with groups, and under units record and owner the sum over sites, which get noised updates. Not found: an accountant

@@ -67,7 +67,7 @@ class Audited:
 
     @property
     def alarm(self) -> bool:
-        """Whether the claim is refuted, or a factor is not what was charged: wrong with probability `FALSE_ALARM`."""
+        """Whether the claim is refuted, or a factor is not what was charged: wrong with probability 1e-4 at most."""
         return self.refuted or bool(misfits(self.checks))
 
 

@@ -50,7 +50,7 @@ from cloister.server.phases import Phase, Phases
 from cloister.server.progress import Event, Observer, Preparing, Started, Step
 from cloister.server.public import base_of, public_model
 from cloister.server.run import run
-from cloister.simulations import fork_server, store, trained
+from cloister.simulations import fork_server, store
 from cloister.simulations.faults import Faulty
 from cloister.simulations.flower import run_on_flower
 from cloister.simulations.grid import LocalGrid
@@ -308,7 +308,6 @@ def open_site(
         resident,
         noise=noise,
         bases=sites,
-        trained=partial(trained.keep, plan, config.folder),
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
         agreements=agreements,

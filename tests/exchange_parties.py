@@ -17,17 +17,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from unittest import mock
 
 import grpc
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from cloister.clients import work
 from cloister.clients.config import read_config
 from cloister.clients.exchange import ExchangeSite
 from cloister.clients.release import Finished
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
+from cloister.clients.work import Task
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
 from cloister.protocol.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
@@ -410,18 +413,23 @@ def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
             raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
         return Invitation.from_bytes(pipe.recv_bytes())
 
-    def trained(number: int, _finished: Finished) -> None:
-        with (path.parent / "trained").open("a") as file:
-            file.write(f"{number}\n")
+    real = work.train
 
-    ExchangeSite(
-        config.name,
-        load_identity(Path(config.identity)),
-        lambda: Mortal(Site(config, resident, trained=trained), moments, path.parent),
-        invite,
-        config.folder / "exchange",
-        jitter=lambda: 0.01,
-    ).run()
+    def train(trainer: Any, terms: Any, task: Task, *rest: Any) -> Finished:
+        finished = real(trainer, terms, task, *rest)
+        with (path.parent / "trained").open("a") as file:
+            file.write(f"{task.round}\n")
+        return finished
+
+    with mock.patch.object(work, "train", train):
+        ExchangeSite(
+            config.name,
+            load_identity(Path(config.identity)),
+            lambda: Mortal(Site(config, resident), moments, path.parent),
+            invite,
+            config.folder / "exchange",
+            jitter=lambda: 0.01,
+        ).run()
 
 
 @dataclass(frozen=True)

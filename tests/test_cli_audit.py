@@ -23,7 +23,6 @@ from cloister.clients.ranks import Ranks
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
 from cloister.lm.weights import Named
-from cloister.privacy.audit import FALSE_ALARM
 from cloister.privacy.fit import Check
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import terms_of
@@ -399,7 +398,7 @@ def test_honest_steps_raise_no_alarm(
     with RunFolder.reopen(record) as folder:
         found = audit(folder, canaries=500, steps=10, streams=lambda: next(streams))
     assert not found.alarm, found.row.problem
-    assert FALSE_ALARM <= 1e-4 < min(check.p for check in found.checks)
+    assert min(check.p for check in found.checks) > 1e-4
 
 
 def test_fewer_steps_are_held_against_their_own_claim(

@@ -16,11 +16,9 @@ from cloister.tests.federation import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PADDED = ("data.packing=false", "data.sequence_length=64")
 FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "8 bits": (("local.clip_norm=1.0",), ("aggregation.ring_bits=8", "aggregation.compression={}")),
     "temperature": (("aggregation.weighting=tokens",), ("aggregation.temperature=3.0",)),
-    "length buckets": (PADDED, ("data.length_buckets=3",)),
     "deduplicate": ((), ("data.deduplicate=true",)),
     "Muon": ((), ("local.optimizer=muon",)),
     "kept moments": ((), ("local.optimizer_state=keep",)),
@@ -75,7 +73,6 @@ UNIT = (
         ("8 bits", SITE, "aggregation.compression is 'set': expected no compression"),
         ("temperature", RECORD, "aggregation.weighting is 'tokens': expected \"uniform\""),
         ("temperature", SITE, "aggregation.weighting is 'tokens': expected \"uniform\""),
-        ("length buckets", RECORD, "data.length_buckets is 3: expected"),
     ],
 )
 def test_it_is_refused_under_a_unit_where_it_would_leak(

@@ -236,11 +236,9 @@ def test_a_run_ends_well_whatever_its_sample_cannot_do(
         raise error
 
     monkeypatch.setattr(shown, "generate", fail)
-    monkeypatch.setattr(shown, "aggregation_error", fail)
     code, out, err = ran(capsys, "resume", whole["run"])
     assert code == 0, err
     assert f"not shown: a sample of the final model: {_text(error)}" in out
-    assert f"not shown: the error of averaging A and B apart: {_text(error)}" in out
     assert whole["params_sha256"] in out
     assert found(capsys, "resume", whole["run"])["params_sha256"] == whole["params_sha256"]
 
