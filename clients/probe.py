@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -40,7 +39,6 @@ def ask(
     name: str,
     *,
     limit_s: float,
-    clock: Callable[[], float] = time.time,
 ) -> Answer | Skipped:
     """Ask the probe at an address.
 
@@ -51,7 +49,6 @@ def ask(
         identity: The site's identity key.
         name: The site's name.
         limit_s: Seconds for the answer.
-        clock: Seconds since 1970.
 
     Returns:
         The answer; skipped, if the server is an exchange that serves a run.
@@ -63,13 +60,13 @@ def ask(
     proof = Proof(
         name=name,
         key=identity.public_key().public_bytes_raw(),
-        signature=identity.sign(signed(fingerprint, name)),
+        signature=identity.sign(signed(fingerprint)),
     )
     with closing(open_channel(address, host_of(address), root)) as channel:
         try:
-            asked = clock()
+            asked = time.time()
             data = channel.unary_unary(METHOD)(proof.SerializeToString(), timeout=limit_s)
-            error_s = (clock() - asked) / 2
+            error_s = (time.time() - asked) / 2
             about = About.FromString(data)
         except DecodeError:
             why = f"{len(data)} bytes that are no answer"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import grpc
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from google.protobuf.message import DecodeError
 
 from cloister.protocol.errors import EngineError, ExchangeError
 from cloister.protocol.exchange_pb2 import About, Proof
@@ -38,10 +39,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 2**13),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a compressed message could be any size
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
-    (
-        "grpc.max_connection_age_ms",
-        int(HANDSHAKE_S * 1000),
-    ),  # a peer that says nothing does not keep its place
+    ("grpc.max_connection_age_ms", int(HANDSHAKE_S * 1000)),  # a silent peer does not keep its place
     ("grpc.max_connection_age_grace_ms", 0),
     ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
     ("grpc.so_reuseport", 0),
@@ -55,7 +53,6 @@ def probe(
     *,
     tell: Callable[[str], None] = lambda _line: None,
     clock: Callable[[], float] = time.time,
-    stated: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Serve a probe, and yield the HOST:PORT on which it listens.
 
@@ -64,7 +61,6 @@ def probe(
         bind: HOST:PORT on which it listens; port 0: any.
         tell: Called with one line for each question, at a limited rate; in another thread.
         clock: Seconds since 1970.
-        stated: The releases that it states; None: those that are installed.
 
     Raises:
         EngineError: it cannot listen there.
@@ -73,15 +69,15 @@ def probe(
     key, certificate = ((registry.path / f"exchange.{kind}").read_bytes() for kind in ("key", "pem"))
     fingerprint = fingerprint_of(certificate)
 
-    def answer(proof: Proof, context: grpc.ServicerContext) -> About:
-        known = federation.site(proof.name)
+    def answer(data: bytes, context: grpc.ServicerContext) -> About:
+        proof = Proof()
         try:
+            proof.ParseFromString(data)
+            known = federation.site(proof.name)
             if known is None or known.key != proof.key:
                 raise ValueError
-            Ed25519PublicKey.from_public_bytes(proof.key).verify(
-                proof.signature, signed(fingerprint, proof.name)
-            )
-        except (ValueError, InvalidSignature):
+            Ed25519PublicKey.from_public_bytes(proof.key).verify(proof.signature, signed(fingerprint))
+        except (DecodeError, ValueError, InvalidSignature):
             name = printable(proof.name)[:64]
             why = f"{name} is no site of version {federation.version} of the federation, with its key"
             say(f"refused: {why}")
@@ -89,7 +85,7 @@ def probe(
         say(f"{proof.name} reaches the exchange")
         return About(
             time=clock(),
-            releases=releases() if stated is None else stated,
+            releases=releases(),
             version=federation.version,
             fingerprint=federation.fingerprint,
         )
@@ -100,7 +96,7 @@ def probe(
             tell(f"{datetime.datetime.now(datetime.UTC):%H:%M:%S} {line}")
 
     server = grpc.server(ThreadPoolExecutor(_CONNECTIONS, "probe"), options=_OPTIONS)
-    method = grpc.unary_unary_rpc_method_handler(answer, Proof.FromString, About.SerializeToString)
+    method = grpc.unary_unary_rpc_method_handler(answer, None, About.SerializeToString)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("cloister.Probe", {"Ask": method}),)
     )

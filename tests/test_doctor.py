@@ -405,10 +405,14 @@ def test_a_time_that_is_no_number_is_a_fault(parties: Rehearsal) -> None:
 
 
 @pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9'; \x1b[31m"), ("flwr", "1.20.0")])
-def test_28_another_release(parties: Rehearsal, name: str, release: str) -> None:
+def test_28_another_release(
+    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, name: str, release: str
+) -> None:
     from cloister.protocol.machine import releases
 
-    with parties.probe(stated={**releases(), name: release}):
+    stated = {**releases(), name: release}
+    monkeypatch.setattr(probe, "releases", lambda: stated)
+    with parties.probe():
         fault = parties.doctor().fault("versions")
     assert f"release of {name}" in fault
     assert f"pip install '{name}=={re.sub('[^a-z0-9.]', '?', release)}' here" in fault
@@ -547,20 +551,21 @@ def test_the_probe_answers_only_sites_of_the_federation(parties: Rehearsal) -> N
     own = identity.public_key().public_bytes_raw()
     session = prove_session(identity, Invitation("", parties.exchange, "", pem, b""), b"", SITE)
     with parties.probe(), asking(parties) as ask:
-        signature = identity.sign(signed(fingerprint, SITE))
+        signature = identity.sign(signed(fingerprint))
         assert ask(Proof(name=SITE, key=own, signature=signature).SerializeToString()).version == 1
         for name, key, wrong in (
-            (SITE, other.public_key().public_bytes_raw(), other.sign(signed(fingerprint, SITE))),
-            (SITE, own, other.sign(signed(fingerprint, SITE))),
-            (SITE, north.public_key().public_bytes_raw(), north.sign(signed(fingerprint, SITE))),
-            ("north", own, identity.sign(signed(fingerprint, "north"))),
-            ("nobody", own, identity.sign(signed(fingerprint, "nobody"))),
-            (SITE, own, identity.sign(signed(bytes(32), SITE))),  # made for another server
+            (SITE, other.public_key().public_bytes_raw(), other.sign(signed(fingerprint))),
+            (SITE, own, other.sign(signed(fingerprint))),
+            (SITE, north.public_key().public_bytes_raw(), north.sign(signed(fingerprint))),
+            ("north", own, identity.sign(signed(fingerprint))),
+            ("nobody", own, identity.sign(signed(fingerprint))),
+            (SITE, own, identity.sign(signed(bytes(32)))),  # made for another server
             (SITE, own, session),  # made for a run
             (SITE, own, b""),
         ):
             proof = Proof(name=name, key=key, signature=wrong).SerializeToString()
             assert refused(partial(ask, proof)) == grpc.StatusCode.PERMISSION_DENIED
+        assert refused(lambda: ask(b"\xff")) == grpc.StatusCode.PERMISSION_DENIED  # no Proof
         assert refused(lambda: ask(bytes(2**11))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
