@@ -1,27 +1,23 @@
-"""What `cloister site check` says of a site's devices: what each rank will hold, and how fast they train."""
+"""What `cloister site check` says of a site's devices: what each rank will hold."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.clients.holdings import Holding, holdings
 from cloister.clients.places import is_here, memory_of, mesh_for
-from cloister.clients.trial import Measured, trial
 from cloister.lm.mesh import Mesh
-from cloister.protocol.errors import ModelError, RankError
+from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import MeshSection, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 ABSENT = 4
-"""Exit code where the mesh suits the plan, but its devices are absent, so that nothing was run."""
+"""Exit code where the mesh suits the plan, but its devices are absent."""
 _KINDS = 3
 """Kinds of rank that are beside each other in 80 columns."""
 
@@ -75,31 +71,8 @@ class Devices:
                     fix="raise mesh.shard, train an adapter, or check for GPUs of another machine with --device cuda",
                 )
 
-    def run(self) -> list[Measured]:
-        """Train two steps on the devices, of which the second is timed.
-
-        Raises:
-            CloisterError: they cannot train the plan.
-        """
-        fd, path = tempfile.mkstemp(prefix="cloister-ranks-", suffix=".log")
-        os.close(fd)
-        log, size = Path(path), self.ranks[-1].span.stop
-        try:
-            found = trial(self.plan, self.section, self.mesh, self.names, size, log)
-        except RankError:  # it names the log
-            raise
-        except BaseException:
-            log.unlink()
-            raise
-        log.unlink()
-        return found
-
-    def as_json(self, measured: Sequence[Measured]) -> dict[str, object]:
-        """All figures, those of each rank apart; null where nothing was run or the device is absent.
-
-        Args:
-            measured: What `run` returned; empty if it was not called.
-        """
+    def as_json(self) -> dict[str, object]:
+        """All figures, those of each rank apart; null where the device is absent."""
         listed = []
         for rank, (name, holding) in enumerate(zip(self.names, self.ranks, strict=True)):
             sizes = {
@@ -117,17 +90,12 @@ class Devices:
                     "coded_bytes": holding.coded,
                     "needed_bytes": holding.needed(name),
                     "memory_bytes": memory_of(name) if is_here(name) else None,
-                    "peak_bytes": measured[rank].peak if measured else None,
                 }
             )
-        seconds = max((each.seconds for each in measured), default=None)
         return {
             "mesh": {field.name: getattr(self.mesh, field.name) for field in fields(self.mesh)},
             "absent": self.absent,
             "state_bytes": self._on_disk(),
-            "ran": bool(measured),
-            "seconds_per_step": seconds,
-            f"{self.plan.data.label}s_per_second": measured[0].tokens / seconds if seconds else None,
             "ranks": listed,
         }
 
@@ -146,17 +114,6 @@ class Devices:
             for title, *cells in zip(*(self._column(ranks) for ranks in some), strict=True):
                 table.add_row(title[0], title[1], *(value for _, value in cells))
             console.print(table)
-
-    def show_run(self, console: Console, measured: Sequence[Measured]) -> None:
-        """Print what was measured."""
-        seconds = max(each.seconds for each in measured)
-        rate = f"{measured[0].tokens / seconds:,.0f} {self.plan.data.label}s/s"
-        console.print(f"one step takes {seconds:.3g} s: {rate}")
-        peaks: dict[str, list[int]] = {}
-        for rank, each in enumerate(measured):
-            peaks.setdefault(_size(each.peak), []).append(rank)
-        found = "; ".join(f"{peak} in {_ranks(ranks)}" for peak, ranks in peaks.items())
-        console.print(f"peak memory: {found}", soft_wrap=True)
 
     def _on_disk(self) -> int:
         """Bytes of the site's state folder."""
@@ -204,10 +161,6 @@ def _degrees(mesh: Mesh) -> dict[str, int]:
     """The degrees above 1."""
     found = {field.name: int(getattr(mesh, field.name)) for field in fields(mesh)}
     return {name: degree for name, degree in found.items() if degree > 1}
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_runs(ranks)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

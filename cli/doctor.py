@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cloister.cli.console import PipedConsole
-    from cloister.clients.probe import Echo
     from cloister.protocol.findings import Finding, Hop
     from cloister.protocol.plan import Plan
 
@@ -33,7 +31,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check a party of a federation, hop by hop. With a site's TOML: its federation, keys, releases, disk and "
         "devices, then the way to the SuperLink and to the exchange: proxy, DNS, TCP, CONNECT, TLS and ALPN, and last "
-        "an echo of 16 MB each way, clock and versions. The echo needs the coordinator to listen: `cloister doctor "
+        "the coordinator's answer, clock and versions. The answer needs the coordinator to listen: `cloister doctor "
         "FEDERATION --listen`, while no run goes on. With the folder of a federation: the coordinator's own "
         "certificates, disk, names and ports. Exit code 0: no hop failed; 1: one did."
     )
@@ -61,7 +59,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds of each wait for another machine; an echo may take six times as long (default: 10)",
+        help="seconds of each wait for another machine (default: 10)",
     )
     add_json(parser)
 
@@ -96,8 +94,7 @@ def _check_site(path: Path, plan: Plan | None, arguments: argparse.Namespace) ->
     config = read_config(path)
     with SiteDoctor(path, config, arguments.timeout, plan) as doctor:
         findings = _examined(f"site {config.name}", doctor.hops(), arguments)
-    echo = _measured(doctor.echo) if doctor.echo else None
-    return _concluded({"party": "site", "site": config.name, "echo": echo}, findings, arguments)
+    return _concluded({"party": "site", "site": config.name}, findings, arguments)
 
 
 def _check_coordinator(path: Path, plan: Plan | None, arguments: argparse.Namespace) -> int:
@@ -113,23 +110,30 @@ def _listen(path: Path, arguments: argparse.Namespace) -> int:
     import datetime
 
     from cloister.protocol.address import everywhere, host_of
-    from cloister.server.probe import Probe
+    from cloister.server.probe import probe
     from cloister.server.registry import Registry
 
     registry = Registry.open(path)
     registry.check_certificates(datetime.datetime.now(datetime.UTC))
     bind = arguments.bind or everywhere(registry.federation.exchange)
     host_of(bind)
-    with Probe(registry, bind, tell=lambda line: print(line, flush=True)) as probe:
-        listening = {"listening": probe.address, "address": registry.federation.exchange}
+    with probe(registry, bind, tell=lambda line: print(line, flush=True)) as address:
+        listening = {"listening": address, "address": registry.federation.exchange}
         if arguments.json:
             print(json.dumps(listening), flush=True)
         else:
-            print(f"listening on {probe.address}; sites reach it at {registry.federation.exchange}")
+            print(f"listening on {address}; sites reach it at {registry.federation.exchange}")
             print("at each site: cloister doctor site.toml; here: Ctrl-C when all are done", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            probe.wait()
+            _wait()
     return 0
+
+
+def _wait() -> None:
+    """Wait until the process is interrupted."""
+    import threading
+
+    threading.Event().wait()
 
 
 def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) -> list[Finding]:
@@ -184,15 +188,3 @@ def _concluded(facts: dict[str, object], findings: list[Finding], arguments: arg
             console.print(Text(f"\nfirst failure: {first.hop}: {first.what}", style="bold"), soft_wrap=True)
             console.print(Text(f"fix: {first.fix}"), soft_wrap=True)
     return _FAILED if first else 0
-
-
-def _measured(echo: Echo) -> dict[str, float | None]:
-    from cloister.protocol.probe import ECHO
-
-    return {
-        "bytes": ECHO,
-        "up_s": echo.up_s,
-        "down_s": echo.down_s,
-        "round_trip_s": echo.round_trip_s,
-        "ahead_s": echo.ahead_s if math.isfinite(echo.ahead_s) else None,  # JSON has no other numbers
-    }

@@ -6,7 +6,7 @@
 | 1 | `ledger verify`, `logs --audit`: the chain is broken; `status --probe`: it is not well; `doctor`: a hop fails |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
-| 4 | `site check`: the mesh suits the plan, but its devices are absent, so that nothing was run |
+| 4 | `site check`: the mesh suits the plan, but its devices are absent |
 | 130 | interrupted by SIGINT or SIGTERM |
 
 `--help` imports every verb for its help line, so a verb's module imports only light modules at its top, and the others

@@ -80,9 +80,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "them, so their line, and their object in JSON, is marked: must stay at this site. Send neither it nor an "
         "error about a record to anyone. Under a privacy unit a record that cannot be used is "
         "left out without an error. What is prepared is kept in the site's state folder, and the run does not "
-        "prepare it again. Then its devices: what each rank of the site's mesh will hold, and, where the devices "
-        "are here, the time and memory of a step that the ranks take on random tokens. Exit code 4: the mesh "
-        "suits the plan, but its devices are absent here, so that no step was taken.",
+        "prepare it again. Then its devices: what each rank of the site's mesh will hold, which must fit into the "
+        "memory of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.",
     )
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
@@ -203,7 +202,7 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
 
 
 def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:
-    """Say what the devices will hold, run a step on them if they are here, and print what was found."""
+    """Print what was found, with what the devices will hold."""
     from cloister.cli.console import PipedConsole
 
     if devices is None:
@@ -216,18 +215,16 @@ def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: De
     if not arguments.json:
         devices.show(console)
     devices.check_memory()
-    measured = [] if absent else devices.run()
     if arguments.json:
-        print(json.dumps(found | devices.as_json(measured)))
+        print(json.dumps(found | devices.as_json()))
     elif absent:
         console.print(
-            f"[bold yellow]devices absent: not run here[/]: this machine lacks {len(absent)} of the "
+            f"[bold yellow]devices absent[/]: this machine lacks {len(absent)} of the "
             f"{len(devices.names)} devices. The mesh suits the plan; compare what is needed with their memory.",
             soft_wrap=True,
         )
     else:
-        devices.show_run(console, measured)
-        console.print("[bold green]the devices train the plan[/]")
+        console.print("[bold green]the mesh suits the plan, and what its ranks hold fits the devices[/]")
     return ABSENT if absent else 0
 
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from cloister.clients.config import SiteConfig
 from cloister.clients.enrolment import read_installed
-from cloister.clients.probe import Echo, echo
+from cloister.clients.probe import Answer, ask
 from cloister.clients.route import Route
 from cloister.protocol.certificates import certificate_to_pem, check_authority, read_certificate
 from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError
@@ -22,13 +22,11 @@ from cloister.protocol.federation import Federation
 from cloister.protocol.findings import Hop, Skipped
 from cloister.protocol.machine import ENOUGH, check_releases, check_space, releases
 from cloister.protocol.plan import Plan
-from cloister.protocol.probe import ECHO, LARGEST_SKEW_S
+from cloister.protocol.probe import LARGEST_SKEW_S
 from cloister.protocol.request import Request
 from cloister.protocol.roster import load_identity
 from cloister.protocol.supernode import load_supernode_key
 
-_ECHO_WAITS = 6
-"""An echo may take so many times as long as a wait."""
 _NOT_OF_RELEASES = re.compile(r"[^0-9A-Za-z.+!_-]")
 """Characters that no release has: what the coordinator states is part of a command that a person may copy."""
 _SHOWN = 40
@@ -61,8 +59,8 @@ class SiteDoctor:
         self._plan = plan
         self._federation: Federation | None = None
         self._routes: dict[str, Route] = {}
-        self.echo: Echo | None = None
-        """What the echo measured, after its hop."""
+        self._answer: Answer | None = None
+        """Of the coordinator's probe."""
 
     def __enter__(self) -> SiteDoctor:
         return self
@@ -92,12 +90,11 @@ class SiteDoctor:
                     Hop(f"{server} {name}", look, "ask the coordinator", waits * self._limit_s, (before,))
                 )
                 before = found[-1].name
-        limit = _ECHO_WAITS * self._limit_s
         return [
             *found,
-            Hop("echo", self._echo, "ask the coordinator", limit, ("keys", "exchange ALPN")),
-            Hop("clock", self._clock, "set the clock", needs=("echo",)),
-            Hop("versions", self._versions, "ask the coordinator", needs=("echo",)),
+            Hop("answer", self._ask, "ask the coordinator", self._limit_s, ("keys", "exchange ALPN")),
+            Hop("clock", self._clock, "set the clock", needs=("answer",)),
+            Hop("versions", self._versions, "ask the coordinator", needs=("answer",)),
         ]
 
     def _installed(self) -> str:
@@ -186,27 +183,25 @@ class SiteDoctor:
             self._routes[server] = Route(server, getattr(self._federation, server), root, self._limit_s)
         return make(self._routes[server])
 
-    def _echo(self) -> str | Skipped:
+    def _ask(self) -> str | Skipped:
         route = self._routes["exchange"]
         route.close()
-        made = echo(
+        made = ask(
             route.address,
             route.root,
             route.fingerprint,
             load_identity(Path(self._config.identity)),
             self._config.name,
-            stall_s=self._limit_s,
-            limit_s=_ECHO_WAITS * self._limit_s,
+            limit_s=self._limit_s,
         )
         if isinstance(made, Skipped):
             return made
-        self.echo = made
-        up, down = (ECHO / 1e6 / max(seconds, 1e-6) for seconds in (made.up_s, made.down_s))
-        return f"{up:.1f} MB/s up, {down:.1f} MB/s down, round trip {made.round_trip_s * 1000:.0f} ms"
+        self._answer = made
+        return "the coordinator answers, and knows this site by its key"
 
     def _clock(self) -> str:
-        assert self.echo is not None
-        ahead = self.echo.ahead_s
+        assert self._answer is not None
+        ahead = self._answer.ahead_s
         if not abs(ahead) <= LARGEST_SKEW_S:  # also for a time that is no number
             raise MachineError(
                 "clock",
@@ -214,15 +209,15 @@ class SiteDoctor:
                 expected=f"at most {LARGEST_SKEW_S:g} s",
                 fix="set the wrong one of the two by NTP, such as timedatectl set-ntp true: compare both with a watch",
             )
-        least = max(0.001, self.echo.round_trip_s / 2)
+        least = max(0.001, self._answer.error_s)
         side = "behind" if ahead > 0 else "ahead of"
         return f"{abs(ahead):.3f} s {side} the coordinator's, give or take {least:.3f} s"
 
     def _versions(self) -> str:
         """The releases at both ends, and the federation's version."""
-        assert self.echo is not None
+        assert self._answer is not None
         assert self._federation is not None
-        about, own = self.echo.about, releases()
+        about, own = self._answer.about, releases()
         stated = {
             name: _NOT_OF_RELEASES.sub("?", about.releases.get(name, "unknown"))[:_SHOWN] for name in own
         }

@@ -126,28 +126,6 @@ class Wanted(_message.Message):
     offset: int
     def __init__(self, hash: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
-class FromProbe(_message.Message):
-    __slots__ = ("hello", "proof", "data")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    proof: Proof
-    data: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class ToProbe(_message.Message):
-    __slots__ = ("challenge", "about", "held", "data")
-    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
-    ABOUT_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    challenge: Challenge
-    about: About
-    held: Held
-    data: bytes
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., about: _Optional[_Union[About, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
-
 class About(_message.Message):
     __slots__ = ("time", "releases", "version", "fingerprint")
     class ReleasesEntry(_message.Message):

@@ -16,7 +16,7 @@ import pytest
 
 from cloister.protocol.address import free_port
 from cloister.protocol.certificates import certificate_to_pem, issue, key_from_pem
-from cloister.server.probe import Probe
+from cloister.server.probe import probe
 from cloister.server.registry import Registry
 from cloister.simulations.provision import PROVISION, provision
 from cloister.tests.command import ran
@@ -150,9 +150,9 @@ class Rehearsal:
         pem, key = (self.coordinator / f"{server}.{kind}" for kind in ("pem", "key"))
         return Listener(tls(pem, key, protocols), int(getattr(self, server).rpartition(":")[2]))
 
-    def probe(self, bind: str = "", **options: Any) -> Probe:
+    def probe(self, bind: str = "", **options: Any) -> contextlib.AbstractContextManager[str]:
         """The coordinator's probe, at the address of the exchange."""
-        return Probe(self.registry, bind or self.exchange, **options)
+        return probe(self.registry, bind or self.exchange, **options)
 
     def doctor(self, *options: str, code: int | None = None) -> Report:
         """What the doctor finds at the site."""

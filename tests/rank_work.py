@@ -155,16 +155,6 @@ def refused(*_: object, **__: object) -> NoReturn:
     raise AssertionError("bytes were unpickled")
 
 
-def interrupts_the_site(theirs: socket.socket) -> None:
-    """In the place of a rank's main function: rank 1 sends the site's process what Ctrl-C sends."""
-    site = multiprocessing.parent_process()
-    if multiprocessing.current_process().name.startswith("cloister rank 1 "):
-        assert site is not None
-        assert site.pid is not None
-        os.kill(site.pid, signal.SIGINT)
-    main(theirs)
-
-
 # A site's process of its own.
 
 

@@ -182,6 +182,7 @@ def test_a_site_of_another_history_refuses_before_it_charges(tmp_path: Path, set
 def drown(rounds: Rounds) -> tuple[Vector, npt.NDArray[np.float32]]:
     """A round without the victim; the large model, and what an update of it is, rotated, which is the same at all."""
     size, code = rounds.federation.layout.size, rounds.layout.blocks
+    assert code is not None
     large: Vector = (10 * signs(5)[:size]).astype(np.float32)
     rounds.round(1, rounds.others, large, scales=bounds(0.1))
     local = rounds.federation.plan.local

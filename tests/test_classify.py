@@ -29,7 +29,6 @@ from cloister.cli.main import main
 from cloister.cli.run_page import content
 from cloister.cli.view import Watched
 from cloister.clients.dpsgd import PrivateTrainer, method_for
-from cloister.clients.trial import some_sequences
 from cloister.lm.confusion import Confusion
 from cloister.lm.data import Prepared, Sequences, prepare, unit_rule
 from cloister.lm.evaluate import HeldOut, evaluate
@@ -264,13 +263,6 @@ def test_a_unit_has_one_sequence_of_each_record(unit: str) -> None:
     assert (made.records, dict(made.left_out)) == (36, reasons)
     words = unit_in_words(plan.data, plan.privacy)
     assert words.endswith("first 16 tokens are used" if unit == "record" else "its first 16 tokens")
-
-
-def test_a_trial_has_the_shapes_of_the_plan() -> None:
-    for settings, rows in (((), 8), ((*RECORD, "privacy.sampling_rate=0.5"), 16)):
-        train = some_sequences(plan_of(*settings), 258).train
-        assert (train.tokens.shape, train.labels.shape) == ((rows, 16), (rows, 1))
-        assert 0 <= train.labels.min() <= train.labels.max() < 3
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

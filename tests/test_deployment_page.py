@@ -18,7 +18,6 @@ import pytest
 from cloister.clients.config import read_config
 from cloister.protocol.address import free_port
 from cloister.protocol.roster import load_roster
-from cloister.server.probe import Probe
 from cloister.tests.command import done, found
 from cloister.tests.exchange_parties import Relay
 
@@ -64,11 +63,11 @@ class Operators:
         if self.listening:
             listen, self.listening = self.listening, ""
 
-            def wait(_probe: Probe) -> None:
+            def wait() -> None:
                 self.run(command)
                 raise KeyboardInterrupt
 
-            self.monkeypatch.setattr(Probe, "wait", wait)
+            self.monkeypatch.setattr("cloister.cli.doctor._wait", wait)
             done(self.capsys, *shlex.split(listen)[1:])
             return
         words = [self.told.get(word, word) for word in shlex.split(command)]
