@@ -401,7 +401,7 @@ def test_a_site_goes_through_the_plans_learning_rates_in_any_number_of_steps(
     for number, own in ((1, 8), (2, 2)):  # and the second round loads the state of the first
         site.contribute(federation.request(number=number, steps=one(own, 0, federation.steps())))
     assert numbers == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 6]
-    assert (site.config.folder / "optimizer-2.safetensors").exists()
+    assert (site.config.folder / "carried" / "00002" / "optimizer.safetensors").exists()
 
 
 # What the coordinator does.
