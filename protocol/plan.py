@@ -238,8 +238,8 @@ class LocalSection(Section):
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
     optimizer_state: Literal["reset", "keep"] = "reset"
-    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo); under
-    the secure sum all sites of a round keep those of the same rounds, or none does."""
+    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo);
+    under the secure sum all sites of a round keep those of the same rounds, or none does."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"

@@ -116,7 +116,8 @@ class Rounds:
     def integers(self, vector: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         layout = self.layout
         size = layout.blocks.size if layout.blocks is not None else layout.size
-        return vector[:size].view(layout.ring.signed_dtype).astype(np.int64)
+        found: npt.NDArray[np.int64] = vector[:size].view(layout.ring.signed_dtype).astype(np.int64)
+        return found
 
 
 def cosine(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
