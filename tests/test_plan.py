@@ -128,7 +128,12 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
             'local.optimizer_state = "reset", or cohort.fraction = 1',
         ),
         (
-            ["cohort.sites=30", "aggregation.groups=3", "server.evaluation=none", "local.optimizer_state=keep"],
+            [
+                "cohort.sites=30",
+                "aggregation.groups=3",
+                "server.evaluation=none",
+                "local.optimizer_state=keep",
+            ],
             "local.optimizer_state",
             "without aggregation.groups",
         ),
