@@ -187,11 +187,10 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
 def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_killed(tmp_path: Path) -> None:
     federation, undisturbed = killed_at_both_ends(tmp_path, *FOUR_ROUNDS)
     for config, state in zip(federation.configs, undisturbed.folders.values(), strict=True):
-        kept = sorted(config.parent.rglob("carried/*/history.json"))
-        assert [path.parent.name for path in kept] == sorted(
-            path.name for path in (state / "carried").iterdir()
-        )
-        assert kept
+        kept = sorted(config.parent.rglob("carried/*/remainder"))
+        expected = sorted(state.glob("carried/*/remainder"))
+        assert [path.read_bytes() for path in kept] == [path.read_bytes() for path in expected]
+        assert [path.parent.name for path in kept] == ["00003", "00004"]
 
 
 def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
