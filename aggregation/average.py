@@ -14,7 +14,8 @@ With `aggregation.compression` the update is rotated and coded in blocks (`compr
 
 A site may lie in its counters, and the mean is divided by one of them. So each counter has a range for one site
 (`Counter`), and a total outside of as many times that range makes no mean: with uniform weights the total weight is the
-number of sites, and with others a site that lies changes it by `heaviest` at most.
+number of sites. With others a site that lies can move it anywhere between the number of sites and as many times
+`heaviest`.
 
 The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
 weighted by its own staleness (`BufferedSum`).

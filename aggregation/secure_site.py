@@ -112,7 +112,7 @@ class SecureSite:
         self.answered = answered
         self._earlier = earlier
         self._newest = newest
-        self._history = history
+        self.history = history
         self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masked: Masked | None = None
@@ -140,7 +140,7 @@ class SecureSite:
         self._mask_private = self._random(keys.KEY)
         self._mask_key = keys.Exchange(self._mask_private)
         share, mask = self._share_key.public, self._mask_key.public
-        return self._finish(begin, Advertise(attempt.context, self.name, share, mask, self._history))
+        return self._finish(begin, Advertise(attempt.context, self.name, share, mask, self.history))
 
     def _attempt(self, begin: Begin) -> Attempt:
         return Attempt(self.contract, begin)
@@ -446,7 +446,7 @@ class SecureSite:
             )
 
     def _check_one_history(self) -> None:
-        others = sorted(site for site, peer in self._peers.items() if peer.history != self._history)
+        others = sorted(site for site, peer in self._peers.items() if peer.history != self.history)
         if others:
             raise AgreementError(
                 "history of carried state",

@@ -235,6 +235,7 @@ class Attempts:
             and known.state.kept == kept
             and known.site.contract == self._contract
             and known.site.minimum == self._member.minimum
+            and known.site.history == self._history
         ):
             return known.site
         site = SecureSite(

@@ -58,7 +58,7 @@ from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import instructions_digest
-from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StepError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     NOTHING_CARRIED,
@@ -197,7 +197,8 @@ class Site:
         if isinstance(request.told, Begin):
             demands.check_policy(loaded.plan, request.sum.run, loaded.terms)
             demands.check_round(loaded.plan, request.sum.purpose, request.told.round)
-        return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
+        attempts = self._attempts(loaded, request.sum, self._history(loaded.plan, request.sum))
+        return attempts.agree(request.told, request.sum.round)
 
     def contribute(self, request: Contribute) -> Contribution:
         """The site's part of a sum, masked if the plan sums securely. No other function returns an update.
@@ -215,11 +216,12 @@ class Site:
         _check_clip(told.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         bounds = _checked_scales(loaded, told)
         own, seconds = demands.own_steps(plan, told), 0.0
+        history = self._history(plan, told.sum)
 
         def make() -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
-                made = self._made(loaded, told, request.model, own, bounds)
+                made = self._made(loaded, told, request.model, own, bounds, history, request.tries)
             seconds = made.seconds
             return made.pieces
 
@@ -235,7 +237,7 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            attempts = self._attempts(loaded, told.sum)
+            attempts = self._attempts(loaded, told.sum, history)
             statement, sent = attempts.mask(
                 request.inbox, told.sum.round, digest, make, mask, fresh=told.fresh
             )
@@ -287,7 +289,7 @@ class Site:
         read, path = base or partial(self._kept.base, base_hash), self._kept.base_path(base_hash)
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
-    def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
+    def _attempts(self, loaded: Loaded, sum_id: SumId, history: bytes) -> Attempts:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
@@ -296,10 +298,13 @@ class Site:
         contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum(draw.sizes[group]))
-        history = NOTHING_CARRIED
-        if purpose == TRAIN and plan.carries:
-            history = self._carried(plan, sum_id.run).history(sum_id.round)
         return Attempts(folder, contract, member, loaded.live, history, self._agreements)
+
+    def _history(self, plan: Plan, sum_id: SumId) -> bytes:
+        """The history of what the site carries into a sum."""
+        if sum_id.purpose != TRAIN or not plan.carries:
+            return NOTHING_CARRIED
+        return self._carried(plan, sum_id.run).history(sum_id.round)
 
     def _carried(self, plan: Plan, run: str) -> Carried:
         return Carried(self.config.folder, run, plan.digest())
@@ -375,7 +380,14 @@ class Site:
         return layout.ring.encode_counters([counters[name] for name in layout.names])
 
     def _made(
-        self, loaded: Loaded, told: Instructions, weights: Vector, own: OwnSteps, bounds: Floats | None
+        self,
+        loaded: Loaded,
+        told: Instructions,
+        weights: Vector,
+        own: OwnSteps,
+        bounds: Floats | None,
+        history: bytes,
+        tries: int,
     ) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.
 
@@ -385,7 +397,8 @@ class Site:
         with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them by other instructions.
+            StaleError: the site has made them by other instructions or from other state.
+            StepError: what the site carries is no longer what it has advertised.
         """
         plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
         layout = layout_for(purpose, plan, loaded.model.layout.size)
@@ -395,16 +408,23 @@ class Site:
             "base": loaded.base_hash.hex(),
             "instructions": instructions_digest(told).hex(),
         }
+        if not told.fresh:
+            facts["carried"] = history.hex()
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
             return kept
+        # An update of an earlier round may have ended since the other sites were told what this one carries.
+        if not told.fresh and self._history(plan, told.sum) != history:
+            raise StepError(
+                "carried state", expected="the state that this site has advertised in the attempt"
+            )
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
                 return write_pieces(path, [(0, self._totals(loaded, weights))])
-            update = partial(self._update, loaded, told, weights, own, path, bounds)
+            update = partial(self._update, loaded, told, weights, own, path, bounds, tries)
             if not plan.carries:
                 return update(None)
             return self._carried(plan, told.sum.run).make(told, update, durable=durable)
@@ -420,6 +440,7 @@ class Site:
         own: OwnSteps,
         path: Path,
         bounds: Floats | None,
+        tries: int,
         carry: Carry | None,
     ) -> Written:
         """Train the update of the round into a file, after the charge."""
@@ -430,7 +451,7 @@ class Site:
             paid = self._spending.pay(plan, terms, told.sum.run, round_number, rounds, policy)
             if self._audit_log:
                 head = f"head of the ledger {paid.hash.hex()}"
-                self._audit_log.record(self._fact("charge", told.sum, head))
+                self._audit_log.record(self._fact("charge", told.sum, head, tries))
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number)
         seed = (self._seed(plan, "training", round_number),)
@@ -447,7 +468,7 @@ class Site:
         written = loaded.work.update(task, weights, path)
         return replace(written, seconds=self._clock() - started)
 
-    def _fact(self, what: What, about: SumId, detail: str, tries: int = 0) -> Fact:
+    def _fact(self, what: What, about: SumId, detail: str, tries: int) -> Fact:
         return Fact(what, about.run, about.plan.hex(), about.round, tries, self.name, detail)
 
     def _seed(self, plan: Plan, what: str, round_number: int) -> int:

@@ -310,7 +310,7 @@ def test_the_target_is_met_by_the_run_as_a_whole() -> None:
 
 @pytest.fixture
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _model: bytes, make: Any, _mask: Any) -> Any:
+    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
         pieces = make()
         return None, Written(manifest_of(pieces), pieces)
 

@@ -96,7 +96,7 @@ def time_of(seconds: float) -> str:
 
 def rows_of_sites() -> Iterator[list[str]]:
     key = bytes(32)
-    advertised = Advertise(key, "x" * NAME, key, key, bytes(64))
+    advertised = Advertise(key, "x" * NAME, key, key, key, bytes(64))
     for sites in COUNTS:
         found = plan_of(sites).threshold()
         sent, received = traffic(found, NAME)
@@ -150,7 +150,7 @@ def rows_of_rounds() -> Iterator[list[str]]:
 
 def rows_of_limits() -> Iterator[list[str]]:
     key = bytes(32)
-    advertised = Advertise(key, "x" * NAME, key, key, bytes(64))
+    advertised = Advertise(key, "x" * NAME, key, key, key, bytes(64))
     peers, more = (len(to_bytes(Peers(key, (advertised,) * sites))) for sites in (1000, LARGEST))
     down, up = sizes(1000, TRAINED["70 B"])
     yield ["`threshold.LARGEST`", f"{LARGEST:,} sites", "1,000", "yes"]
