@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.sums import contract_for, training_layout
-from cloister.clients.kept import update_path
+from cloister.clients.carried import Carried
+from cloister.clients.kept import Kept, update_path
 from cloister.clients.site import Site
 from cloister.lm.layout import Vector
 from cloister.protocol.digest import instructions_digest
-from cloister.protocol.errors import AgreementError
+from cloister.protocol.errors import AgreementError, StepError
 from cloister.protocol.messages import TRAIN, Advertise, Agree, Confirm, Inbox, Instructions, Reveal, Shares
 from cloister.tests.federation import RECORD, RUN, Federation, tiny, whole
 
@@ -173,6 +175,31 @@ def test_a_site_of_another_history_refuses_before_it_charges(tmp_path: Path, set
     assert [len(rounds.federation.entries(index)) for index in range(SITES)] == [1, 1, 0]
     rounds.round(2, rounds.sites, rounds.federation.model, attempt=2, fresh=True)
     assert [len(rounds.federation.entries(index)) for index in range(SITES)] == [2, 2, 1]
+
+
+def test_an_earlier_round_that_ends_after_the_histories_were_checked_changes_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The victim is still training for another attempt of round 2, alone and fresh, when round 3 has begun."""
+    rounds = Rounds(tmp_path, *KEPT, "local.steps=1")
+    model, plan = rounds.federation.model, rounds.federation.plan
+    for number in (1, 2):
+        rounds.round(number, rounds.sites, model, fresh=number == 1)
+    about: dict[str, Any] = {"model": model, "number": 3, "fresh": False}
+    _, inboxes = rounds.begin(rounds.federation.told(**about), rounds.sites)
+    turn, victim = Kept.turn, rounds.victim
+
+    @contextmanager
+    def late(kept: Kept) -> Iterator[None]:
+        with turn(kept):
+            alone = rounds.federation.told(model=model, number=2, fresh=True)
+            Carried(victim.config.folder, RUN, plan.digest()).make(alone, lambda _carry: None, durable=False)
+            yield
+
+    monkeypatch.setattr(Kept, "turn", late)
+    with pytest.raises(StepError, match="the state that this site has advertised"):
+        victim.contribute(rounds.federation.request(inbox=inboxes[victim.name], **about))
+    assert not update_path(victim.config.folder, 3).exists()
 
 
 # Remainders of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the
