@@ -63,7 +63,7 @@ class InClear:
     layout: SumLayout
     """Layout of the sum; only its counters leave the site."""
     rounding: int
-    """Seed of the stochastic rounding: public, so that a retry rounds in the same way. The mask hides the vector."""
+    """Seed of the stochastic rounding. It is public, which can show something of one site (docs/secure-sum.md)."""
     weighted: bool
     """Weigh the update by the site's tokens; otherwise by 1."""
     temperature: float = 1.0

@@ -146,6 +146,7 @@ def dies_at_start(theirs: socket.socket) -> None:
 
 def unpickles_nothing_of_peers(theirs: socket.socket) -> None:
     """In the place of a rank's main function; the site's process pickles what it sends for `pipe._Unpickler`."""
+    # The ignore: what unpickles is replaced, in this process alone, by a function that raises.
     pickle.load = pickle.Unpickler = distributed_c10d._unpickler = refused  # type: ignore[misc, assignment]
     main(theirs)
 

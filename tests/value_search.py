@@ -21,7 +21,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Symbol(NamedTuple):
     """What a site is told in a round."""
 
     model: str
-    state: str = "carried"
+    state: Literal["fresh", "carried"] = "carried"
     planted: str = ""
     """A field of the request that is not in the instructions."""
 
@@ -67,7 +67,7 @@ class Symbol(NamedTuple):
     def instructions(self, number: int) -> Instructions:
         """As the site gets them."""
         about = SumId("run", bytes(32), TRAIN, number)
-        return Instructions(about, self.model.encode().ljust(32, b"."), state=self.state)  # type: ignore[arg-type]
+        return Instructions(about, self.model.encode().ljust(32, b"."), state=self.state)
 
 
 Absorbed: TypeAlias = tuple[tuple[int, Symbol], ...]
