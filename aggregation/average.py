@@ -108,7 +108,7 @@ class SumLayout:
         self,
         values: npt.NDArray[np.float32],
         weight: int,
-        seed: int,
+        seed: bytes,
         offset: int = 0,
         out: RingVector | None = None,
     ) -> tuple[RingVector, int]:

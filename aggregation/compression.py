@@ -30,8 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation import masks
-from cloister.aggregation.ring import Ring, RingVector
+from cloister.aggregation.ring import Dither, Ring, RingVector
 from cloister.aggregation.rotation import ROTATED, Floats, hadamard_transform, rotated_blocks, signs
 from cloister.protocol.blocks import BLOCK, Span
 from cloister.protocol.errors import UpdateError
@@ -110,7 +109,7 @@ class BlockCode:
         self,
         values: Floats,
         bounds: Floats,
-        seed: int,
+        seed: bytes,
         offset: int = 0,
         *,
         factor: float = 1.0,
@@ -149,8 +148,7 @@ class BlockCode:
             smaller = bool((kept.bounds > own).any())
         left, cut = np.float32(1 / self.unit), np.float32(self.most_kept)
         most = np.float32(2 ** (self.ring.bits - 1) - 1)
-        stream = masks.keystream(seed.to_bytes(masks.SEED, "little"), 2 * offset)
-        numbers, zeros = np.empty(_STEP, "<u2"), memoryview(bytes(2 * _STEP))
+        dither = Dither(seed, offset, _STEP)
         sign = signs(self.seed)
         memory = np.empty((3, _STEP), np.float32)
         clipped, per_step = 0, _STEP // ROTATED
@@ -178,9 +176,7 @@ class BlockCode:
                 raise _not_finite(given[bad : bad + ROTATED], offset + begin + bad)
             beyond = (x > levels).reshape(-1).nonzero()[0] if largest > levels else _NONE
             clipped += beyond.size
-            stream.update_into(zeros[: 2 * length], numbers[:length].data.cast("B"))
-            extra[:] = numbers[:length].reshape(count, ROTATED)
-            extra *= np.float32(2**-16)
+            dither.draw(extra)
             np.add(z, extra, out=x)
             np.floor(x, out=x)
             whole, left_out = x.reshape(-1), z.reshape(-1)

@@ -4,9 +4,9 @@ A value is clipped to ±bound, scaled to at most `levels` steps and rounded stoc
 the sum of `terms` of them cannot leave (-2^(b-1), 2^(b-1)), so it decodes without ambiguity. Counters are exact: a
 64-bit integer travels as limbs that are short enough for `terms` of them to be added without wrapping.
 
-Rounding is keyed by the element's offset in the whole vector: element e takes draw e of PCG64DXSM with the seed, which
-can be advanced to any draw (O'Neill 2014; NumPy makes one double of one 64-bit draw). A vector that is coded span by
-span therefore gets the same integers. SFC64 is as fast but cannot be advanced.
+Rounding is keyed by the element's offset in the whole vector (`Dither`). A vector that is coded span by span therefore
+gets the same integers. Its seed is secret: whoever knows the draws of one site knows which values of that site alone
+could be rounded up, and finds their signs in the sum.
 
 Refused: floating-point addition, which is not associative, so the mean would depend on the order of arrival.
 """
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cloister.aggregation import masks
 from cloister.protocol.blocks import BLOCK
 from cloister.protocol.errors import UpdateError
 
@@ -29,6 +30,30 @@ RingVector = npt.NDArray[np.unsignedinteger[Any]]
 _COUNTER_BITS = 64
 _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 _SIGNED: dict[int, type[np.signedinteger[Any]]] = {8: np.int8, 16: np.int16, 32: np.int32}
+
+
+class Dither:
+    """The draws of a stochastic rounding: floor(x + u) is x on average, for u uniform in (0, 1).
+
+    Element e has u = (k + 1/2) / 2^16, where k is the little-endian integer in bytes [2 e, 2 e + 2) of the keystream of
+    the seed: the error of the average is at most 2^-17.
+
+    Args:
+        seed: 32 bytes, secret; one seed codes one vector.
+        offset: Element of the whole vector to begin at.
+        most: The most elements of a draw.
+    """
+
+    def __init__(self, seed: bytes, offset: int, most: int) -> None:
+        self._stream = masks.keystream(seed, 2 * offset)
+        self._numbers, self._zeros = np.empty(most, "<u2"), memoryview(bytes(2 * most))
+
+    def draw(self, out: npt.NDArray[np.floating[Any]]) -> None:
+        """Fill `out`, of any shape, with u of the next elements."""
+        numbers = self._numbers[: out.size]
+        self._stream.update_into(self._zeros[: numbers.nbytes], numbers.data.cast("B"))
+        np.add(numbers.reshape(out.shape), 0.5, out=out, dtype=out.dtype)
+        out *= 2.0**-16
 
 
 @dataclass(frozen=True)
@@ -72,7 +97,7 @@ class Ring:
     def encode(
         self,
         values: npt.NDArray[np.float32],
-        seed: int,
+        seed: bytes,
         offset: int = 0,
         *,
         factor: float = 1.0,
@@ -82,7 +107,7 @@ class Ring:
 
         Args:
             values: (d,) float32, finite: elements [offset, offset + d) of the whole vector.
-            seed: Of the rounding, 0 or more; public, not a secret. One seed codes one vector.
+            seed: Of the rounding, as for `Dither`.
             offset: Element of the whole vector where `values` starts.
             factor: The term's weight in [0, 1].
             out: (d,) ring integers to write into.
@@ -93,9 +118,7 @@ class Ring:
         Raises:
             UpdateError: a value is not finite.
         """
-        source = np.random.PCG64DXSM(seed)
-        source.advance(offset)
-        random = np.random.Generator(source)
+        dither = Dither(seed, offset, BLOCK)
         coded: RingVector = np.empty(values.shape, dtype=self.dtype) if out is None else out
         signed = coded.view(self.signed_dtype)
         clipped = 0
@@ -114,7 +137,7 @@ class Ring:
                 clipped += int(np.count_nonzero(np.abs(block.astype(np.float64)) > self.bound))
                 limit = self.bound * self.scale * factor
                 np.clip(scaled, -limit, limit, out=scaled)
-            random.random(out=draw)
+            dither.draw(draw)
             scaled += draw
             np.floor(scaled, out=scaled)
             if largest >= self.bound:

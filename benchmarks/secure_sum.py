@@ -605,7 +605,9 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         with tempfile.TemporaryDirectory() as temporary:
             folder, values = Path(temporary), np.random.default_rng([turn, number])
             finished = Finished(RMS * values.standard_normal(size, np.float32), 100, 1.0)
-            code = partial(code_for, plan, None, size, rounding=number, clip_norm=0.0, noise=None)
+            code = partial(
+                code_for, plan, None, size, rounding=number.to_bytes(32), clip_norm=0.0, noise=None
+            )
             if scales is None:
                 vector = timed("code", contribution, code(), finished)
             else:

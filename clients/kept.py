@@ -26,7 +26,11 @@ from cloister.protocol.errors import PinnedError, StaleError, StepError, Storage
 from cloister.protocol.messages import EVALUATE, TRAIN, Join, Purpose
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
-from cloister.protocol.storage import disk_refusal, write_bytes, write_file
+from cloister.protocol.storage import disk_refusal, write_bytes, write_file, write_new
+
+ROUNDING_KEY = "rounding.key"
+"""The file, in the state folder, of the secret key of a site's rounding."""
+_ROUNDING_KEY = 32  # bytes
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,21 @@ class Kept:
                     "update", expected="one process of this site that makes it", fix="try the round again"
                 ) from None
             yield
+
+    def rounding_key(self) -> bytes:
+        """The secret of the rounding of all updates of this site, made once.
+
+        Raises:
+            StorageError: the disk refuses it, or the file is damaged.
+        """
+        path = self._state / ROUNDING_KEY
+        write_new(path, os.urandom(_ROUNDING_KEY))
+        key = path.read_bytes()
+        if len(key) != _ROUNDING_KEY:
+            raise StorageError(
+                str(path), f"{len(key)} bytes", expected=f"{_ROUNDING_KEY}", fix="remove the file"
+            )
+        return key
 
     def update_path(self, round_number: int) -> Path:
         """Where the finished update of a round is kept."""

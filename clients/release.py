@@ -1,7 +1,7 @@
 """The only exit of a site: a finished update becomes the vector that is summed, span by span.
 
 Without privacy, and if the unit is the record (its noise is already in the update), values are coded in the plan's
-ring with public rounding, or in rotated blocks with `aggregation.compression`: both are post-processing. If the unit is
+ring with secret rounding, or in rotated blocks with `aggregation.compression`: both are post-processing. If the unit is
 the site, the site-level mechanism makes the integers (`privacy/site_noise.py`). A rank releases its span of the update;
 the owner of the tail then makes the rest of the vector from what was clipped in all spans. A site that is one process
 has one span.
@@ -62,8 +62,8 @@ class InClear:
 
     layout: SumLayout
     """Layout of the sum; only its counters leave the site."""
-    rounding: int
-    """Seed of the stochastic rounding. It is public, which can show something of one site (docs/secure-sum.md)."""
+    rounding: bytes
+    """Secret seed of the stochastic rounding (`ring.Dither`)."""
     weighted: bool
     """Weigh the update by the site's tokens; otherwise by 1."""
     temperature: float = 1.0
@@ -167,7 +167,7 @@ class Compressed:
 
     layout: SumLayout
     """Layout of the sum, with `blocks`."""
-    rounding: int
+    rounding: bytes
     """As in `InClear`."""
     weighted: bool
     """As in `InClear`."""
@@ -235,7 +235,7 @@ def code_for(
     terms: Terms | None,
     dimension: int,
     *,
-    rounding: int,
+    rounding: bytes,
     clip_norm: float,
     noise: NoiseStream | None,
     remainders: Remainders | None = None,
@@ -246,7 +246,7 @@ def code_for(
         plan: The plan.
         terms: Its privacy.
         dimension: Coordinates of the update.
-        rounding: Seed of the public rounding.
+        rounding: Secret seed of the rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
         remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.

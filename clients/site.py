@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class Site:
         config: The site's configuration.
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
+        rounding: In a simulation, the key of its rounding; by default a secret in the state folder.
         bases: Folder of base models; by default the state folder.
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
@@ -112,6 +114,7 @@ class Site:
         resident: Resident,
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
+        rounding: bytes | None = None,
         bases: Path | None = None,
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
@@ -124,6 +127,7 @@ class Site:
         self.name = config.name
         self._resident = resident
         self._noise = noise
+        self._rounding = rounding
         self._made_before = sequences
         self._agreements = agreements
         self._scale = scale
@@ -453,8 +457,8 @@ class Site:
                 head = f"head of the ledger {paid.hash.hex()}"
                 self._audit_log.record(self._fact("charge", told.sum, head, tries))
             noise = self._noise(round_number)
-        rounding = self._seed(plan, "rounding", round_number)
-        seed = (self._seed(plan, "training", round_number),)
+        rounding = self._seed(plan, "rounding", round_number, self._rounding or self._kept.rounding_key())
+        seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 
         blocks, left = training_layout(plan, size).blocks, None
@@ -471,10 +475,10 @@ class Site:
     def _fact(self, what: What, about: SumId, detail: str, tries: int) -> Fact:
         return Fact(what, about.run, about.plan.hex(), about.round, tries, self.name, detail)
 
-    def _seed(self, plan: Plan, what: str, round_number: int) -> int:
-        """A public seed that is different for each use, site and round of a run, and the same on any machine."""
+    def _seed(self, plan: Plan, what: str, round_number: int, key: bytes = b"") -> bytes:
+        """A seed for each use, site and round of a run, the same on any machine: public, or secret by `key`."""
         text = f"{what}/{plan.run.seed}/{self.name}/{round_number}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+        return hmac.digest(key, text.encode(), "sha256") if key else hashlib.sha256(text.encode()).digest()
 
 
 def _made(sequences: Callable[[], Prepared | None]) -> Prepared:

@@ -6,6 +6,7 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -276,6 +277,11 @@ def noise_of(plan: Plan, who: str, round_number: int) -> NoiseStream:
     return NoiseStream.from_declared_seed(seed).child(f"{who}/{round_number}")
 
 
+def rounding_key_of(plan: Plan, site: str) -> bytes:
+    """The key of a simulated site's rounding: a function of the plan, so that a simulation can be repeated."""
+    return hashlib.sha256(f"rounding key/{plan.run.seed}/{site}".encode()).digest()
+
+
 def _share_base(sites: Path, base: Vector) -> None:
     """Put the base model where every simulated site looks for it, so that it is on disk once."""
     path = base_path(sites, vector_hash(base))
@@ -307,6 +313,7 @@ def open_site(
         config,
         resident,
         noise=noise,
+        rounding=rounding_key_of(plan, config.name),
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),

@@ -27,6 +27,7 @@ from cloister.protocol.messages import TRAIN, Instructions, SumId
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import parse
 from cloister.tests.carrying import carry_in
+from cloister.tests.seeds import seed_of
 
 Floats = npt.NDArray[np.float32]
 EIGHT_BITS = ["aggregation.ring_bits=8", "aggregation.compression={}"]
@@ -77,7 +78,7 @@ def test_a_spike_is_spread_over_its_block_and_comes_back() -> None:
     bounds = np.linspace(4, 5, code.blocks, dtype=np.float32) / np.float32(np.sqrt(ROTATED))
     total = np.zeros(code.size, np.uint8)
     for seed in range(SITES):
-        coded, clipped = code.encode(x, bounds, seed)
+        coded, clipped = code.encode(x, bounds, seed_of(seed))
         assert clipped == 0
         total += coded
     mean = code.decode(total, bounds, 1 / SITES)
@@ -94,7 +95,7 @@ def test_the_largest_values_do_not_wrap(bits: Any, terms: int) -> None:
     x = (np.sqrt(ROTATED) * signs(3)).astype(np.float32)  # its rotation has one coordinate, of ROTATED
     total = np.zeros(code.size, code.ring.dtype)
     for seed in range(terms):
-        coded, clipped = code.encode(x, np.full(1, 100.0, np.float32), seed)
+        coded, clipped = code.encode(x, np.full(1, 100.0, np.float32), seed_of(seed))
         assert clipped == 1
         total += coded
     assert int(total.view(code.ring.signed_dtype).max()) == terms * code.ring.levels
@@ -122,8 +123,8 @@ def test_rotated_blocks_with_a_scale_each_have_a_tenth_of_the_error_of_one_scale
         np.float32,
     )
     for seed, update in enumerate(updates):
-        one_scale += ring.encode(update, seed)[0]
-        total += code.encode(update, bounds, seed)[0]
+        one_scale += ring.encode(update, seed_of(seed))[0]
+        total += code.encode(update, bounds, seed_of(seed))[0]
     error_of_one = float(np.square(ring.decode(one_scale) / SITES - mean).sum()) / energy
     error = float(np.square(code.decode(total, bounds, 1 / SITES) - mean).sum()) / energy
     assert error < 0.012, error
@@ -139,7 +140,7 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
     kept_before = random.integers(-90, 90, code.size).astype(np.int8)
     kept = Kept(kept_before, bounds[::-1].copy())
     remainder = np.empty(code.size, np.int8)
-    whole, clipped = code.encode(x, bounds, 5, factor=0.7, kept=kept, remainder=remainder)
+    whole, clipped = code.encode(x, bounds, seed_of(5), factor=0.7, kept=kept, remainder=remainder)
     assert clipped > 0
     for parts in (2, 3, 5):
         pieces, lefts, counted = [], [], 0
@@ -148,7 +149,7 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
             own = Kept(place.of(kept_before), kept.bounds[place.start // ROTATED : place.stop // ROTATED])
             left = np.empty(place.size, np.int8)
             coded, some = code.encode(
-                span.of(x), bounds, 5, place.start, factor=0.7, kept=own, remainder=left
+                span.of(x), bounds, seed_of(5), place.start, factor=0.7, kept=own, remainder=left
             )
             pieces.append(coded)
             lefts.append(left)
@@ -168,7 +169,7 @@ def test_a_value_that_cannot_be_coded_is_named(at: int, bad: float) -> None:
         pytest.raises(UpdateError, match=rf"^update\[{at}\]"),
         np.errstate(over="ignore", invalid="ignore"),
     ):
-        code_of(x.size).encode(x, np.full(rotated_blocks(x.size), 1e38, np.float32), 0)
+        code_of(x.size).encode(x, np.full(rotated_blocks(x.size), 1e38, np.float32), seed_of(0))
 
 
 def test_the_block_that_overflows_is_named_not_a_larger_value_elsewhere() -> None:
@@ -176,7 +177,7 @@ def test_the_block_that_overflows_is_named_not_a_larger_value_elsewhere() -> Non
     x[3] = 3e38
     x[5 * ROTATED : 6 * ROTATED] = 1e36 * signs(3)  # its rotation has all of its energy in one coordinate
     with pytest.raises(UpdateError, match=rf"^update\[{5 * ROTATED}\]"), np.errstate(all="ignore"):
-        code_of(x.size).encode(x, np.ones(8, np.float32), 0)
+        code_of(x.size).encode(x, np.ones(8, np.float32), seed_of(0))
 
 
 def test_rounding_up_does_not_leave_the_range() -> None:
@@ -184,7 +185,7 @@ def test_rounding_up_does_not_leave_the_range() -> None:
     code = code_of(8 * ROTATED, terms=2, bits=16)
     bounds = np.ones(code.blocks, np.float32)
     highest = np.full(code.size, code.ring.levels, np.int16).view(np.uint16)
-    coded, clipped = code.encode(code.decode(highest, bounds), bounds, 3)
+    coded, clipped = code.encode(code.decode(highest, bounds), bounds, seed_of(3))
     assert clipped < code.size
     assert int(coded.view(np.int16).max()) == code.ring.levels
 
@@ -202,7 +203,7 @@ def error_of_rounds(rounds: int, *, feedback: bool) -> float:
     sent, kept = np.zeros(ROTATED), None
     for number in range(rounds):
         remainder = np.empty(code.size, np.int8)
-        coded, _ = code.encode(x, bounds[number], number, kept=kept, remainder=remainder)
+        coded, _ = code.encode(x, bounds[number], seed_of(number), kept=kept, remainder=remainder)
         sent += code.decode(coded, bounds[number])
         kept = Kept(remainder, bounds[number]) if feedback else None
     return rms(sent / rounds - x)
@@ -219,10 +220,10 @@ def test_with_feedback_the_mean_of_many_rounds_is_the_true_mean() -> None:
 def test_what_is_left_out_is_bounded() -> None:
     code, x = code_of(ROTATED), np.full(ROTATED, 50.0, np.float32)
     remainder = np.empty(code.size, np.int8)
-    code.encode(x, np.ones(1, np.float32), 0, remainder=remainder)
+    code.encode(x, np.ones(1, np.float32), seed_of(0), remainder=remainder)
     assert np.abs(remainder.astype(int)).max() == 127
     kept = Kept(remainder, np.ones(1, np.float32))
-    coded, _ = code.encode(np.zeros(ROTATED, np.float32), np.full(1, 2.0, np.float32), 0, kept=kept)
+    coded, _ = code.encode(np.zeros(ROTATED, np.float32), np.full(1, 2.0, np.float32), seed_of(0), kept=kept)
     most = np.abs(coded.view(np.int8).astype(int)).max()
     assert code.most_kept / 2 <= most <= code.most_kept / 2 + 1  # its steps are half as large
 
@@ -236,8 +237,8 @@ def test_no_bounds_make_a_remainder_decide_what_a_site_sends(terms: int, bits: A
     x = np.random.default_rng(4).standard_normal(ROTATED).astype(np.float32)
     for before in (1e-3, 1.0, 3.0, 1e6):
         kept = Kept(remainder, np.full(1, before, np.float32))
-        coded, clipped = code.encode(x, np.full(1, 3.0, np.float32), 0, kept=kept)
-        alone, _ = code.encode(x, np.full(1, 3.0, np.float32), 0)
+        coded, clipped = code.encode(x, np.full(1, 3.0, np.float32), seed_of(0), kept=kept)
+        alone, _ = code.encode(x, np.full(1, 3.0, np.float32), seed_of(0))
         moved = coded.view(code.ring.signed_dtype).astype(int) - alone.view(code.ring.signed_dtype)
         assert moved.max() <= math.ceil(code.most_kept)
         assert clipped < code.size / (2 if code.ring.levels < 4 else 20)
@@ -251,7 +252,7 @@ def test_what_is_left_out_is_exact_up_to_its_limit(bits: Any) -> None:
     kept = Kept(before, np.full(code.blocks, 20.0, np.float32))
     values, bounds = np.zeros(code.values, np.float32), np.ones(code.blocks, np.float32)
     after = np.empty_like(before)
-    coded, clipped = code.encode(values, bounds, 7, kept=kept, remainder=after)
+    coded, clipped = code.encode(values, bounds, seed_of(7), kept=kept, remainder=after)
     z = (before.astype(float) * 20 * code.unit).clip(-code.most_kept, code.most_kept)
     assert clipped == 0
     left = (z - coded.view(code.ring.signed_dtype)) / code.unit
@@ -263,8 +264,8 @@ def test_a_remainder_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
     x = np.random.default_rng(8).standard_normal(code.values).astype(np.float32)
     bounds = np.linspace(2, 3, code.blocks, dtype=np.float32)
     first, second = np.empty((2, code.size), np.int8)
-    code.encode(x, bounds, 1, remainder=first)
-    expected, _ = code.encode(x, bounds, 2, kept=Kept(first, bounds), remainder=second)
+    code.encode(x, bounds, seed_of(1), remainder=first)
+    expected, _ = code.encode(x, bounds, seed_of(2), kept=Kept(first, bounds), remainder=second)
 
     def coded(number: int) -> npt.NDArray[Any]:
         left = remainders(carry_in(tmp_path, number), bounds, code)
@@ -275,7 +276,9 @@ def test_a_remainder_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
                 kept_in(left.before, code, place) as kept,
                 stored(left.after, code, place, os.O_WRONLY) as remainder,
             ):
-                part, _ = code.encode(span.of(x), bounds, number, place.start, kept=kept, remainder=remainder)
+                part, _ = code.encode(
+                    span.of(x), bounds, seed_of(number), place.start, kept=kept, remainder=remainder
+                )
                 pieces.append(part)
         return np.concatenate(pieces)
 

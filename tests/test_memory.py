@@ -44,6 +44,7 @@ from cloister.server.round import RoundContext, run_round
 from cloister.server.run import run
 from cloister.server.sum import Party
 from cloister.tests.federation import CENTRAL, RUN, SKELLAM, TINY, Federation, Loopback, VectorSite
+from cloister.tests.seeds import seed_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own figures of a process")
 
@@ -117,7 +118,9 @@ def test_a_site_takes_gradients_and_moments_and_less_after_them(tmp_path: Path) 
 def of_noise() -> float:
     plan = parse(TINY, SKELLAM)
     terms = terms_of(plan, D)
-    code = code_for(plan, terms, D, rounding=1, clip_norm=1.0, noise=NoiseStream.from_declared_seed(1))
+    code = code_for(
+        plan, terms, D, rounding=seed_of(1), clip_norm=1.0, noise=NoiseStream.from_declared_seed(1)
+    )
     update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
     return beside(lambda: contribution(code, update), D)
 

@@ -52,6 +52,7 @@ from cloister.server.members import Members
 from cloister.server.progress import Event, SiteFailed
 from cloister.server.sum import Party, Total, Wanted, sum_over
 from cloister.tests.federation import RUN, Loopback, VectorSite, tiny
+from cloister.tests.seeds import seed_of
 
 EVIL = "\x1b[2J\x9b31m\r\nall is \u202ewell\u2066\u200b\u2028 [bold red]x[/] :smile:\x07"
 """Escape sequences, new lines, bidirectional controls, characters without width, and markup of the display."""
@@ -143,7 +144,7 @@ class Sites:
     def vector(self) -> RingVector:
         """The vector of each site: an update of zeros, learned from one token."""
         layout = training_layout(self.plan, LAYOUT.size)
-        values, _ = layout.encode(MODEL, 1, 0)
+        values, _ = layout.encode(MODEL, 1, seed_of(0))
         return np.concatenate([values, layout.tail(dict.fromkeys(layout.names, 1))])
 
     def garble(self, site: str, step: str, frames: list[Buffer]) -> list[Buffer]:

@@ -5,12 +5,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.aggregation.average import Counter, PlainSum, SumLayout
 from cloister.aggregation.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
+from cloister.tests.seeds import seed_of
 
 Bits = Literal[8, 16, 32]
 BITS: st.SearchStrategy[Bits] = st.sampled_from([8, 16, 32])
@@ -24,7 +26,7 @@ def contribution(
     layout: SumLayout, values: npt.NDArray[np.float32], weight: int, seed: int = 0, **counters: int
 ) -> RingVector:
     """A site's whole vector, in one span."""
-    coded, clipped = layout.encode(values, weight, seed)
+    coded, clipped = layout.encode(values, weight, seed_of(seed))
     return np.concatenate([coded, layout.tail({"weight": weight, "clipped": clipped, **counters})])
 
 
@@ -44,7 +46,7 @@ def test_sum_decodes_to_the_sum_within_one_step_for_each_term(
     values[0, :2] = bound, -bound
     total = np.zeros(50, dtype=ring.dtype)
     for row in values:
-        coded, clipped = ring.encode(row, int(random.integers(2**63)))
+        coded, clipped = ring.encode(row, random.bytes(32))
         assert clipped == int(np.count_nonzero(np.abs(row.astype(np.float64)) > bound))
         total += coded
     exact = np.clip(values.astype(np.float64), -bound, bound).sum(axis=0)
@@ -57,7 +59,7 @@ def test_the_largest_sum_does_not_wrap(bits: Bits, terms: int) -> None:
     terms = min(terms, 2 ** (bits - 1) - 1)
     ring = Ring(bits, 1.0, terms)
     for sign in (1, -1):
-        coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), 0)
+        coded, _ = ring.encode(np.full(3, sign * 5, dtype=np.float32), seed_of(0))
         total = np.zeros(3, dtype=ring.dtype)
         for _ in range(terms):
             total += coded
@@ -72,7 +74,9 @@ def test_a_ring_without_room_for_one_step_is_refused() -> None:
 def test_sum_does_not_depend_on_order() -> None:
     ring = Ring(32, 1.0, 9)
     random = rng(3)
-    coded = [ring.encode(random.normal(size=1000).astype(np.float32) * 0.1, seed)[0] for seed in range(9)]
+    coded = [
+        ring.encode(random.normal(size=1000).astype(np.float32) * 0.1, seed_of(seed))[0] for seed in range(9)
+    ]
     forward = sum(coded[1:], coded[0].copy())
     backward = sum(coded[-2::-1], coded[-1].copy())
     assert np.array_equal(forward, backward)
@@ -84,7 +88,7 @@ def test_sum_does_not_depend_on_order() -> None:
 def test_rounding_is_unbiased() -> None:
     ring = Ring(16, 1.0, 1)
     value = np.float32(0.3 / ring.scale)  # between two steps
-    coded, _ = ring.encode(np.full(200_000, value), 1)
+    coded, _ = ring.encode(np.full(200_000, value), seed_of(1))
     mean = ring.decode(coded).mean() * ring.scale
     # A Bernoulli(0.3) mean over 200 000 draws has a standard deviation of 0.00102.
     assert abs(mean - 0.3) < 5 * 0.00103
@@ -93,8 +97,8 @@ def test_rounding_is_unbiased() -> None:
 def test_the_same_seed_gives_the_same_code() -> None:
     ring = Ring(32, 1.0, 4)
     values = rng(2).normal(size=200_000).astype(np.float32)
-    assert np.array_equal(ring.encode(values, 7)[0], ring.encode(values, 7)[0])
-    assert not np.array_equal(ring.encode(values, 7)[0], ring.encode(values, 8)[0])
+    assert np.array_equal(ring.encode(values, seed_of(7))[0], ring.encode(values, seed_of(7))[0])
+    assert not np.array_equal(ring.encode(values, seed_of(7))[0], ring.encode(values, seed_of(8))[0])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -102,7 +106,7 @@ def test_a_value_that_is_not_finite_is_refused_and_named(bad: float) -> None:
     values = np.zeros(100_000, dtype=np.float32)
     values[70_001] = bad
     with pytest.raises(UpdateError, match=r"update\[70001\] is (nan|-?inf): expected a finite number"):
-        Ring(32, 1.0, 2).encode(values, 0)
+        Ring(32, 1.0, 2).encode(values, seed_of(0))
 
 
 @given(
@@ -184,17 +188,20 @@ def test_an_empty_sum_is_refused() -> None:
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("cut", [1, 2, 99, 32_768, 50_001])
 def test_an_element_is_rounded_by_the_draw_of_its_offset(bits: Bits, cut: int) -> None:
-    """One 64-bit draw of PCG64DXSM makes one number, so a span is entered at its offset."""
+    """Sixteen bits of AES-256 in counter mode make one number, so a span is entered at its offset."""
     ring = Ring(bits, 1.0, 4)
     values = rng(4).uniform(-2, 2, 70_000).astype(np.float32)
-    whole, clipped = ring.encode(values, 7, factor=0.7)
-    left, right = ring.encode(values[:cut], 7, factor=0.7), ring.encode(values[cut:], 7, cut, factor=0.7)
+    whole, clipped = ring.encode(values, seed_of(7), factor=0.7)
+    left, right = (
+        ring.encode(values[:cut], seed_of(7), factor=0.7),
+        ring.encode(values[cut:], seed_of(7), cut, factor=0.7),
+    )
     np.testing.assert_array_equal(np.concatenate([left[0], right[0]]), whole)
     assert left[1] + right[1] == clipped > 0
-    draws = np.random.PCG64DXSM(7).random_raw(70_000)
-    uniform = (draws >> np.uint64(11)) * 2.0**-53
+    cipher = Cipher(algorithms.AES(seed_of(7)), modes.CTR(bytes(16))).encryptor()
+    uniform = (np.frombuffer(cipher.update(bytes(140_000)), "<u2") + 0.5) / 2**16
     within = np.abs(values) < 1
     by_hand = np.floor(values.astype(np.float64) * (ring.scale * 0.7) + uniform)
     signed = whole.view(ring.signed_dtype)
     np.testing.assert_array_equal(signed[within], by_hand[within])
-    assert not np.array_equal(ring.encode(values[cut:], 7, 0, factor=0.7)[0], whole[cut:])
+    assert not np.array_equal(ring.encode(values[cut:], seed_of(7), 0, factor=0.7)[0], whole[cut:])

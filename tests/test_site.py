@@ -19,7 +19,7 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
 from cloister.clients import attempt_files
 from cloister.clients.config import read_config
-from cloister.clients.kept import Kept, update_path
+from cloister.clients.kept import ROUNDING_KEY, Kept, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.clients.work import Here
@@ -469,6 +469,27 @@ def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation
     attack.contribute(attack.sites[0], attack.deal()[attack.sites[0].name])
     (update,) = attack.sites[0].config.folder.glob("update-*.ring")
     assert update.stat().st_mode & 0o077 == 0
+
+
+def test_rounding_is_a_secret_of_the_site(federation: Federation) -> None:
+    """A coordinator that knew the draws would read single sites' signs in a sum of small values."""
+    plan, made = in_clear(federation.plan), []
+    for state in ("one", "one", "other"):  # all that is public is the same
+        folder = federation.folder / state
+        site = federation.joined(plan=plan, secure=False, state=str(folder), pinned=False)
+        made.append(whole(site.contribute(federation.request(plan=plan)))[: federation.layout.size])
+        update_path(site.config.folder, 1).unlink()  # the next one makes it again
+    one, again, other = (vector.view(np.int32).astype(int) for vector in made)
+    assert np.array_equal(one, again)
+    assert np.abs(other - one).max() == 1, "both round the same update"
+    assert 0.2 < np.mean(one != other) < 0.5, "the chance is 2 u (1 - u): a third on average"
+    key = federation.folder / "one" / ROUNDING_KEY
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.write_bytes(b"")
+    with pytest.raises(StorageError, match=ROUNDING_KEY):
+        federation.joined(plan=plan, secure=False, state=str(key.parent), pinned=False).contribute(
+            federation.request(plan=plan)
+        )
 
 
 def test_sites_of_one_process_share_no_secret_unless_they_are_simulated(

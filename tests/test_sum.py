@@ -74,6 +74,7 @@ from cloister.server.progress import AttemptFailed, Event, SiteFailed
 from cloister.server.sum import Party, Total, Wanted, sum_over
 from cloister.tests.federation import RUN, Loopback, VectorSite, step_of, whole
 from cloister.tests.power import Power
+from cloister.tests.seeds import seed_of
 
 NAMES = [f"site-{number:03d}" for number in range(12)]
 IDENTITIES = {name: new_identity() for name in NAMES}
@@ -142,7 +143,7 @@ class Run:
     def vector(self, name: str) -> RingVector:
         layout = training_layout(self.plan, LAYOUT.size)
         counters = {"tokens": 100 + NAMES.index(name), "loss": 7}
-        values, clipped = layout.encode(update_of(name), counters["tokens"], NAMES.index(name))
+        values, clipped = layout.encode(update_of(name), counters["tokens"], seed_of(NAMES.index(name)))
         tail = layout.tail({"weight": counters["tokens"], "clipped": clipped, **counters})
         return np.concatenate([values, tail])
 
@@ -869,7 +870,7 @@ def test_with_uniform_weights_the_total_weight_is_the_number_of_sites(
 
     def vector(name: str) -> RingVector:
         tail = dict.fromkeys(layout.names, 0) | {"weight": 1}
-        return np.concatenate([layout.encode(update_of(name), 1, 0)[0], layout.tail(tail)])
+        return np.concatenate([layout.encode(update_of(name), 1, seed_of(0))[0], layout.tail(tail)])
 
     run.vector = vector  # type: ignore[method-assign]  # what its sites send
     assert isinstance(run.sum(1), Total)
