@@ -14,7 +14,7 @@ from cloister.privacy.events import Event, from_json, to_json
 from cloister.privacy.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import Terms
-from cloister.protocol.errors import BudgetError, PlanError, PolicyError
+from cloister.protocol.errors import BudgetError, PlanError, PolicyError, StaleError
 from cloister.protocol.plan import Plan
 
 
@@ -51,6 +51,7 @@ class Spending:
             The entry of the site's ledger.
 
         Raises:
+            StaleError: a later round is charged, so that the round's own update may have been released and removed.
             BudgetError: the policy or the plan does not allow the charge; nothing was charged.
             PolicyError: with correlated noise, the round is too near another one of the site, or one too many.
         """
@@ -62,6 +63,10 @@ class Spending:
             most = terms.epsilon(rounds + plan.cohort.attempts)
 
         rounds_paid = [entry.charge.round for entry in self._ledger.entries(run)]
+        if round_number < (newest := max(rounds_paid, default=0)):
+            raise StaleError(
+                "round", round_number, expected=f"{newest} or later, because that round is charged already"
+            )
         events = terms.events(1, len(set(rounds_paid)))
 
         def check_run(entries: tuple[Entry, ...]) -> None:

@@ -167,7 +167,7 @@ class DatasetLedger:
         return DatasetSpent(len(runs), self._epsilon(self._events(history.entries)), history.head.hex())
 
     def pay_search(self, terms: Terms) -> None:
-        """Charge the search that the plan is a trial of, durably; a search that is charged stays charged once.
+        """Charge the search that the plan is a trial of, durably and once: its trials may be drawn after this alone.
 
         The charge has no time (0): when a search began, beside when it ended, tells about how many trials it had.
 
@@ -176,15 +176,26 @@ class DatasetLedger:
 
         Raises:
             BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
-            LedgerError, StorageError: the ledger is damaged, or cannot be written.
+            LedgerError, StorageError: the search is charged already, or the ledger is damaged or cannot be written.
         """
         assert self._search is not None, "the plan is a trial"
         chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
         assert chosen is not None, "as its search says"
         budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
         ledger = Ledger(self.path, OWNER, self._compose, clock=lambda: 0.0)
-        charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0)
-        ledger.charge(replace(charge, id=f"{self._search.search}/search"), budget, self._check_unit)
+        name = f"{self._search.search}/search"
+        charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0, id=name)
+
+        def check(entries: tuple[Entry, ...]) -> None:
+            self._check_unit(entries)
+            if any(entry.charge.id == name for entry in entries):
+                raise LedgerError(
+                    str(self.path),
+                    expected="no charge of this search: a copy of its folder has drawn trials, or a crash came before",
+                    fix="begin a new search: it is charged, and this one cannot be drawn twice for its price",
+                )
+
+        ledger.charge(charge, budget, check)
 
     def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number

@@ -4,7 +4,7 @@ plan.json          the plan, canonical
 journal.sqlite     the steps that were begun and done
 attempt/           what is needed to go on with the attempt that is under way
 ledger.sqlite      the privacy that was spent, as the coordinator counts it
-noise.json         the key of the run's correlated noise, until the run is finished
+noise.json         the key of a trusted coordinator's noise, until the run is finished
 public.safetensors the model after public training
 metrics.jsonl      one line for each round
 tensorboard/       the same as TensorBoard events
@@ -121,7 +121,7 @@ class RunFiles:
 
     @property
     def noise(self) -> Path:
-        """The key of the run's correlated noise."""
+        """The key of the noise that a trusted coordinator adds."""
         return self.path / "noise.json"
 
     @property

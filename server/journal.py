@@ -22,7 +22,7 @@ DIVIDED = "divided"
 CREATED = "created"
 """The run has its identity."""
 NOISE = "noise"
-"""The key of the run's correlated noise is on disk."""
+"""The key of the noise that a trusted coordinator adds is on disk."""
 BEGUN = "begun"
 """Suffix of a purpose: an attempt at a sum is about to ask these sites, with these local steps; so many are needed. It
 is under way until it has failed or the round is done."""

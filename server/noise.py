@@ -1,11 +1,15 @@
-"""The correlated noise of a run, as it survives a crash: its key and its matrix, on disk before the first round.
+"""The noise of a trusted coordinator, as it survives a crash: one key, on disk before the first round.
 
-The noise of a round is a function of both (`privacy/correlated.py`). So a sum that is opened again after a crash gets
-the same noise, and nothing has to be written for a round. The journal has the file's hash: where the file is missing or
-changed, the run ends, because new noise would not cancel the old, and the same models could be released twice.
+All noise of the run is a function of it. So a sum that is opened again, after a crash or from a copy of the run folder,
+gets the same noise, and nothing has to be written for a round. The journal has the file's hash: where the file is
+missing or changed, the run ends, because the same sum could be released twice with different noise.
 
-The noise of a round is in one released sum only: a round's checkpoint, once it is in place, is the result of that round
-(`checkpoint.py`), and until then nothing of the sum has left the process.
+Independent noise depends on the opened sum too (`of_sum`): a copy of the folder may open another sum of the same round,
+with other survivors, and the difference of two sums with the same noise has none.
+
+Correlated noise (`privacy/correlated.py`) is a function of key, matrix and round alone, so the matrix is kept with the
+key, and the noise of a round is in one released sum only: sites answer for one list of survivors under the secure sum,
+which it needs, and a round's checkpoint, once it is in place, is the result of that round (`checkpoint.py`).
 
 The file is removed when the run is finished: with it, the noise could be subtracted. Refused: the buffers as state,
 some models' size for each round, which a crash could leave a round before or behind the release.
@@ -16,11 +20,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cloister.aggregation.rotation import Floats
 from cloister.privacy.correlated import Blt
 from cloister.privacy.noise import NoiseStream
+from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.storage import write_file
 from cloister.server import journal as steps
@@ -35,7 +41,7 @@ def kept_noise(
     Args:
         path: The file; readable by its owner only.
         journal: The run's journal.
-        blt: The matrix of a run that begins.
+        blt: The matrix of a run that begins; without correlation `Blt()`.
         fresh: Returns a stream that nothing else uses.
         done: The last round that is done.
 
@@ -63,13 +69,28 @@ def kept_noise(
     if begun is None or hashlib.sha256(content).hexdigest() != begun.detail["sha256"]:
         raise RunFolderError(
             str(path),
-            expected="the key of the run's noise, which is missing or damaged; with other noise the rounds that are "
-            "left would not cancel the noise of those that are done",
+            expected="the key of the run's noise, which is missing or damaged; with another key a sum could be "
+            "released twice with different noise, and correlated rounds would not cancel",
             fix="restore it from a backup; without it the run ends with the model of its newest checkpoint",
         )
     facts = json.loads(content)
     decay, inverse = (tuple(map(float.fromhex, facts[name])) for name in ("decay", "inverse_decay"))
     return Blt(decay, inverse), NoiseStream(bytes.fromhex(facts["key"]), declared=facts["declared"])
+
+
+def of_sum(stream: NoiseStream, mean: Floats, clip: float, sites: int, names: Sequence[str]) -> NoiseStream:
+    """The stream of one opened sum; a declared one is the same for all sums, because others know it anyway.
+
+    Args:
+        stream: That of the round, or of one group of it.
+        mean: The sum as it was decoded, without noise.
+        clip: Clipping norm of the round.
+        sites: What the sum was divided by.
+        names: The sites in it.
+    """
+    if stream.declared:
+        return stream
+    return stream.child(f"{clip.hex()}/{sites}/{'/'.join(names)}/{vector_hash(mean).hex()}")
 
 
 def _write_secret(path: Path, content: bytes) -> None:

@@ -9,8 +9,8 @@
 6. Unmask: survivors reveal shares. With too few sites, here or before, the attempt ends with nothing opened, and the
    round is retried; the sites have kept their finished updates.
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
-   noise adds it here; correlated noise is a function of the run's key and the round, so that a sum that is opened again
-   after a crash gets the same.
+   noise adds it here, as a function of the run's key, the round and, unless it is correlated, the sum: a sum that is
+   opened again gets the same noise (`noise.py`).
 8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
    model and optimizer as they were (`gate.py`).
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
@@ -51,6 +51,7 @@ from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
 from cloister.server.checkpoint import Checkpoints
 from cloister.server.gate import Gate
+from cloister.server.noise import of_sum
 from cloister.server.optimizer import ServerOptimizer
 from cloister.server.phases import Phase
 from cloister.server.progress import Refusing, RoundAbandoned, RoundDone
@@ -71,7 +72,7 @@ class RoundContext:
     clip: float = 0.0
     """Clipping norm of the next round, if the unit of privacy is the site."""
     noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
-    """Returns, for a round, a stream that nothing else uses, or its row of the run's correlated noise."""
+    """Returns, for a round, a stream that no other round uses, or its row of the run's correlated noise."""
     released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None
     """Receives the mean of each sum with the noise of the round, before anything else is computed from it: the group
     (from 0), shape (d,) float32, and the sites in it."""
@@ -197,8 +198,11 @@ def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Fl
         mean, sites = total.opened.mean, total.sites
         if mechanism is not None:
             noise, sites = context.noise(number), total.opened.counters[WEIGHT]
-            if isinstance(noise, NoiseStream) and context.party.plan.aggregation.groups > 1:
-                noise = noise.child(f"group {group}")
+            if isinstance(noise, NoiseStream):
+                if context.party.plan.aggregation.groups > 1:
+                    noise = noise.child(f"group {group}")
+                if not mechanism.variance:
+                    noise = of_sum(noise, mean, context.clip, sites, total.names)
             mean, clip = mechanism.decode(mean, sites, context.clip, noise)
             clips.append(clip)
         context.released(group, mean, sites)

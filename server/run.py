@@ -16,7 +16,7 @@ from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
 from cloister.lm.model import LanguageModel, load_model, save_pretrained
-from cloister.privacy.correlated import CorrelatedNoise, CorrelatedRow
+from cloister.privacy.correlated import Blt, CorrelatedNoise, CorrelatedRow
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.terms import participation, terms_of
@@ -84,7 +84,8 @@ def run(
         roster: The sites' identities, for a plan that sums securely.
         public: What `public_model` returned.
         evaluation: Public records to evaluate on, instead of those that the plan names.
-        noise: Returns, for a round, the stream of the noise that the coordinator adds; for 0, that of correlated noise.
+        noise: Returns, for 0, a stream from which the noise that a trusted coordinator adds in all rounds is derived;
+            if that is declared, and not correlated, for a round the stream of its noise.
         dataset: In a simulation, the ledger over runs, which its sites charge.
         clock: Seconds, for durations.
         phases: Counts the seconds of the run's phases; it may have counted before this call.
@@ -172,13 +173,13 @@ def run(
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         mechanism = terms.mechanism if terms else None
         drawn: Callable[[int], NoiseStream | CorrelatedRow] = noise
-        pattern = participation(plan)
-        if pattern is not None and last < plan.run.rounds:
-            assert mechanism is not None, "a plan with a pattern has a mechanism"
-            assert mechanism.correlation is not None, "and a matrix"
-            blt, stream = kept_noise(folder.noise, journal, mechanism.correlation, lambda: noise(0), last)
-            mechanism = mechanism.correlated_by(blt, pattern)
-            drawn = CorrelatedNoise(blt, stream, model.layout.size).row
+        if mechanism is not None and not mechanism.variance and last < plan.run.rounds:
+            matrix = mechanism.correlation or Blt()
+            blt, stream = kept_noise(folder.noise, journal, matrix, lambda: noise(0), last)
+            drawn = noise if stream.declared else lambda number: stream.child(f"round-{number}")
+            if (pattern := participation(plan)) is not None:
+                mechanism = mechanism.correlated_by(blt, pattern)
+                drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
         clip = clip if mechanism else 0.0
         context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, released, scales)

@@ -48,6 +48,7 @@ from cloister.privacy.clip import rounded_l2
 from cloister.privacy.correlated import Blt, sensitivity
 from cloister.privacy.events import Event, Selection, Skellam
 from cloister.privacy.fit import Check, Noise, change, counted, problem
+from cloister.privacy.noise import NoiseStream
 from cloister.privacy.report import AuditRow
 from cloister.privacy.site_noise import SiteMechanism, noised_with
 from cloister.privacy.terms import Terms, participation
@@ -348,7 +349,13 @@ class SiteGame:
 
     def _changes(self, honest: int, law: Law, noises: Noises) -> tuple[Check, ...]:
         """How far the records of one site change what one round releases, with all noise the same."""
-        plan, same = self._played(1), functools.cache(noises)
+        plan = self._played(1)
+
+        @functools.cache
+        def same(who: str, number: int) -> NoiseStream:
+            # Declared, because a coordinator's secret noise is different for another sum.
+            return NoiseStream(noises(who, number).key, declared=True)
+
         cohorts = _cohorts(plan)
         noised = {(name, 1) for cohort in cohorts for name in cohort[:honest]}
         signs = np.random.Generator(np.random.Philox(plan.run.seed)).choice(

@@ -27,6 +27,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
@@ -37,7 +38,7 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.selection import draw as draw_number
 from cloister.privacy.selection import quantile
 from cloister.privacy.terms import Terms
-from cloister.protocol.errors import BudgetError, EngineError, PlanError, RunFolderError
+from cloister.protocol.errors import BudgetError, CloisterError, EngineError, PlanError, RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import lock, write_bytes
@@ -363,7 +364,7 @@ class _Open:
 
 
 def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None:
-    """Steps 1 to 4 of the module's description."""
+    """Steps 1 to 4 of the module's description; an error after step 2 is told in the log under `sealed/` alone."""
     drawn_file = folder.sealed / "drawn.json"
     terms, dataset = searches.terms(folder.plan), DatasetLedger.of(folder.plan)
     if not drawn_file.exists():
@@ -381,16 +382,22 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
         dataset.check_paid("", 0)
     folder.keep_drawn()
     drawn: list[dict[str, Value]] = json.loads(drawn_file.read_bytes())
-    source = _Sealed(folder, drawn, terms)
-    _run(folder, engine, source, folder.sealed / "trials.log")
-    if dataset is not None:
-        set_date(dataset.path)  # otherwise it is of the time of the charge, when the search began
-    best = source.best()
-    if best is None:
-        _write_untrained(folder, observe)
-        return
-    publish(RunFiles(folder.trial(best)), drawn[best], folder.sealed / "best")
-    os.rename(folder.sealed / "best", folder.best)
+    source, log = _Sealed(folder, drawn, terms), folder.sealed / "trials.log"
+    try:
+        _run(folder, engine, source, log)
+        if dataset is not None:
+            set_date(dataset.path)  # otherwise it is of the time of the charge, when the search began
+        best = source.best()
+        if best is None:
+            _write_untrained(folder, observe)
+            return
+        publish(RunFiles(folder.trial(best)), drawn[best], folder.sealed / "best")
+        os.rename(folder.sealed / "best", folder.best)
+    except (CloisterError, OSError) as error:
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(f"{error}\n")
+        # Its text may have the number or the path of a trial, and so a number that the search has reached.
+        raise EngineError("search", expected="trials that end without an error", fix=f"see {log}") from None
 
 
 def _draw(folder: SearchFolder) -> list[dict[str, Value]]:

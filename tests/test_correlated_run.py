@@ -32,7 +32,7 @@ from cloister.privacy.report import verdict
 from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw_of
-from cloister.protocol.errors import PlanError, PolicyError, RunFolderError
+from cloister.protocol.errors import PlanError, PolicyError, RunFolderError, StaleError
 from cloister.protocol.messages import TRAIN, Inbox
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json as plan_from_json
@@ -334,6 +334,8 @@ def test_a_site_takes_part_only_as_often_and_as_far_apart_as_was_paid_for(
     asked(3)
     asked(3)  # a retry
     with pytest.raises(PolicyError, match="round 5 or later"):
+        asked(4)
+    with pytest.raises(StaleError):
         asked(1)
     asked(5)
     assert [entry.charge.round for entry in federation.entries()] == [1, 3, 5]

@@ -248,6 +248,25 @@ def test_a_site_that_lost_its_update_is_charged_again_for_new_noise(
         assert np.count_nonzero(first != second) > first.size / 2
 
 
+@pytest.mark.parametrize("settings", [RECORD, CENTRAL], ids=["record", "central"])
+def test_a_site_trains_no_round_below_one_that_it_was_charged_for(
+    federate: Federate, settings: list[str]
+) -> None:
+    """In clear a coordinator could go to another round and back, and get a second training of the same round."""
+    federation = federate(settings)
+    site = federation.joined()
+    first = whole(site.answer(federation.request(number=1)))
+    site.answer(federation.request(number=3))  # its update takes the place of the first one
+    for number in (1, 2):
+        for served in (site, federation.site(resident=Resident())):
+            with pytest.raises(StaleError) as refused:
+                served.answer(federation.request(number=number, tries=2))
+            assert (refused.value.field, refused.value.value) == ("round", number)
+    assert [entry.charge.round for entry in federation.entries()] == [1, 3]
+    assert not np.array_equal(whole(site.answer(federation.request(number=3))), first)
+    assert len(federation.entries()) == 2
+
+
 @pytest.mark.parametrize("change", ["clip", "model"])
 def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     federate: Federate, change: str

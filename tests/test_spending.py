@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cloister.aggregation.average import SumLayout
 from cloister.clients import spending as clients_spending
+from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters
 from cloister.privacy.accounting import composed
 from cloister.privacy.ledger import Entry, Ledger
+from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import StorageError
@@ -23,6 +27,7 @@ from cloister.protocol.messages import TRAIN, Contribute, Request
 from cloister.protocol.plan import Plan
 from cloister.server.folder import RunFolder
 from cloister.server.history import identity
+from cloister.server.optimizer import ServerOptimizer
 from cloister.server.outcome import Outcome
 from cloister.server.progress import BudgetSpent, Event, Refusing, RoundDone, RoundStarted, SiteAnswered
 from cloister.server.run import run
@@ -364,6 +369,57 @@ def test_a_resumed_run_charges_no_round_twice(
     assert case.charged() == rounds(1, 2)
     assert outcome.epsilon == case.terms.epsilon(2)
     assert case.charges_at_sites() == [2, 2, 2, 2]
+
+
+# Noise of a trusted coordinator: one for a sum.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("aggregation.secure=true",), ("privacy.adaptive={count_noise=2.0}",)],
+    ids=["clear", "masked", "adaptive"],
+)
+def test_a_sum_that_is_opened_again_from_a_copy_of_the_folder_gets_the_same_noise(
+    begin: Begin, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = begin(CENTRAL, "run.rounds=1", *changes)
+    noises: list[Vector] = []
+    norms: list[float] = []
+    decode = SiteMechanism.decode
+
+    def decoded(self: SiteMechanism, mean: Vector, sites: int, *rest: Any) -> tuple[Vector, float]:
+        exact = mean[: self.dimension].copy()
+        update, norm = decode(self, mean, sites, *rest)
+        noises.append((update / np.float32(case.plan.privacy.clip) - exact) * sites)
+        norms.append(norm)
+        return update, norm
+
+    monkeypatch.setattr(SiteMechanism, "decode", decoded)
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerOptimizer, "step", never)
+        with pytest.raises(KeyboardInterrupt):
+            case.go()
+    assert (case.out / "noise.json").stat().st_mode & 0o777 == 0o600
+    copies = [case.out.with_name(name) for name in ("first", "second", "third")]
+    for copy in copies:
+        shutil.copytree(case.out, copy)
+    models = []
+    for copy in copies[:2]:
+        case.out = copy
+        models.append(case.go().params_sha256)
+    assert models[0] == models[1]
+    assert len(noises) == 3
+    assert all(np.array_equal(noise, noises[0]) for noise in noises)
+    assert len(set(norms)) == 1
+    assert case.charges_at_sites() == [1, 1, 1, 1]
+    if case.plan.aggregation.secure:
+        return
+    # In clear another site may be missing: the sum is another one, and its noise is independent.
+    case.out = copies[2]
+    case.channel.down = lambda site, _step, request: isinstance(request, Contribute) and site == NAMES[0]
+    assert case.go().params_sha256 != models[0]
+    assert abs(np.corrcoef(noises[3], noises[0])[0, 1]) < 0.1
+    assert np.std(noises[3]) == pytest.approx(np.std(noises[0]), rel=0.1)
 
 
 # kill -9 of real processes.

@@ -8,6 +8,7 @@ import random
 import shutil
 import sqlite3
 import stat
+import traceback
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from cloister.cli.main import main
 from cloister.lm.layout import params_sha256
 from cloister.lm.model import load_model
 from cloister.privacy.accounting import spent
@@ -24,7 +26,7 @@ from cloister.privacy.events import Gaussian, SampledGaussian, Selection, from_j
 from cloister.privacy.figures import at_most
 from cloister.privacy.ledger import Charge, Ledger, read_history
 from cloister.privacy.report import verdict
-from cloister.protocol.errors import LedgerError, RunFolderError
+from cloister.protocol.errors import EngineError, LedgerError, RunFolderError
 from cloister.protocol.soundness import load
 from cloister.protocol.storage import lock
 from cloister.server.folder import RunFiles, read_plan
@@ -231,6 +233,8 @@ def test_a_trial_that_fails_does_not_end_the_search(
 
 # Under a privacy unit.
 
+SILENT = "cloister: search: expected trials that end without an error; see {out}/sealed/trials.log"
+"""All that an error of a private search says."""
 SETTINGS = [{"local.learning_rate": 1e-9}, {"local.learning_rate": 0.05}]
 """What is drawn in the tests: two trials."""
 
@@ -273,8 +277,6 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
 
     text = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(text):
-        from cloister.cli.main import main
-
         patched.setattr(tuning._Sealed, "best", compared)
         patched.setattr(tuning, "_draw", redrawn)
         assert main(["tune", "--again", str(out), "--workers", "1"]) == 0
@@ -438,12 +440,56 @@ def test_a_private_search_stops_where_sites_fail_and_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(Processes, "start", without_ledger)
         search = write_search(tmp_path, f"{LAW}{RANGE}")
-        refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--workers", "1")
+        line = refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--workers", "1")
+    assert line == SILENT.format(out=out)
+    assert str(ledger) in (out / "sealed" / "trials.log").read_text()
     assert not list((out / "sealed").glob("*/failed.json"))
     (tmp_path / "away").rename(ledger)
     answer = found(capsys, "tune", "--again", str(out), "--workers", "1")
     assert answer["settings"] == SETTINGS[1]
     assert len(read_history(ledger).entries) == 1
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_an_error_of_a_private_search_does_not_say_which_trial_it_is_of(
+    private: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reached: int,
+) -> None:
+    """Its number, also in a path, is one that the secret number of trials exceeds."""
+    out, search = tmp_path / "out", write_search(tmp_path, f"{LAW}{RANGE}")
+    monkeypatch.setattr(tuning, "_draw", lambda _folder: SETTINGS)
+    monkeypatch.setattr(tuning._Sealed, "_over", lambda _self, number: number < reached)
+    again = ("tune", "--again", str(out), "--workers", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, "_work", dead)
+        line = refusal(capsys, "tune", str(private), str(search), "--out", str(out))
+    assert line == SILENT.format(out=out)
+    assert f"trial {reached}: expected a process" in (out / "sealed" / "trials.log").read_text()
+    with monkeypatch.context() as patched:  # a site that trains each trial's rounds again
+        patched.setattr(tuning, "_AGAIN", 0)
+        patched.setattr(tuning, "beyond_a_trial", lambda *_: "site-000 was charged 3 times")
+        assert refusal(capsys, *again) == line
+    (out / "sealed" / f"{reached:04d}" / "plan.json").write_text("damaged")
+    assert refusal(capsys, *again) == line
+    with pytest.raises(EngineError) as told:
+        main(["--traceback", *again])
+    assert "sealed/0" not in "".join(traceback.format_exception(told.value))
+
+
+def test_a_copy_of_a_private_search_does_not_draw_again(
+    searched: tuple[Path, str, dict[int, float | None]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was made before the first draw; the ledger over runs has the charge."""
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(searched[0] / "search.json", out)
+    line = refusal(capsys, "tune", "--again", str(out))
+    assert "expected no charge of this search: a copy of its folder has drawn trials" in line
+    assert not (out / "sealed").exists()
+    assert len(read_history(searched[0].parent / "over.sqlite").entries) == 1
 
 
 def test_a_failed_trial_is_not_the_best_whatever_its_loss(
