@@ -98,7 +98,6 @@ class Site:
         config: The site's configuration.
         resident: The state that the process has in memory for its sites.
         noise: Source of the site's noise; a repeatable simulation passes another.
-        rounding: In a simulation, the key of its rounding; by default a secret in the state folder.
         bases: Folder of base models; by default the state folder.
         dataset: In a simulation, the ledger over runs that all sites charge.
         sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
@@ -114,7 +113,6 @@ class Site:
         resident: Resident,
         *,
         noise: Noise = lambda _round: NoiseStream.fresh(),
-        rounding: bytes | None = None,
         bases: Path | None = None,
         dataset: DatasetLedger | None = None,
         sequences: Callable[[], Prepared | None] = lambda: None,
@@ -127,7 +125,6 @@ class Site:
         self.name = config.name
         self._resident = resident
         self._noise = noise
-        self._rounding = rounding
         self._made_before = sequences
         self._agreements = agreements
         self._scale = scale
@@ -457,7 +454,7 @@ class Site:
                 head = f"head of the ledger {paid.hash.hex()}"
                 self._audit_log.record(self._fact("charge", told.sum, head, tries))
             noise = self._noise(round_number)
-        rounding = self._seed(plan, "rounding", round_number, self._rounding or self._kept.rounding_key())
+        rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key())
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.kept import base_path, save_vector
+from cloister.clients.kept import ROUNDING_KEY, base_path, save_vector
 from cloister.clients.places import mesh_for
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -41,7 +41,7 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import EngineError, ModelError, PlanError, one_line
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
-from cloister.protocol.storage import sync_to_disk, write_file, write_folder
+from cloister.protocol.storage import sync_to_disk, write_file, write_folder, write_new
 from cloister.server.app import GridChannel, server_app
 from cloister.server.folder import RunFolder, SitesFolder
 from cloister.server.history import reached, run_history
@@ -277,9 +277,10 @@ def noise_of(plan: Plan, who: str, round_number: int) -> NoiseStream:
     return NoiseStream.from_declared_seed(seed).child(f"{who}/{round_number}")
 
 
-def rounding_key_of(plan: Plan, site: str) -> bytes:
-    """The key of a simulated site's rounding: a function of the plan, so that a simulation can be repeated."""
-    return hashlib.sha256(f"rounding key/{plan.run.seed}/{site}".encode()).digest()
+def declare_rounding(plan: Plan, site: str, state: Path) -> None:
+    """Give a simulated site a key of its rounding that follows from the plan, so that a simulation can be repeated."""
+    key = hashlib.sha256(f"rounding key/{plan.run.seed}/{site}".encode()).digest()
+    write_new(state / ROUNDING_KEY, key, durable=False)
 
 
 def _share_base(sites: Path, base: Vector) -> None:
@@ -313,7 +314,6 @@ def open_site(
         config,
         resident,
         noise=noise,
-        rounding=rounding_key_of(plan, config.name),
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
@@ -380,6 +380,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
             "roster_hash": roster.hash.hex(),
             "plan": plan.digest(),
         }
+        declare_rounding(plan, name, names.state(name))
         toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
         names.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")

@@ -16,19 +16,18 @@ from functools import partial
 from pathlib import Path
 
 from cloister.clients.enrolment import consider, install, make_request
-from cloister.clients.kept import ROUNDING_KEY
 from cloister.protocol.address import free_port
 from cloister.protocol.child import Child
 from cloister.protocol.errors import EngineError
 from cloister.protocol.plan import Plan
-from cloister.protocol.storage import write_folder, write_new
+from cloister.protocol.storage import write_folder
 from cloister.server.control import command
 from cloister.server.deployment import Deployment, check_transport, refusal_in
 from cloister.server.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.progress import Observer, Preparing
 from cloister.server.registry import Registry, Terms
 from cloister.simulations import fork_server
-from cloister.simulations.federation import hardware_of, lay_out_records, rounding_key_of
+from cloister.simulations.federation import declare_rounding, hardware_of, lay_out_records
 from cloister.simulations.partition import site_name
 
 _START_S = 120.0
@@ -72,8 +71,7 @@ def _fill(plan: Plan, federation: Path, folder: Path) -> None:
         toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
         toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
         sites.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
-        key = sites.site(name) / "state" / ROUNDING_KEY
-        write_new(key, rounding_key_of(plan, name), durable=False)
+        declare_rounding(plan, name, sites.state(name))
         requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
     terms = Terms(
         name="rehearsal",

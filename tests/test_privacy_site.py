@@ -61,6 +61,7 @@ from cloister.protocol.refusal import sign_refusal, verify_refusal
 from cloister.protocol.roster import load_identity, new_identity
 from cloister.protocol.wire import encode
 from cloister.server.channel import Failure
+from cloister.simulations.federation import declare_rounding
 from cloister.tests.federation import (
     CENTRAL,
     CHALLENGE,
@@ -186,6 +187,7 @@ def test_a_contribution_is_a_function_of_the_noised_sums_and_of_what_is_public(
 
         monkeypatch.setattr(ClippedSum, "release", noised)
         state, ledger = tmp_path / f"state of {name}", tmp_path / f"{name}.sqlite"
+        declare_rounding(federation.plan, federation.names[0], state)
         site = federation.joined(data=str(data), state=str(state), ledger=str(ledger))
         replies = [site.contribute(federation.request(number=number)) for number in (1, 2)]
         left.append([b"".join(map(bytes, encode(reply))) for reply in replies])
