@@ -2,8 +2,9 @@
 
 The protocol (`aggregation/secure_sum.py`) is a state machine, and each message of a site may be handled by another
 process. So an attempt is kept in the site's own state folder (`attempt_files.py`) as the secret seed of its random
-choices and the messages received so far, and is rebuilt by handling them again; a process that has it in memory
-continues from there. The secrets are wiped when shares are revealed, or when the next attempt begins.
+choices, the history that it advertises and the messages received so far, and is rebuilt by handling them again; a
+process that has it in memory continues from there. The secrets are wiped when shares are revealed, or when the next
+attempt begins.
 
 What a site has answered is on disk, synced, before the answer leaves, at every step; the mark that shares are revealed
 is, before they are. So a message that arrives again, also at another process and after a crash, gets the same answer
@@ -94,7 +95,7 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
-        history: Of what the site carries into the round (`carried.py`).
+        history: That of what the site carries into the round now (`carried.py`).
         agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
     """
@@ -105,7 +106,7 @@ class Attempts:
         contract: Contract,
         member: Member,
         live: Live,
-        history: bytes = NOTHING_CARRIED,
+        history: Callable[[], bytes] = lambda: NOTHING_CARRIED,
         agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -153,7 +154,7 @@ class Attempts:
         inbox: Inbox,
         round_number: int,
         instructions: bytes,
-        make: Callable[[], list[Piece]],
+        make: Callable[[bytes], list[Piece]],
         mask: Mask,
         *,
         fresh: bool = False,
@@ -164,7 +165,8 @@ class Attempts:
             inbox: The step's message.
             round_number: The round that the vector is for.
             instructions: Digest of those that the vector is made by, as the site computed it.
-            make: Makes the vector in pieces that tile it; called after the message was checked.
+            make: Makes the vector in pieces that tile it, given the history that the site has advertised; called after
+                the message was checked.
             mask: Masks those pieces with the seeds of the site's side of the attempt.
             fresh: Whether they let no site use what it carries.
 
@@ -176,12 +178,13 @@ class Attempts:
         """
         with self._turn() as files:
             state = self._state(files)
-            site = self._rebuild(state, self._current(state, round_number))
+            kept = self._current(state, round_number)
+            site = self._rebuild(state, kept)
             # Before a vector is made: making one may be a release.
             site.check_told(instructions, fresh=fresh)
             site.receive(inbox)
             self._remember(state, None)  # a site whose masking failed is built again
-        pieces = make()  # which may take long
+        pieces = make(kept.history)  # which may take long
         with self._turn() as files:
             if self._state(files) != state:
                 raise StepError(
@@ -210,7 +213,7 @@ class Attempts:
         now = (begin.round, begin.attempt)
         logged = (int(Step.ADVERTISE), to_bytes(begin))
         if kept is None or kept.now != now or kept.log != (logged,):
-            kept = Kept(state.marks.joined, now, self._random(keys.KEY))
+            kept = Kept(state.marks.joined, now, self._random(keys.KEY), history=self._history())
         _check_round(kept, round_number)
         site = self._rebuild(state, kept)
         answer = _handle(site, begin)
@@ -235,7 +238,6 @@ class Attempts:
             and known.state.kept == kept
             and known.site.contract == self._contract
             and known.site.minimum == self._member.minimum
-            and known.site.history == self._history
         ):
             return known.site
         site = SecureSite(
@@ -247,7 +249,7 @@ class Attempts:
             answered=_unprepared,
             earlier=state.marks.answered,
             newest=kept.newest,
-            history=self._history,
+            history=kept.history,
             agreements=self._agreements,
         )
         for step, body in kept.log:

@@ -10,10 +10,10 @@ has another length, the site does not know what it has answered, and refuses eve
 files are an earlier copy is not noticed. They are created once, durably, before the site pins its run (`create`), and
 never again.
 
-`attempt` holds the secret seed of the current attempt and the messages received so far, in frames: a length, a CRC-32
-and the content. Each is appended and synced before a message that depends on it leaves the site. A damaged frame, the
-last one included, ends the attempt: the site refuses the rest of it and can join the next. When the site has revealed
-its shares, the file is overwritten with zeros, synced and emptied.
+`attempt` holds the secret seed of the current attempt, the history that the site advertises in it and the messages
+received so far, in frames: a length, a CRC-32 and the content. Each is appended and synced before a message that
+depends on it leaves the site. A damaged frame, the last one included, ends the attempt: the site refuses the rest of it
+and can join the next. When the site has revealed its shares, the file is overwritten with zeros, synced and emptied.
 
 `revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request and the
 mark. It is synced before the answer leaves and the attempt is wiped, so that the answer can be sent again if it was
@@ -40,6 +40,7 @@ from typing import Self
 from cloister.aggregation.secure_sum import Answered
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError, StorageError
+from cloister.protocol.messages import NOTHING_CARRIED
 from cloister.protocol.storage import sync, sync_folders, write_new
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
@@ -70,6 +71,8 @@ class Kept:
     """Round and attempt of this one."""
     seed: bytes = field(repr=False)
     log: tuple[Logged, ...] = field(default=(), repr=False)
+    history: bytes = NOTHING_CARRIED
+    """Of what the site carried when it joined this one (`carried.py`)."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class AttemptFiles:
 
         The mark is written last: without it the attempt is not joined, and its first message joins it again.
         """
-        header = (*kept.newest, *kept.now, kept.seed)
+        header = (*kept.newest, *kept.now, kept.seed, kept.history)
         end = self._append(0, (header, *kept.log))
         return State(self._mark(replace(state.marks, joined=kept.now)), kept, end)
 
@@ -231,8 +234,8 @@ class AttemptFiles:
     def _read_attempt(self, end: int) -> Kept | None:
         """The attempt, marked or not; None if there is none, or it is damaged."""
         match _frames(os.pread(self._attempt, end, 0)):
-            case [(int(a), int(b), int(c), int(d), bytes(seed)), *steps]:
-                return Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps))
+            case [(int(a), int(b), int(c), int(d), bytes(seed), bytes(history)), *steps]:
+                return Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps), history)
         return None
 
     def _read_revealed(self) -> bytes:

@@ -10,9 +10,10 @@ left. So the state has a history, which the site advertises:
 A sum is over sites of one history, or its instructions are `fresh`, and then no site uses what it carries
 (`secure_site.py`, check 4e). What is carried after a fresh round depends on that round alone.
 
-Each round that made an update has a folder `carried/<round>` with what the update left, and `history.json`, which names
-run and plan: state of another run is not used. It is made whole with the update, and the one before is kept: an update
-that is made again after a crash starts from the same state, because only earlier rounds are looked at.
+Each round that made an update has a folder `carried/<round>` with what the update left, and `history.json`, which has
+run, plan and the hash of each other file: a site whose newest state is damaged, or of another run, carries nothing. The
+folder is made whole with the update, and the one before is kept: an update that is made again after a crash starts from
+the same state, because only earlier rounds are looked at.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from cloister.lm.moments import Carry
-from cloister.protocol.digest import instructions_digest
+from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.encoding import pack
+from cloister.protocol.errors import StepError
 from cloister.protocol.messages import NOTHING_CARRIED, Instructions
 from cloister.protocol.storage import write_folder
 
@@ -40,8 +44,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _State:
-    folder: Path
-    history: bytes
+    folder: Path | None = None
+    history: bytes = NOTHING_CARRIED
+
+
+_NOTHING = _State()
 
 
 class Carried:
@@ -59,57 +66,63 @@ class Carried:
 
     def history(self, round_number: int) -> bytes:
         """The history of what the site carries into a round."""
-        newest = self._newest(round_number)
-        return newest.history if newest else NOTHING_CARRIED
+        return self._newest(round_number).history
 
-    def make(self, told: Instructions, make: Callable[[Carry], T], *, durable: bool) -> T:
+    def make(self, told: Instructions, history: bytes, make: Callable[[Carry], T], *, durable: bool) -> T:
         """Let `make` make the update of a round, and keep what it leaves; remove all but this and what it began with.
 
         Args:
             told: The instructions of the round.
+            history: What the update must begin with, unless they are fresh.
             make: Makes the update.
             durable: Sync what is kept before this returns.
 
         Raises:
+            StepError: what the site carries has another history; nothing was made.
             StorageError: the disk refuses the access.
         """
-        round_number = told.sum.round
-        newest = self._newest(round_number)
-        before = None if told.fresh else newest
-        history = extended(before.history if before else NOTHING_CARRIED, told)
-        path, made = self._path(round_number), []
+        newest = self._newest(told.sum.round)
+        # An update of an earlier round may have ended since the other sites were told what this one carries.
+        if not told.fresh and newest.history != history:
+            raise StepError(
+                "carried state", expected="the state that this site has advertised in the attempt"
+            )
+        before = _NOTHING if told.fresh else newest
+        path, made = self._path(told.sum.round), []
 
         def fill(after: Path) -> None:
             after.chmod(0o700)
-            made.append(make(Carry(before.folder if before else None, after)))
-            (after / _HISTORY).write_text(json.dumps(self._of | {"history": history.hex()}))
+            made.append(make(Carry(before.folder, after)))
+            files = {file.name: _hash(file) for file in after.iterdir()}
+            left = {"history": extended(before.history, told).hex(), "files": files}
+            (after / _HISTORY).write_text(json.dumps(self._of | left))
 
         write_folder(path, fill, durable=durable)
-        needed = {path, newest.folder if newest else path}
-        for old in set(self._folder.iterdir()) - needed:
+        for old in set(self._folder.iterdir()) - {path, newest.folder}:
             shutil.rmtree(old, ignore_errors=True)
         return made[0]
 
-    def _newest(self, before: int) -> _State | None:
-        """The newest state of the run that is of an earlier round."""
-        folders = [path for path in self._folder.glob("?????*") if path.name.isdigit()]
-        for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
-            if int(path.name) < before and (history := self._read(path)) is not None:
-                return _State(path, history)
-        return None
-
-    def _read(self, folder: Path) -> bytes | None:
+    def _newest(self, before: int) -> _State:
+        """What the newest update of an earlier round has left, if it was of this run and nothing of it is damaged."""
+        rounds = [int(path.name) for path in self._folder.glob("?????*") if path.name.isdigit()]
+        newest = max((number for number in rounds if number < before), default=None)
+        if newest is None:
+            return _NOTHING
+        folder = self._path(newest)
         try:
             read = json.loads((folder / _HISTORY).read_bytes())
             if not self._of.items() <= read.items():
-                return None
+                return _NOTHING
             history = bytes.fromhex(read["history"])
             if len(history) != len(NOTHING_CARRIED):
                 raise ValueError(f"a history of {len(history)} bytes")
-            return history
+            for name, digest in read["files"].items():
+                if _hash(folder / name) != digest:
+                    raise ValueError(f"{name} has changed")
+            return _State(folder, history)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("what the site carried is lost: %s cannot be read (%s)", folder, error)
-            return None
+            _log.warning("what the site carried is lost: %s is damaged (%s)", folder, error)
+            return _NOTHING
 
     def _path(self, round_number: int) -> Path:
         return self._folder / f"{round_number:05d}"
@@ -118,3 +131,7 @@ class Carried:
 def extended(history: bytes, told: Instructions) -> bytes:
     """The history of what is left by an update that began with `history`, and was computed by `told`."""
     return hashlib.sha256(pack("cloister/carried/1", history, instructions_digest(told))).digest()
+
+
+def _hash(file: Path) -> str:
+    return vector_hash(np.memmap(file, np.uint8, "r")).hex()

@@ -9,7 +9,6 @@ mostly less than a step of each value.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from cloister.lm.moments import Carry
 from cloister.protocol.blocks import Span
 from cloister.protocol.storage import allocate, disk_refusal
 
-_log = logging.getLogger(__name__)
 _NAME = "remainder"
 _FLOAT = np.dtype("<f4")
 
@@ -85,11 +83,7 @@ def remainders(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -
     """
     after = carry.after / _NAME
     _allocate(after, bounds, code)
-    before = carry.before / _NAME if carry.before else None
-    if before is not None and not (before.exists() and before.stat().st_size == _bytes(code)):
-        _log.warning("what an earlier update left out is lost: %s is missing or damaged", before)
-        before = None
-    return Remainders(bounds, before, after)
+    return Remainders(bounds, carry.before / _NAME if carry.before else None, after)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import instructions_digest
-from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StepError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     NOTHING_CARRIED,
@@ -198,8 +198,7 @@ class Site:
         if isinstance(request.told, Begin):
             demands.check_policy(loaded.plan, request.sum.run, loaded.terms)
             demands.check_round(loaded.plan, request.sum.purpose, request.told.round)
-        attempts = self._attempts(loaded, request.sum, self._history(loaded.plan, request.sum))
-        return attempts.agree(request.told, request.sum.round)
+        return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
     def contribute(self, request: Contribute) -> Contribution:
         """The site's part of a sum, masked if the plan sums securely. No other function returns an update.
@@ -217,9 +216,8 @@ class Site:
         _check_clip(told.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
         bounds = _checked_scales(loaded, told)
         own, seconds = demands.own_steps(plan, told), 0.0
-        history = self._history(plan, told.sum)
 
-        def make() -> list[Piece]:
+        def make(history: bytes) -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
                 made = self._made(loaded, told, request.model, own, bounds, history, request.tries)
@@ -238,12 +236,11 @@ class Site:
                 raise UpdateError(
                     "inbox", "missing", expected="the shares of the other sites, under the secure sum"
                 )
-            attempts = self._attempts(loaded, told.sum, history)
-            statement, sent = attempts.mask(
+            statement, sent = self._attempts(loaded, told.sum).mask(
                 request.inbox, told.sum.round, digest, make, mask, fresh=told.fresh
             )
         else:
-            pieces = make()
+            pieces = make(self._history(plan, told.sum))
             sent = Written(manifest_of(pieces), pieces)
         spans = tuple(vector for _, vector in sent.pieces if vector.size)
         if plan.local.balance != "dynamic":
@@ -290,7 +287,7 @@ class Site:
         read, path = base or partial(self._kept.base, base_hash), self._kept.base_path(base_hash)
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
-    def _attempts(self, loaded: Loaded, sum_id: SumId, history: bytes) -> Attempts:
+    def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
         model = layout.digest() + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
@@ -299,6 +296,7 @@ class Site:
         contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(plan.quorum(draw.sizes[group]))
+        history = partial(self._history, plan, sum_id)
         return Attempts(folder, contract, member, loaded.live, history, self._agreements)
 
     def _history(self, plan: Plan, sum_id: SumId) -> bytes:
@@ -416,11 +414,6 @@ class Site:
             if loaded.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
             return kept
-        # An update of an earlier round may have ended since the other sites were told what this one carries.
-        if not told.fresh and self._history(plan, told.sum) != history:
-            raise StepError(
-                "carried state", expected="the state that this site has advertised in the attempt"
-            )
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
@@ -428,7 +421,7 @@ class Site:
             update = partial(self._update, loaded, told, weights, own, path, bounds, tries)
             if not plan.carries:
                 return update(None)
-            return self._carried(plan, told.sum.run).make(told, update, durable=durable)
+            return self._carried(plan, told.sum.run).make(told, history, update, durable=durable)
 
         durable = loaded.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)

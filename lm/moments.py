@@ -6,12 +6,11 @@ read by every rank that has it.
 
 The file is float32: the number of steps of each parameter, in the order of the layout; then AdamW's first moment or
 Muon's momentum, and AdamW's second moment, each as a vector of the layout, with zeros where an optimizer has none. It
-is part of what a site carries (`clients/carried.py`): so it belongs to one run and plan, and is whole or not there.
+is part of what a site carries (`clients/carried.py`): so it is of one run and plan, and as it was written.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +21,8 @@ import torch
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.optimizer import LocalOptimizer
 from cloister.lm.weights import Weights
-from cloister.protocol.errors import StorageError
 from cloister.protocol.storage import allocate, disk_refusal
 
-_log = logging.getLogger(__name__)
 _FLOAT = np.dtype("<f4")
 _NAME = "moments"
 _MOMENTS = 2
@@ -62,15 +59,18 @@ class Moments:
             optimizer: The round's optimizer, before its first step.
 
         Raises:
-            StorageError: the moments cannot be read, or are those of another model.
+            StorageError: the moments cannot be read.
         """
         if self._carry.before is None:
             return
         path = self._carry.before / _NAME
-        if not path.exists():
-            _log.warning("no moments in %s: they begin at zero", path.parent)
+        if not path.exists():  # unit `site`: an update that was not finite, or of no records, has left none
             return
-        for part, tensor, _ in self._parts(self._read(path), optimizer):
+        try:
+            stored: Vector = np.memmap(path, _FLOAT, "c")
+        except OSError as error:
+            raise disk_refusal(path, error) from error
+        for part, tensor, _ in self._parts(stored, optimizer):
             tensor.copy_(torch.from_numpy(part))
 
     def store(self, optimizer: LocalOptimizer) -> None:
@@ -96,16 +96,6 @@ class Moments:
             raise disk_refusal(path, error) from error
         weights.least(0)  # it is whole
 
-    def _read(self, path: Path) -> Vector:
-        """The numbers of a state, mapped from its file; a change does not reach it."""
-        try:
-            stored: Vector = np.memmap(path, _FLOAT, "c")
-        except (OSError, ValueError) as error:
-            raise StorageError(str(path), expected=f"optimizer moments ({error})", fix=_FIX) from error
-        if stored.size != self._size:
-            raise StorageError(str(path), f"{stored.size} numbers", expected=f"{self._size}", fix=_FIX)
-        return stored
-
     @property
     def _size(self) -> int:
         """Numbers of a state."""
@@ -128,6 +118,3 @@ class Moments:
                 rows = stored[begin + held.rows.start * held.width : begin + held.rows.stop * held.width]
                 part = rows.reshape(-1, held.width)[:, held.columns.start : held.columns.stop]
                 yield part, moment.view(held.rows.size, held.columns.size), held.first
-
-
-_FIX = "remove the file to continue from zero moments"

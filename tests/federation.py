@@ -405,7 +405,7 @@ class VectorSite:
                         request.inbox,
                         request.sum.round,
                         digest,
-                        lambda: [(0, self._vector())],
+                        lambda _history: [(0, self._vector())],
                         masking(digest),
                         fresh=request.told.fresh,
                     )

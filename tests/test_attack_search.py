@@ -360,7 +360,7 @@ def values(*symbols: Symbol, rounds: int = 2, **rules: Any) -> Found:
 
 @pytest.mark.parametrize(
     ("symbols", "rounds", "states", "sums"),
-    [((CARRIED, FRESH, OTHERWISE), 2, 20, 140), ((CARRIED, FRESH), 3, 60, 340)],
+    [((CARRIED, FRESH, OTHERWISE), 2, 85, 430), ((CARRIED, FRESH), 3, 480, 2000)],
     ids=["two rounds", "three rounds"],
 )
 def test_all_vectors_of_a_sum_depend_on_the_same(
@@ -378,6 +378,14 @@ def test_moments_and_remainders_of_different_rounds_are_found_in_a_sum() -> None
     assert "round 2" in found.attack
     assert "carries nothing" in found.attack
     print(found.attack)
+
+
+def test_a_round_that_ends_when_the_next_has_begun_is_found() -> None:
+    """An update of round 1 ends when its site has advertised, as all others, that it carries nothing into round 2."""
+    found = values(CARRIED, compares=False)
+    assert "round 2" in found.attack
+    assert "carries nothing" in found.attack
+    assert "carries a carried of round 1" in found.attack
 
 
 def test_histories_that_sites_do_not_sign_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ import logging
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cloister.clients.carried import Carried, extended
 from cloister.lm.moments import Carry
-from cloister.protocol.errors import UpdateError
+from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import StepError, UpdateError
 from cloister.protocol.messages import NOTHING_CARRIED, TRAIN, Instructions, SumId
 
 
@@ -30,7 +32,7 @@ def update(site: Carried, number: int, *, fresh: bool = False) -> str:
         (carry.after / "left").write_text(str(number))
         return (carry.before / "left").read_text() if carry.before else "nothing"
 
-    return site.make(told(number, fresh=fresh), make, durable=False)
+    return site.make(told(number, fresh=fresh), site.history(number), make, durable=False)
 
 
 def folders(state: Path) -> list[str]:
@@ -89,7 +91,7 @@ def test_an_update_that_fails_leaves_what_was_carried(tmp_path: Path) -> None:
         raise UpdateError("update", expected="finite numbers")
 
     with pytest.raises(UpdateError):
-        site.make(told(2), fail, durable=False)
+        site.make(told(2), history, fail, durable=False)
     assert folders(tmp_path) == ["00001"]
     assert site.history(3) == history
     assert update(site, 2) == "1"
@@ -127,6 +129,34 @@ def test_damaged_state_is_nothing_and_is_warned_of(
     assert site.history(3) == extended(NOTHING_CARRIED, told(2))
 
 
+@pytest.mark.parametrize("content", [None, b"", b"3", b"22"], ids=["missing", "empty", "changed", "longer"])
+def test_damaged_files_are_nothing_and_neither_is_what_was_left_before(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = carried(tmp_path)
+    for number in (1, 2):
+        update(site, number)
+    path = tmp_path / "carried" / "00002" / "left"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    assert site.history(3) == NOTHING_CARRIED
+    assert "what the site carried is lost" in caplog.text
+    assert update(site, 3) == "nothing"
+    assert site.history(4) == extended(NOTHING_CARRIED, told(3))
+
+
+def test_no_update_is_made_from_state_of_another_history(tmp_path: Path) -> None:
+    site, made = carried(tmp_path), list[Carry]()
+    update(site, 1)
+    with pytest.raises(StepError, match="carried state"):
+        site.make(told(2), NOTHING_CARRIED, made.append, durable=False)
+    assert not made
+    site.make(told(2, fresh=True), NOTHING_CARRIED, made.append, durable=False)
+    assert [carry.before for carry in made] == [None]
+
+
 @pytest.mark.parametrize("other", [{"run": "other"}, {"plan": "other"}], ids=["run", "plan"])
 def test_state_of_another_run_is_not_used(tmp_path: Path, other: dict[str, str]) -> None:
     update(carried(tmp_path, **other), 1)
@@ -138,4 +168,6 @@ def test_state_of_another_run_is_not_used(tmp_path: Path, other: dict[str, str])
 def test_what_is_kept_names_run_and_plan(tmp_path: Path) -> None:
     update(carried(tmp_path), 1)
     kept = json.loads((tmp_path / "carried" / "00001" / "history.json").read_text())
-    assert kept == {"run": "run", "plan": "plan", "history": extended(NOTHING_CARRIED, told(1)).hex()}
+    files = {"left": vector_hash(np.frombuffer(b"1", np.uint8)).hex()}
+    history = extended(NOTHING_CARRIED, told(1)).hex()
+    assert kept == {"run": "run", "plan": "plan", "history": history, "files": files}

@@ -19,12 +19,27 @@ from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.sums import contract_for, training_layout
 from cloister.clients.carried import Carried
 from cloister.clients.kept import Kept, update_path
+from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.layout import Vector
+from cloister.lm.moments import Carry
+from cloister.lm.train import Bench
 from cloister.protocol.digest import instructions_digest
-from cloister.protocol.errors import AgreementError, StepError
-from cloister.protocol.messages import TRAIN, Advertise, Agree, Confirm, Inbox, Instructions, Reveal, Shares
-from cloister.tests.federation import RECORD, RUN, Federation, tiny, whole
+from cloister.protocol.errors import AgreementError, StepError, UpdateError
+from cloister.protocol.messages import (
+    NOTHING_CARRIED,
+    TRAIN,
+    Advertise,
+    Agree,
+    Begin,
+    Confirm,
+    Inbox,
+    Instructions,
+    Reveal,
+    Shares,
+)
+from cloister.protocol.wire import encode
+from cloister.tests.federation import RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,10 +114,10 @@ class Rounds:
             coordinator.revealed(revealed)
         return self.integers(coordinator.sum())
 
-    def refused(self, number: int, model: Vector, **told: Any) -> None:
+    def refused(self, number: int, model: Vector, *, attempt: int = 1, **told: Any) -> None:
         """All sites refuse a round that all of them are asked for, before they train."""
         about: dict[str, Any] = {"model": model, "number": number, "fresh": False, **told}
-        _, inboxes = self.begin(self.federation.told(**about), self.sites)
+        _, inboxes = self.begin(self.federation.told(**about), self.sites, attempt)
         for site in self.sites:
             with pytest.raises(AgreementError, match="history of carried state"):
                 site.contribute(self.federation.request(inbox=inboxes[site.name], **about))
@@ -181,25 +196,121 @@ def test_an_earlier_round_that_ends_after_the_histories_were_checked_changes_no_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The victim is still training for another attempt of round 2, alone and fresh, when round 3 has begun."""
-    rounds = Rounds(tmp_path, *KEPT, "local.steps=1")
-    model, plan = rounds.federation.model, rounds.federation.plan
-    for number in (1, 2):
-        rounds.round(number, rounds.sites, model, fresh=number == 1)
-    about: dict[str, Any] = {"model": model, "number": 3, "fresh": False}
-    _, inboxes = rounds.begin(rounds.federation.told(**about), rounds.sites)
-    turn, victim = Kept.turn, rounds.victim
+    rounds = two_rounds(tmp_path)
+    _, inboxes = rounds.begin(rounds.federation.told(**THIRD), rounds.sites)
+    turn = Kept.turn
 
     @contextmanager
     def late(kept: Kept) -> Iterator[None]:
         with turn(kept):
-            alone = rounds.federation.told(model=model, number=2, fresh=True)
-            Carried(victim.config.folder, RUN, plan.digest()).make(alone, lambda _carry: None, durable=False)
+            end_late(rounds)
             yield
 
     monkeypatch.setattr(Kept, "turn", late)
+    makes_no_update(rounds, inboxes)
+
+
+def test_a_begin_that_is_repeated_has_one_answer_whatever_the_site_carries_by_then(tmp_path: Path) -> None:
+    """Two signed answers would be keys of which the site refuses one, and a history that its update does not have."""
+    rounds = two_rounds(tmp_path)
+    told = rounds.federation.told(**THIRD)
+    begin = Agree(told.sum, Begin(3, 1, instructions_digest(told)))
+    first = encode(rounds.victim.answer(begin))
+    end_late(rounds)
+    anew = rounds.federation.site(SITES - 1, resident=Resident(), minimum_cohort=2)
+    assert [encode(site.answer(begin)) for site in (rounds.victim, anew)] == [first, first]
+    _, inboxes = rounds.begin(told, rounds.sites)
+    makes_no_update(rounds, inboxes)
+
+
+THIRD: dict[str, Any] = {"number": 3, "fresh": False}
+
+
+def two_rounds(folder: Path) -> Rounds:
+    rounds = Rounds(folder, *KEPT, "local.steps=1")
+    for number in (1, 2):
+        rounds.round(number, rounds.sites, rounds.federation.model, fresh=number == 1)
+    return rounds
+
+
+def end_late(rounds: Rounds) -> None:
+    """An update of the victim for round 2, alone and fresh, ends now."""
+    alone = rounds.federation.told(number=2, fresh=True)
+    carried = Carried(rounds.victim.config.folder, RUN, rounds.federation.plan.digest())
+    carried.make(alone, NOTHING_CARRIED, lambda _carry: None, durable=False)
+
+
+def makes_no_update(rounds: Rounds, inboxes: dict[str, Inbox]) -> None:
+    """The victim refuses round 3 before it trains."""
     with pytest.raises(StepError, match="the state that this site has advertised"):
-        victim.contribute(rounds.federation.request(inbox=inboxes[victim.name], **about))
-    assert not update_path(victim.config.folder, 3).exists()
+        rounds.victim.answer(rounds.federation.request(inbox=inboxes[rounds.victim.name], **THIRD))
+    assert not update_path(rounds.victim.config.folder, 3).exists()
+
+
+@pytest.mark.parametrize(("settings", "file"), [(KEPT, "moments"), (EIGHT_BITS, "remainder")])
+def test_a_site_whose_carried_state_is_damaged_carries_nothing(
+    tmp_path: Path, settings: list[str], file: str
+) -> None:
+    """One byte of it, whose file keeps its size; also where the site has advertised the state before."""
+    rounds = Rounds(tmp_path, *settings, "local.steps=1")
+    model, victim = rounds.federation.model, rounds.victim
+    rounds.round(1, rounds.sites, model, fresh=True)
+    about: dict[str, Any] = {"number": 2, "fresh": False}
+    _, inboxes = rounds.begin(rounds.federation.told(**about), rounds.sites)
+    path = victim.config.folder / "carried" / "00001" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StepError, match="the state that this site has advertised"):
+        victim.answer(rounds.federation.request(inbox=inboxes[victim.name], **about))
+    carries_nothing(rounds)
+
+
+def carries_nothing(rounds: Rounds) -> None:
+    """The victim is apart from the others in round 2, until it is fresh."""
+    told = rounds.federation.told(number=2, fresh=False)
+    begin = Agree(told.sum, Begin(2, 2, instructions_digest(told)))
+    histories = [site.answer(begin).history for site in rounds.sites]  # type: ignore[union-attr]  # Advertise
+    assert histories[-1] == NOTHING_CARRIED
+    assert len(set(histories)) == 2
+    rounds.refused(2, rounds.federation.model, attempt=3)
+    rounds.round(2, rounds.sites, rounds.federation.model, attempt=4, fresh=True)
+    rounds.round(3, rounds.sites, rounds.federation.model)
+
+
+@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "remainders"])
+def test_a_site_that_was_in_another_run_meanwhile_carries_nothing(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    """With the same state folder, for a plan that its owner has named in between."""
+    rounds = Rounds(tmp_path, *settings, "local.steps=1")
+    federation = rounds.federation
+    rounds.round(1, rounds.sites, federation.model, fresh=True)
+    other: dict[str, Any] = {"plan": changed(federation.plan, "aggregation", secure=False), "run": "other"}
+    elsewhere = federation.joined(SITES - 1, pinned=False, secure=False, **other)
+    elsewhere.answer(federation.request(**other))
+    carries_nothing(rounds)
+
+
+def test_a_history_does_not_depend_on_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under unit `site`: an update that was not finite leaves no moments, and no other history, which has no noise."""
+    rounds = Rounds(tmp_path, *KEPT, *SKELLAM, "local.steps=1")
+    real, name = Bench.round, rounds.victim.name
+
+    def train(bench: Bench, *args: Any, carry: Carry, **about: Any) -> Any:
+        if about["round"] == 1 and name in carry.after.parts:
+            raise UpdateError("update", "non-finite", expected="finite numbers")
+        return real(bench, *args, carry=carry, **about)
+
+    monkeypatch.setattr(Bench, "round", train)
+    rounds.round(1, rounds.sites, rounds.federation.model, fresh=True)
+    left = [sorted(path.name for path in moments.iterdir()) for moments in carried_folders(rounds)]
+    assert left == [["history.json", "moments"], ["history.json", "moments"], ["history.json"]]
+    rounds.round(2, rounds.sites, rounds.federation.model)
+
+
+def carried_folders(rounds: Rounds) -> list[Path]:
+    return [site.config.folder / "carried" / "00001" for site in rounds.sites]
 
 
 # Remainders of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the

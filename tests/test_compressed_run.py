@@ -284,6 +284,22 @@ def test_a_site_that_lies_about_its_history_only_loses_what_is_carried(tmp_path:
     assert party.states() == ["fresh", "carried", "fresh", "carried", "fresh"]
 
 
+def test_a_site_whose_remainder_is_damaged_misses_one_round_and_then_all_begin_anew(tmp_path: Path) -> None:
+    party = Run(tmp_path, *ONE_MAY_MISS)
+    name = next(iter(party.folders))
+    path = party.folders[name] / "carried" / "00002" / "remainder"
+
+    def before(site: str, request: Request) -> None:
+        party._note(site, request)
+        if site == name and path.exists():
+            path.write_bytes(bytes(path.stat().st_size))
+
+    party.channel.before = before
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [4, 4, 3, 4, 4]
+    assert party.states() == ["fresh", "carried", "carried", "fresh", "carried"]
+
+
 def test_sites_of_another_history_leave_no_sum_below_the_smallest_part(tmp_path: Path) -> None:
     """Two of four carry something else: the rest are fewer than a quorum, so nothing is opened, and no site trains."""
     party = Run(tmp_path, *ONE_MAY_MISS, "run.rounds=3", "cohort.attempts=2")

@@ -289,15 +289,6 @@ def test_a_remainder_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
     assert kept_file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_damaged_remainder_is_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    code = code_of(BLOCK + 5)
-    bounds = np.ones(code.blocks, np.float32)
-    with remainders(carry_in(tmp_path, 1), bounds, code).after.open("r+b") as file:
-        file.truncate(100)
-    assert remainders(carry_in(tmp_path, 2), bounds, code).before is None
-    assert "1/remainder is missing or damaged" in caplog.text
-
-
 # Scales
 
 

@@ -158,7 +158,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
             inboxes[names[number]],
             1,
             model,
-            lambda vector=vectors[number]: [(0, vector.copy())],  # type: ignore[misc]  # bound now
+            lambda _history, vector=vectors[number]: [(0, vector.copy())],  # type: ignore[misc]  # bound now
             masking(model),
         )
         coordinator.fold(statement, masked.pieces)

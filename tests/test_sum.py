@@ -598,7 +598,7 @@ def mask(run: Run, inbox: Inbox, pieces: list[Piece] | None = None) -> tuple[Mas
     """The first site's answer to the request for its vector, in a new process: statement, and vector."""
     name, model = run.names[0], vector_hash(MODEL)
     made = run.pieces(name) if pieces is None else pieces
-    statement, masked = run.attempts(name).mask(inbox, 1, model, lambda: made, masking(model))
+    statement, masked = run.attempts(name).mask(inbox, 1, model, lambda _history: made, masking(model))
     assert masked.manifest == manifest_of(masked.pieces)
     assert statement.digest == manifest_digest(masked.manifest)
     return statement, b"".join(vector.tobytes() for _, vector in masked.pieces)
@@ -686,7 +686,7 @@ def test_a_vector_of_one_round_is_not_masked_for_another(open_run: Callable[...,
     run, inboxes = begun(open_run)
     name, model = NAMES[0], vector_hash(MODEL)
     with pytest.raises(StaleError, match="the round of the attempt"):
-        run.attempts(name).mask(inboxes[name], 2, model, lambda: run.pieces(name), masking(model))
+        run.attempts(name).mask(inboxes[name], 2, model, lambda _history: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="the round of the attempt"):
         run.attempts(name).agree(Begin(5, 1, model), 1)
 
@@ -700,7 +700,7 @@ def test_only_the_steps_of_the_protocol_can_be_asked_for(open_run: Callable[...,
     for told in others:
         with pytest.raises(EncodingError, match=r"Agree\.told .* Begin or Peers or Survivors or Unmask"):
             decode_request(encode(Agree(sum_id, told)))
-    assert run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
+    assert run.attempts(name).mask(inboxes[name], 1, model, lambda _history: run.pieces(name), masking(model))
 
 
 def test_two_messages_at_once_mask_one_vector(open_run: Callable[..., Run]) -> None:
@@ -709,9 +709,11 @@ def test_two_messages_at_once_mask_one_vector(open_run: Callable[..., Run]) -> N
     name, model = NAMES[0], vector_hash(MODEL)
     inside: list[object] = []
 
-    def make() -> list[Piece]:
+    def make(_history: bytes) -> list[Piece]:
         inside.append(
-            run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
+            run.attempts(name).mask(
+                inboxes[name], 1, model, lambda _history: run.pieces(name), masking(model)
+            )
         )
         return run.pieces(name)
 
@@ -1143,14 +1145,14 @@ def test_an_attempt_does_not_go_on_after_a_later_one_has_begun(open_run: Callabl
     """The marks of two attempts at one round would be written by turns."""
     run, inboxes = begun(open_run)
     name, model = run.names[0], vector_hash(MODEL)
-    run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
+    run.attempts(name).mask(inboxes[name], 1, model, lambda _history: run.pieces(name), masking(model))
     later = SecureCoordinator(run.contract, 1, 2, model)
     run.attempts(name).agree(later.begin, 1)
     first = SecureCoordinator(run.contract, 1, 1, model)
     with pytest.raises(StepError, match="upload of this site first"):
         run.attempts(name).agree(Survivors(first.attempt.context, tuple(run.names)), 1)
     with pytest.raises(StepError, match="the keys of the other sites first"):
-        run.attempts(name).mask(inboxes[name], 1, model, lambda: run.pieces(name), masking(model))
+        run.attempts(name).mask(inboxes[name], 1, model, lambda _history: run.pieces(name), masking(model))
     with pytest.raises(StaleError, match="expected one after attempt 2 of round 1"):
         run.attempts(name).agree(first.begin, 1)
 
@@ -1234,7 +1236,7 @@ def answer(run: Run, attempts: Attempts, name: str, message: Told | Inbox) -> tu
     if not isinstance(message, Inbox):
         return attempts.agree(message, 1), []
     model = vector_hash(MODEL)
-    statement, masked = attempts.mask(message, 1, model, lambda: run.pieces(name), masking(model))
+    statement, masked = attempts.mask(message, 1, model, lambda _history: run.pieces(name), masking(model))
     return statement, masked.pieces
 
 

@@ -10,9 +10,11 @@ The rule: in every sum that can be opened, all honest vectors depend on one (tol
 fresh. `Values` plays several rounds. In each, the coordinator chooses for each site whether it takes part, what the
 attempt that it is asked to join names, what it is told after that, and which keys of the others it is shown, with the
 histories that they advertised or with its own written over them. A round has several attempts: a site makes one update
-in it, but in any of them. What a site does is decided by a real `SecureSite`; what it advertises follows from the real
-`carried.extended`. Sites that were shown the same (context, transcript, sharers) may be in one sum; the real sites then
-sign and reveal it. Sums of sites with different views are the subject of `attack_search.py`.
+in it, but in any of them. Rounds may overlap: an update may end when its site has joined a later round, and the site
+then carries something else than it has advertised there. What a site does is decided by a real `SecureSite`; what it
+advertises follows from the real `carried.extended`. Sites that were shown the same (context, transcript, sharers) may
+be in one sum; the real sites then sign and reveal it. Sums of sites with different views are the subject of
+`attack_search.py`.
 """
 
 from __future__ import annotations
@@ -85,6 +87,13 @@ class Carries(NamedTuple):
     """Carried besides that, also through fresh rounds, and in no history."""
 
 
+class Holds(NamedTuple):
+    """What a site carries in a round: other than it has advertised, where an earlier update ends in between."""
+
+    joining: Carries = Carries()
+    making: Carries = Carries()
+
+
 Extend = Callable[[bytes, Instructions], bytes]
 
 
@@ -96,11 +105,17 @@ class Rules:
         kind: What the sites are.
         extend: How an update extends the history.
         carry_more: Whether sites carry a vector that is in no history.
+        compares: Whether a site makes an update only from what it has advertised, as `Carried.make` does.
     """
 
     kind: type[SecureSite] = SecureSite
     extend: Extend = extended
     carry_more: bool = False
+    compares: bool = True
+
+    def may_make(self, holds: Holds, symbol: Symbol) -> bool:
+        """Whether a site makes an update of what it carries by then."""
+        return symbol.fresh or not self.compares or holds.joining.history == holds.making.history
 
     def depends(self, carries: Carries, symbol: Symbol) -> tuple[Symbol, Absorbed, Absorbed]:
         """All that a site's vector depends on besides its records."""
@@ -112,6 +127,13 @@ class Rules:
         now = ((number, symbol),)
         history = self.extend(before.history, symbol.instructions(number))
         return Carries(before.rounds + now, history, before.planted + now if self.carry_more else ())
+
+    def following(self, holds: Holds, number: int, told: set[Symbol]) -> set[Holds]:
+        """What a site may carry in the round after one in which it may make an update by these."""
+        now = holds.making
+        made = {self.after(now, number, symbol) for symbol in told}
+        ended = {Holds(each, each) for each in (now, *made)}
+        return {holds, *ended, *(Holds(now, each) for each in made)}
 
 
 class View(NamedTuple):
@@ -160,27 +182,26 @@ class Values:
     def search(self) -> Found:
         """Play all rounds, up to the first attack."""
         self._setting = setting(self.rules.kind, SITES, 0, Tolerance(0.0, 0.0))
-        states: set[tuple[Carries, ...]] = {(Carries(),) * SITES}
+        states: set[tuple[Holds, ...]] = {(Holds(),) * SITES}
         for number in range(1, self.rounds + 1):
-            following: set[tuple[Carries, ...]] = set()
+            following: set[tuple[Holds, ...]] = set()
             for state in sorted(states):
                 self.found.states += 1
                 told = self._play(number, state)
                 if self.found.attack:
                     return self.found
                 if number < self.rounds:
-                    choices = [
-                        {state[i], *(self.rules.after(state[i], number, it) for it in told[i])}
-                        for i in range(SITES)
-                    ]
+                    choices = [self.rules.following(state[i], number, told[i]) for i in range(SITES)]
                     following |= {tuple(sorted(chosen)) for chosen in itertools.product(*choices)}
             states = following
         return self.found
 
-    def _play(self, number: int, state: tuple[Carries, ...]) -> list[set[Symbol]]:
+    def _play(self, number: int, state: tuple[Holds, ...]) -> list[set[Symbol]]:
         """One round: what each site can be told so that it makes an update; the rule is checked for all sums."""
         self._joined: dict[tuple[int, Symbol], tuple[SecureSite, Advertise]] = {
-            (i, named): self._join(i, named, number, state[i]) for i in range(SITES) for named in self.symbols
+            (i, named): self._join(i, named, number, state[i].joining)
+            for i in range(SITES)
+            for named in self.symbols
         }
         worlds: dict[World, Shown] = {}
         accepted: list[set[Symbol]] = [set() for _ in range(SITES)]
@@ -189,7 +210,8 @@ class Values:
                 shared = self._share(i, named, views)
                 if shared is None:
                     continue
-                told = {it for it in self.symbols if self._makes(shared[0], it, number)}
+                may = (it for it in self.symbols if self.rules.may_make(state[i], it))
+                told = {it for it in may if self._makes(shared[0], it, number)}
                 u1 = tuple(sorted({i, *(view.site for view in views)}))
                 world = shared[0].attempt.context, shared[0]._transcript, u1
                 worlds.setdefault(world, {}).setdefault(i, (*shared, set()))[2].update(told)
@@ -246,13 +268,13 @@ class Values:
             return False
         return True
 
-    def _check(self, world: World, sites: Shown, number: int, state: tuple[Carries, ...]) -> None:
+    def _check(self, world: World, sites: Shown, number: int, state: tuple[Holds, ...]) -> None:
         """The rule, for all that sites of one view can have been told and carry, if their sum is opened."""
         summed = [i for i in sorted(sites) if sites[i][2]]
         if not summed or not self._opens(world, sites, summed):
             return
         self.found.sums += 1
-        depends = {i: {self.rules.depends(state[i], it) for it in sites[i][2]} for i in summed}
+        depends = {i: {self.rules.depends(state[i].making, it) for it in sites[i][2]} for i in summed}
         if len(set().union(*depends.values())) > 1:
             lines = [f"round {number}: the sum over the sites {summed} is opened"]
             for i in summed:
