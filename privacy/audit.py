@@ -108,11 +108,26 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
     Raises:
         CloisterError: not 0 <= v <= r <= m, or epsilon or delta is out of range.
     """
-    _check_counts(correct, guesses, m)
+    from scipy.stats import binom
+
+    if not 0 <= correct <= guesses <= m:
+        raise CloisterError(
+            "correct, guesses and canaries",
+            [correct, guesses, m],
+            expected="correct <= guesses <= canaries, each at least 0",
+        )
     _check_delta(delta)
     if not epsilon >= 0:
         raise CloisterError("epsilon", epsilon, expected="0 or more")
-    return _p_value(correct, guesses, m, epsilon, delta)
+    if correct == 0:
+        return 1.0
+    right = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, right))
+    if delta == 0:
+        return tail
+    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
+    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * m * delta * share)
 
 
 def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: float = 0.95) -> float:
@@ -135,17 +150,15 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
     Raises:
         CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
     """
-    _check_counts(correct, guesses, m)
-    _check_delta(delta)
     level = 1 - _checked_confidence(confidence)
-    if _p_value(correct, guesses, m, 0.0, delta) >= level:
+    if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
-    while _p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
+    while p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
         low, high = high, 2 * high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _p_value(correct, guesses, m, middle, delta) < level:
+        if p_value(correct, guesses, m, middle, delta) < level:
             low = middle
         else:
             high = middle
@@ -194,20 +207,6 @@ def distinguish(
     return max(0.0, *bounds)
 
 
-def _p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
-    from scipy.stats import binom
-
-    if correct == 0:
-        return 1.0
-    right = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(correct - 1, guesses, right))
-    if delta == 0:
-        return tail
-    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
-    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
-    return min(1.0, tail + 2 * m * delta * share)
-
-
 def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
     """The rate at which this few errors, or fewer, have the probability `level` (Clopper and Pearson 1934)."""
     from scipy.stats import beta
@@ -217,15 +216,6 @@ def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
             field, errors, expected=f"0 to {runs}, the number of runs, which must be at least 1"
         )
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
-
-
-def _check_counts(correct: int, guesses: int, m: int) -> None:
-    if not 0 <= correct <= guesses <= m:
-        raise CloisterError(
-            "correct, guesses and canaries",
-            [correct, guesses, m],
-            expected="correct <= guesses <= canaries, each at least 0",
-        )
 
 
 def _check_delta(delta: float) -> None:
