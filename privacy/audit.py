@@ -116,7 +116,7 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
             [correct, guesses, m],
             expected="correct <= guesses <= canaries, each at least 0",
         )
-    _check_delta(delta)
+    _check(delta)
     if not epsilon >= 0:
         raise CloisterError("epsilon", epsilon, expected="0 or more")
     if correct == 0:
@@ -150,7 +150,8 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
     Raises:
         CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
     """
-    level = 1 - _checked_confidence(confidence)
+    _check(delta, confidence)
+    level = 1 - confidence
     if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
@@ -196,8 +197,8 @@ def distinguish(
     Raises:
         CloisterError: more errors than runs, or delta or confidence is out of range.
     """
-    _check_delta(delta)
-    level = (1 - _checked_confidence(confidence)) / 2
+    _check(delta, confidence)
+    level = (1 - confidence) / 2
     fpr = _upper_limit("false_positives", false_positives, negatives, level)
     fnr = _upper_limit("false_negatives", false_negatives, positives, level)
     bounds = (
@@ -218,12 +219,8 @@ def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
 
 
-def _check_delta(delta: float) -> None:
+def _check(delta: float, confidence: float = 0.5) -> None:
     if not 0 <= delta < 1:
         raise CloisterError("delta", delta, expected="from 0 to below 1")
-
-
-def _checked_confidence(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise CloisterError("confidence", confidence, expected="between 0 and 1")
-    return confidence

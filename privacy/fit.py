@@ -142,6 +142,7 @@ class Draws:
         self._times = np.zeros(sizes.size, np.int64)
         self._spectrum = np.zeros(sizes.size // 2 + 1)
         self._drawn: list[npt.NDArray[np.int64]] = []
+        self._steps = 0
 
     def see(self, drawn: npt.NDArray[np.int64]) -> None:
         """Take a step: the indices of the units that were drawn."""
@@ -150,6 +151,7 @@ class Draws:
         self._times[drawn] += 1
         self._spectrum += np.square(np.abs(np.fft.rfft(present)))
         self._drawn.append(drawn)
+        self._steps += 1
 
     def checks(self, charged: float) -> tuple[Check, ...]:
         """What all steps together show.
@@ -178,10 +180,6 @@ class Draws:
             *([self._again(charged)] if self._steps > 1 else ()),
             self._together(charged),
         )
-
-    @property
-    def _steps(self) -> int:
-        return len(self._drawn)
 
     def _again(self, charged: float) -> Check:
         """The two steps that share most units."""

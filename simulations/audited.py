@@ -132,15 +132,14 @@ def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> Si
         fields: Further fields.
     """
     folder.mkdir(parents=True)
-    own = folder / "records.jsonl"
+    none = folder / "records.jsonl"
+    none.touch()
     if records:
         cache = like.folder.absolute() / "data"
         cache.mkdir(parents=True, exist_ok=True)
         (folder / "data").symlink_to(cache, target_is_directory=True)
-    else:
-        own.touch()
     device = str(device_for(like.device))  # one: the trainer that plants canaries is that of one process
-    data = like.data if records else str(own)
+    data = like.data if records else str(none)
     return SiteConfig(data=data, split=like.split, device=device, state=str(folder), **fields)
 
 
