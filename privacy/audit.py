@@ -108,11 +108,26 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
     Raises:
         CloisterError: not 0 <= v <= r <= m, or epsilon or delta is out of range.
     """
-    _check_counts(correct, guesses, m)
-    _check_delta(delta)
+    from scipy.stats import binom
+
+    if not 0 <= correct <= guesses <= m:
+        raise CloisterError(
+            "correct, guesses and canaries",
+            [correct, guesses, m],
+            expected="correct <= guesses <= canaries, each at least 0",
+        )
+    _check(delta)
     if not epsilon >= 0:
         raise CloisterError("epsilon", epsilon, expected="0 or more")
-    return _p_value(correct, guesses, m, epsilon, delta)
+    if correct == 0:
+        return 1.0
+    right = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, right))
+    if delta == 0:
+        return tail
+    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
+    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * m * delta * share)
 
 
 def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: float = 0.95) -> float:
@@ -135,17 +150,16 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
     Raises:
         CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
     """
-    _check_counts(correct, guesses, m)
-    _check_delta(delta)
-    level = 1 - _checked_confidence(confidence)
-    if _p_value(correct, guesses, m, 0.0, delta) >= level:
+    _check(delta, confidence)
+    level = 1 - confidence
+    if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
-    while _p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
+    while p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
         low, high = high, 2 * high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _p_value(correct, guesses, m, middle, delta) < level:
+        if p_value(correct, guesses, m, middle, delta) < level:
             low = middle
         else:
             high = middle
@@ -183,8 +197,8 @@ def distinguish(
     Raises:
         CloisterError: more errors than runs, or delta or confidence is out of range.
     """
-    _check_delta(delta)
-    level = (1 - _checked_confidence(confidence)) / 2
+    _check(delta, confidence)
+    level = (1 - confidence) / 2
     fpr = _upper_limit("false_positives", false_positives, negatives, level)
     fnr = _upper_limit("false_negatives", false_negatives, positives, level)
     bounds = (
@@ -192,20 +206,6 @@ def distinguish(
         for one, other in ((fpr, fnr), (fnr, fpr))
     )
     return max(0.0, *bounds)
-
-
-def _p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
-    from scipy.stats import binom
-
-    if correct == 0:
-        return 1.0
-    right = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(correct - 1, guesses, right))
-    if delta == 0:
-        return tail
-    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
-    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
-    return min(1.0, tail + 2 * m * delta * share)
 
 
 def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
@@ -219,21 +219,8 @@ def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
 
 
-def _check_counts(correct: int, guesses: int, m: int) -> None:
-    if not 0 <= correct <= guesses <= m:
-        raise CloisterError(
-            "correct, guesses and canaries",
-            [correct, guesses, m],
-            expected="correct <= guesses <= canaries, each at least 0",
-        )
-
-
-def _check_delta(delta: float) -> None:
+def _check(delta: float, confidence: float = 0.5) -> None:
     if not 0 <= delta < 1:
         raise CloisterError("delta", delta, expected="from 0 to below 1")
-
-
-def _checked_confidence(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise CloisterError("confidence", confidence, expected="between 0 and 1")
-    return confidence

@@ -6,8 +6,9 @@ value as far from it if the code is honest. A check whose probability is below `
 nothing of epsilon.
 
 Two kinds of factors are exact: how far one unit moves what is released under the same noise (`change`), and counts
-(`counted`). Rate and noise are random. Noise is tested over all coordinates and releases (`Noise`): that there is
-enough of it, and that no part of it follows from another part, because a difference of two parts would be free of it.
+(`counted`). Draws and noise are random. Draws are tested over all units and steps (`Draws`): that each unit is drawn at
+the rate, on its own. Noise is tested over all coordinates and releases (`Noise`): that there is enough of it, and that
+no part of it follows from another part, because a difference of two parts would be free of it.
 The tests assume normal noise, which Skellam noise of a large variance is to their accuracy (its excess kurtosis is
 1 / variance).
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ _SKETCH = 4096
 """Projections of a release."""
 _COMPARED = 4096
 """Releases that are compared with each other."""
+_LARGEST = 256
+"""Samples of a release whose magnitudes are compared, the largest: they are rare, so equal ones are rarer."""
+_EQUAL = 2.0**-18
+"""Largest difference of equal magnitudes: what is released is rounded to float32."""
+_HAZARD = 8.0
+"""Greatest hazard rate of |N(0, 1)| up to 7.8, which a sample exceeds with a probability of 1e-14."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,11 @@ class Check:
     charged: float
     """Its value as charged."""
     p: float
-    """Probability of a value as far from the charge, or further, to the side that protects less."""
+    """Probability of a value as far from the charge, or further; of amounts of noise only to the side that protects
+    less."""
     visible: float | None = None
-    """The smallest error, as a part of the charged value, that is found with a probability of 0.99; None: unknown."""
+    """The smallest error, as a part of the charged value and to the side that protects less, that is found with a
+    probability of 0.99; None: unknown."""
 
 
 def misfits(checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -86,24 +95,115 @@ def change(what: str, found: float, charged: float, rounding: float = 0.0) -> Ch
 
 
 def rate(what: str, drawn: int, places: int, charged: float) -> Check:
-    """How often units are drawn: Binomial(places, charged) at most.
+    """How often something is drawn: Binomial(places, charged). A lower rate is no sampler as charged either.
 
     Args:
         what: The factor, in words.
-        drawn: Units that were drawn, in all batches.
-        places: Units that could be drawn, in all batches.
-        charged: The sampling rate, below 1.
+        drawn: How often it was drawn.
+        places: How often it could be drawn.
+        charged: The rate, above 0 and below 1.
     """
     from scipy.optimize import brentq
     from scipy.stats import binom
 
-    least = int(binom.isf(LEVEL, places, charged)) + 1  # draws that fail
+    least = int(binom.isf(LEVEL / 2, places, charged)) + 1  # draws that fail
 
     def missed(higher: float) -> float:
         return float(binom.cdf(least - 1, places, higher)) - (1 - _POWER)
 
     seen = brentq(missed, charged, 1.0) / charged - 1 if missed(1.0) < 0 else None
-    return Check(what, drawn / places, charged, float(binom.sf(drawn - 1, places, charged)), seen)
+    tails = float(binom.cdf(drawn, places, charged)), float(binom.sf(drawn - 1, places, charged))
+    return Check(what, drawn / places, charged, min(1.0, 2 * min(tails)), seen)
+
+
+class Draws:
+    """The units of many steps: each is drawn in each step with probability q, on its own.
+
+    With x_ut = 1 where unit u is drawn in step t, of n units and T steps:
+
+        sum of x_ut                   ~ Binomial(n T, q)           units are drawn too often, or too seldom
+        sum over units of a size      as above                     draws depend on how many sequences a unit has
+        units with k draws or more    ~ Binomial(n, P[B >= k])     steps repeat or avoid the units of others
+        sum over u of x_us x_ut       ~ Binomial(n, q^2)           a step repeats another one
+        sum of x_ut x_(u + lag)t      mean n T q^2                 units of a distance are drawn together
+
+    where B ~ Binomial(T, q). The last sum is over a circle, for each lag. Its terms depend on each other along cycles,
+    of which at least a third of the terms is independent, at any rotation, so that (Janson 2004, "Large deviations for
+    sums of partly dependent random variables")
+
+        P(sum >= n T s) <= exp(-n T KL(s, q^2) / 3),    KL of two Bernoulli laws, s > q^2.
+
+    Args:
+        sizes: (n,): sequences of each unit.
+    """
+
+    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        self.sizes = sizes
+        self._times = np.zeros(sizes.size, np.int64)
+        self._spectrum = np.zeros(sizes.size // 2 + 1)
+        self._drawn: list[npt.NDArray[np.int64]] = []
+        self._steps = 0
+
+    def see(self, drawn: npt.NDArray[np.int64]) -> None:
+        """Take a step: the indices of the units that were drawn."""
+        present = np.zeros(self.sizes.size)
+        present[drawn] = 1
+        self._times[drawn] += 1
+        self._spectrum += np.square(np.abs(np.fft.rfft(present)))
+        self._drawn.append(drawn)
+        self._steps += 1
+
+    def checks(self, charged: float) -> tuple[Check, ...]:
+        """What all steps together show.
+
+        Args:
+            charged: q; at 1 nothing is drawn, so there is no check.
+        """
+        from scipy.stats import binom
+
+        if charged >= 1:
+            return ()
+        each = []
+        for size in np.unique(self.sizes):
+            times = self._times[self.sizes == size]
+            what = f"rate at which units of size {size} are drawn"
+            each.append(rate(what, int(times.sum()), times.size * self._steps, charged))
+        worst = min(each, key=lambda check: check.p)
+        mean = self._steps * charged
+        often = max(2, math.floor(mean + math.sqrt(mean * (1 - charged))) + 1)
+        share = float(binom.sf(often - 1, self._steps, charged))
+        seen, places = int((self._times >= often).sum()), self._times.size
+        return (
+            rate("rate at which units are drawn", int(self._times.sum()), places * self._steps, charged),
+            replace(worst, p=_any(worst.p, len(each)), visible=None),
+            *([rate(f"share of units in {often} steps or more", seen, places, share)] if share else ()),
+            *([self._again(charged)] if self._steps > 1 else ()),
+            self._together(charged),
+        )
+
+    def _again(self, charged: float) -> Check:
+        """The two steps that share most units."""
+        from scipy.sparse import csr_array, triu
+        from scipy.stats import binom
+
+        units, pairs = np.concatenate(self._drawn), self._steps * (self._steps - 1) // 2
+        edges = np.cumsum([0, *map(len, self._drawn)])
+        steps = csr_array((np.ones(len(units), np.int64), units, edges), (self._steps, self.sizes.size))
+        most = int(triu(steps @ steps.T, 1).max())
+        p = _any(float(binom.sf(most - 1, self.sizes.size, charged**2)), pairs)
+        return Check("most units that two steps share", most, self.sizes.size * charged**2, p)
+
+    def _together(self, charged: float) -> Check:
+        """The distance at which units are drawn together most often, over what is expected."""
+        from scipy.special import rel_entr
+
+        units = self.sizes.size
+        sums = np.fft.irfft(self._spectrum, units)[1 : units // 2 + 1]
+        terms, expected = units * self._steps, charged**2
+        share = min(1.0, max(expected, float(sums.max()) / terms))
+        divergence = float(rel_entr(share, expected) + rel_entr(1 - share, 1 - expected))
+        p = _any(math.exp(-terms * divergence / 3), sums.size)
+        return Check("draws of two units together, at one distance", share / expected, 1.0, p)
 
 
 def enough_noise(what: str, squares: float, samples: int) -> Check:
@@ -137,25 +237,34 @@ class Noise:
         sum of x_ri x_r(i + lag) over both            a part of a release repeats or cancels another part
         <y_r, sign(y_s)> / sqrt(k), s < r  ~ N(0, 1)  a release repeats or cancels another one, or something beside it
         the sum of its squares over pairs             coordinates depend on each other, alike in all releases
+        neighbours among the largest |x_ri| of r      a part of a release is another part in any order, with any signs
 
     and, if the last coordinate is a count with noise of its own,
 
         (sum of x_ri x_rd over r)^2 / (sum of x_ri^2  sum of x_rd^2)  ~ Beta(1/2, (releases - 1) / 2)
 
     where y_r are k random +-1 projections of x_r, disjoint and over all coordinates. Given y_s the signs are constants,
-    so the law of one pair is exact. The third test from below is over all lags of a circle: such a sum is x'Ax with
+    so the law of one pair is exact. The fourth test from below is over all lags of a circle: such a sum is x'Ax with
     trace 0, |A| <= 1 and |A|_F^2 = n / 2 for n samples (n where a lag is its own opposite), so that
 
         P(|x'Ax| >= 2 |A|_F sqrt(t) + 2 t) <= 2 exp(-t)    (Laurent and Massart 2000, Lemma 1).
+
+    In the last test, given the k + 1 - j smallest of the k + 1 largest magnitudes, the next one is the least of j
+    samples beyond the last of them: the gap is g or less with probability j g h at most, h the hazard rate. So the
+    number of such gaps has the tail of Binomial(k, g h (k + 1) / 2) at most (Hoeffding 1956). Where samples lie on a
+    grid, its step is added to g.
 
     It takes some 40 bytes for each coordinate, and 16 KB for each release.
 
     Args:
         size: d, coordinates of a release.
         count: Whether the last one is a count with noise of its own.
+        grid: The step between values of the noise, over its standard deviation; 0: floats.
     """
 
-    def __init__(self, size: int, *, count: bool = False) -> None:
+    def __init__(self, size: int, *, count: bool = False, grid: float = 0.0) -> None:
+        self._gap = _EQUAL + grid
+        self._repeats: list[tuple[int, int]] = []  # of each release: small gaps, gaps
         self._with_count = np.zeros(size) if count else None
         self._squares = np.zeros(size)
         self._counts = np.zeros(size, np.int64)
@@ -179,6 +288,9 @@ class Noise:
         samples = alone.size if where is None else int(where.sum())
         self._each.append((float(squares.sum()), samples))
         self._spectrum += np.square(np.abs(np.fft.rfft(alone)))
+        gaps = min(_LARGEST, samples // 4)
+        largest = np.sort(np.partition(np.sqrt(squares), -gaps - 1)[-gaps - 1 :])
+        self._repeats.append((int((np.diff(largest) <= _EQUAL).sum()), gaps))
         if self._with_count is not None:
             self._with_count += alone * alone[-1]
         if len(self._sketches) < _COMPARED:
@@ -198,6 +310,7 @@ class Noise:
             self._least_release(charged),
             self._coordinate(charged),
             self._lag(samples, charged),
+            self._repeated(charged),
             *self._between(charged),
             *(() if self._with_count is None else [self._count(self._with_count)]),
         )
@@ -239,6 +352,17 @@ class Noise:
         worst = int(np.argmax(exponents))
         p = min(1.0, 2 * sums.size * math.exp(-exponents[worst]))
         return Check("correlation of the noise inside a release", float(sums[worst]) / samples, 0.0, p)
+
+    def _repeated(self, charged: float) -> Check:
+        """The release of which most magnitudes are there twice."""
+        from scipy.stats import binom
+
+        repeats, gaps = np.array(self._repeats).T
+        shares = np.minimum(1.0, (gaps + 1) / 2 * self._gap * _HAZARD / charged)
+        below = binom.sf(repeats - 1, gaps, shares)
+        worst = int(np.argmin(below))
+        p = _any(float(below[worst]), len(below))
+        return Check("magnitudes that are twice in a release", float(repeats[worst]), 0.0, p)
 
     def _between(self, charged: float) -> tuple[Check, ...]:
         """The projections of releases on the signs of earlier ones: the furthest, and their variance."""

@@ -10,8 +10,9 @@ It raises an alarm for two reasons:
 
 - the canaries' coins are guessed more often than the charged epsilon allows (`privacy/audit.py`); or
 - what was released is not what was charged (`privacy/fit.py`): less noise, or noise that follows from other noise, a
-  unit that changes a sum by more than the clipping norm or is drawn more often than the sampling rate, steps or rounds
-  that no ledger was charged for, and anything that leaves and does not follow from the noised sums.
+  unit that changes a sum by more than the clipping norm, draws that do not have the sampling rate or depend on each
+  other, steps or rounds that no ledger was charged for, and anything that leaves and does not follow from the noised
+  sums.
 
 The charge is read from the ledgers that the audit's sites have kept. An audit of honest code raises an alarm with a
 probability of 1e-4 at most, half of it for each reason, whatever the confidence of the reported bound.

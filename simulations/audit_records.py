@@ -4,8 +4,8 @@ included them.
 A new `Site` with the first site's records joins the plan and is asked to contribute in round after round, as by a
 coordinator: its ledger is charged, `Site` calls the trainer with its noise, and its coded update is the next model. The
 sum is in clear; no other site takes part. Only the trainer is replaced (`Resident.trainer`), by those of
-`audit_steps.py`. A second `Site` of the same name, without records, gets the same requests, and the noised sums of the
-first one instead of its own: both must answer with the same bytes.
+`audit_steps.py`. A second `Site` of the same name, with an empty file of records, gets the same requests, and the
+noised sums of the first one instead of its own: both must answer with the same bytes, to the join too.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the site's
 own units, each included by its own fair coin. A canary stands for a unit, a record or an owner with whatever
@@ -19,7 +19,7 @@ q that are claimed:
     sum over steps of ln(1 - q + q exp((x - 1/2) / z^2)),    x in units of the clipping norm.
 
 `privacy/fit.py` compares with the charge: the noise of all sums at all coordinates, how far one more unit moves a sum
-under the same noise, and how often units are drawn.
+under the same noise, and which units are drawn.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from scipy.fft import next_fast_len
 
 from cloister.aggregation.average import PlainSum
 from cloister.aggregation.scales import Scales
@@ -43,13 +44,13 @@ from cloister.lm.model import LanguageModel
 from cloister.privacy.accounting import composed, epsilon_of
 from cloister.privacy.audit import ALARM, count, guess, lower_bound
 from cloister.privacy.events import SampledGaussian, from_json
-from cloister.privacy.fit import Check, change, counted, enough_noise, problem, rate
+from cloister.privacy.fit import Check, Draws, change, counted, enough_noise, problem
 from cloister.privacy.ledger import Ledger
 from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.messages import TRAIN, Contribute, Instructions, Join, SumId
+from cloister.protocol.messages import TRAIN, Contribute, Contribution, Instructions, Join, Joined, SumId
 from cloister.protocol.plan import Plan
 from cloister.protocol.wire import encode, view
 from cloister.simulations.audit_steps import CanaryTrainer, Observed, Repeating
@@ -72,6 +73,8 @@ _DRAWS = 100_000
 """Draws of units in all steps, from which the sampling rate is found."""
 _MOST_COUNTED = 2**22
 """Units of a step that are only counted."""
+_SIZES = np.array([1, 2, 8])
+"""Their sequences, in turn."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,23 @@ class RecordGame:
         included = coins().child("coins").generator().random(m) < 0.5
         plan = played(self.plan, terms, aggregation={"secure": False}, local={"steps": each})
         observed = Observed(self.model.layout, terms.noise_multiplier, self.folder)
+        drawn_from = int(included.sum()) + min(_MOST_COUNTED, math.ceil(_DRAWS / (self._rate * taken)))
+        draws = Draws(np.resize(_SIZES, next_fast_len(drawn_from)))
         planted = partial(
             CanaryTrainer,
             included=included,
-            counted=min(_MOST_COUNTED, math.ceil(_DRAWS / (self._rate * taken))),
+            draws=draws,
             score=self._score,
             observed=observed,
             progress=lambda step: progress(step, taken),
         )
         first, second = TrainedBy(planted), TrainedBy(partial(Repeating, observed=observed))
         name = self.site.name
-        site = Site(self._config("first"), first, noise=partial(noises, name), bases=self.folder)
+        site = Site(
+            self._config("first", records=True), first, noise=partial(noises, name), bases=self.folder
+        )
         repeated = Site(
-            self._config("second"),
+            self._config("second", records=False),
             second,
             noise=partial(noises, f"{name} without records"),
             bases=self.folder,
@@ -135,7 +142,7 @@ class RecordGame:
         charged = self._charged(site)
         claimed = epsilon_of(charged, terms.delta, terms.accountant)
         both = [*charged, *self._charged(repeated)]
-        checks = self._checks(observed, first.used, both, different)
+        checks = self._checks(observed, draws, both, different)
         correct, guesses = count(guess(first.used.scores, k, 0), included)
         bound, refuting = (
             lower_bound(correct, guesses, m, terms.delta, level) for level in (confidence, ALARM)
@@ -152,8 +159,8 @@ class RecordGame:
             checks,
         )
 
-    def _config(self, folder: str) -> SiteConfig:
-        return house(self.folder / folder, self.site, name=self.site.name, secure=False)
+    def _config(self, folder: str, *, records: bool) -> SiteConfig:
+        return house(self.folder / folder, self.site, records=records, name=self.site.name, secure=False)
 
     def _charged(self, site: Site) -> list[SampledGaussian]:
         """What the site's own ledger was charged."""
@@ -162,13 +169,12 @@ class RecordGame:
         return [event for event in events if isinstance(event, SampledGaussian)]
 
     def _checks(
-        self, observed: Observed, trainer: CanaryTrainer, charged: Sequence[SampledGaussian], different: int
+        self, observed: Observed, draws: Draws, charged: Sequence[SampledGaussian], different: int
     ) -> tuple[Check, ...]:
         """What was seen, against what both sites' ledgers were charged."""
         z = max((event.noise_multiplier for event in charged), default=self.terms.noise_multiplier)
         q = min((event.sampling_rate for event in charged), default=self._rate)
         over = z / self.terms.noise_multiplier
-        draws = trainer.drawn, trainer.taken * trainer.added
         steps = sum(event.steps for event in charged)
         return (
             *observed.noise.checks(over),
@@ -178,25 +184,29 @@ class RecordGame:
                 observed.samples,
             ),
             change("what one unit changes, in clipping norms", observed.change, 1 + 1e-8, observed.rounding),
-            *((rate("rate at which units are drawn", *draws, q),) if q < 1 else ()),
+            *draws.checks(q),
             counted("releases", observed.noise.releases, steps),
-            counted("rounds whose bytes do not follow from the noised sums", different, 0),
+            counted("answers whose bytes do not follow from the noised sums", different, 0),
         )
 
     def _play(self, sites: Sequence[Site], plan: Plan, rounds: int, observed: Observed) -> int:
-        """Ask the sites for their updates, as a coordinator does.
+        """Ask the sites to join and for their updates, as a coordinator does.
 
         Returns:
-            Rounds in which they have not sent the same bytes.
+            Requests to which they have not sent the same bytes.
         """
+
+        def differ(answers: Sequence[Joined | Contribution]) -> bool:
+            frames = [[bytes(view(frame)) for frame in encode(each)] for each in answers]
+            return frames[0] != frames[1]
+
         run = "audit"
         base_hash = b"" if self.base is None else vector_hash(self.base)
         base = np.empty(0, np.float32) if self.base is None else self.base
-        for site in sites:
-            site.join(Join(run, plan.to_json(), bytes(32), base_hash, base))
+        join = Join(run, plan.to_json(), bytes(32), base_hash, base)
+        different = int(differ([site.join(join) for site in sites]))
         layout, weights = training_layout(plan, self.start.size), self.start
         scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
-        different = 0
         for number in range(1, rounds + 1):
             about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
             bounds = scales.to_bytes() if scales else b""
@@ -205,8 +215,7 @@ class RecordGame:
             )
             asked = Contribute(told, 1, None, weights)
             sent = [site.contribute(asked) for site in sites]
-            frames = [[bytes(view(frame)) for frame in encode(each)] for each in sent]
-            different += not (observed.forget() and frames[0] == frames[1])
+            different += not observed.forget() or differ(sent)
             total = PlainSum(layout)
             total.add([(0, np.concatenate(sent[0].spans))])
             mean = total.open(scales.bounds if scales else None).mean

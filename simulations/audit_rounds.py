@@ -31,7 +31,7 @@ from cloister.privacy.events import Event, from_json
 from cloister.privacy.ledger import Ledger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.errors import EngineError, one_line
-from cloister.protocol.messages import Reply, Request
+from cloister.protocol.messages import Contribution, Joined, Reply, Request
 from cloister.protocol.plan import Plan
 from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
 from cloister.protocol.wire import encode
@@ -106,6 +106,8 @@ class _InProcess:
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = sites
+        self.told: set[tuple[str, float]] = set()
+        """What sites have told beside their names, signatures and vectors."""
 
     def nodes(self) -> Sequence[int]:
         return range(len(self._sites))
@@ -115,7 +117,12 @@ class _InProcess:
     ) -> Iterator[tuple[int, Reply | Failure]]:
         for node, request in requests.items():
             frames = serve(partial(self._sites.__getitem__, node), encode(request), one_line)
-            yield node, reply_in(frames, node)
+            reply = reply_in(frames, node)
+            if isinstance(reply, Joined):
+                self.told.add(("speed", reply.speed))
+            elif isinstance(reply, Contribution):
+                self.told.add(("seconds", reply.seconds))
+            yield node, reply
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class Federation:
     public: Vector | None
     """The run's publicly trained model."""
     site: SiteConfig
-    """A site of the run; its records are not used, but sites that join have some."""
+    """A site of the run; its records are not used, but the first site has them when it joins."""
 
     def play(
         self,
@@ -203,7 +210,7 @@ class Federation:
         see: Callable[[Released], None],
         noises: Noises,
         noised: Collection[tuple[str, int]],
-    ) -> dict[str, tuple[Event, ...]]:
+    ) -> tuple[dict[str, tuple[Event, ...]], int]:
         """Run a plan.
 
         Args:
@@ -215,7 +222,8 @@ class Federation:
             noised: The sites that add noise, with the round.
 
         Returns:
-            What each site's own ledger was charged for.
+            What each site's own ledger was charged for; and how many values of speed and seconds they have sent beyond
+            one of each.
 
         Raises:
             EngineError: a round was not done.
@@ -232,6 +240,7 @@ class Federation:
             config = house(
                 folder / name / "state",
                 self.site,
+                records=name == names[0],
                 name=name,
                 identity=str(identity),
                 roster=str(folder / "roster.toml"),
@@ -241,12 +250,13 @@ class Federation:
             save_identity(identities[name], identity)
             member = _Member(name, plan, turn, update, noised, noises)
             sites.append(Site(config, resident, noise=member.noise, bases=folder, sequences=member.sequences))
+        channel = _InProcess(sites)
         with RunFolder.create(folder / "run", plan) as out:
             kept = Checkpoints(out.checkpoints, self.model.layout, plan.server.keep_checkpoints)
             watch = _Watch(plan, kept, see)
             run(
                 out,
-                _InProcess(sites),
+                channel,
                 watch.observe,
                 roster=roster if plan.aggregation.secure else None,
                 public=self.public,
@@ -261,4 +271,4 @@ class Federation:
         for name in names:
             entries = Ledger(folder / name / "state" / "ledger.sqlite", name, composed).entries()
             charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
-        return charged
+        return charged, len(channel.told) - 2

@@ -23,8 +23,8 @@ z^2 (score / s^2 - count / t^2), which a canary moves by 1 as well, with a stand
 
 Noise is independent between coordinates (AES in counter mode, `privacy/noise.py`); the confidence depends on that. What
 is left of W and of the counts without the canaries is noise alone, and `privacy/fit.py` compares it with the charge. In
-two more federations, all of whose noise is the same, one site has a canary along all coordinates, or no records: so far
-one site changes what is released. The count of groups is not attacked.
+three more federations, all of whose noise is the same, one site has no records, an update of half a clipping norm, or a
+canary along all coordinates: so far one site changes what is released. The count of groups is not attacked.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Law:
     """Of the noise on each coordinate of the sum; with correlated noise on those of C Y / sens(C)."""
     count: float
     """Of the noise on the count, in units of what one site adds; infinite: nothing is charged for it."""
+    grid: float = 0.0
+    """Step between the values of the noise, over its deviation; 0: they are floats."""
 
     @classmethod
     def of(cls, event: Event, mechanism: SiteMechanism) -> Law:
@@ -111,7 +113,8 @@ class Law:
             root, change = math.sqrt(event.variance), event.l2 / mechanism.scale
             extra = [l2 / math.sqrt(variance) for variance, l2, _ in event.extra]
             of_update, count = root / event.l2, 1 / extra[0] if extra else math.inf
-            return cls(math.hypot(1 / of_update, *extra) ** -1, change, root / mechanism.scale, count)
+            multiplier, deviation = math.hypot(1 / of_update, *extra) ** -1, root / mechanism.scale
+            return cls(multiplier, change, deviation, count, 1 / root)
         change = rounded_l2(mechanism.scale, mechanism.dimension) / mechanism.scale
         of_update, count = event.noise_multiplier, math.inf
         if mechanism.adaptive is not None:
@@ -157,7 +160,7 @@ class Sums:
         self, games: Games, plan: Plan, terms: Terms, law: Law, size: int, progress: Progress
     ) -> None:
         counted = plan.privacy.adaptive is not None and plan.aggregation.groups == 1
-        self.noise = Noise(size + counted, count=counted)
+        self.noise = Noise(size + counted, count=counted, grid=law.grid)
         """What is left of sums and counts without the canaries."""
         self.others = 0
         """Rounds whose model does not follow from the sums."""
@@ -249,7 +252,7 @@ class SiteGame:
         games = self._games(plan, drawn, coins)
         claimed_law = self._law(terms.round_events)
         seen = Sums(games, plan, terms, claimed_law, self._size, progress)
-        charged = self._main(plan, drawn, games, seen, noises)
+        charged, told = self._main(plan, drawn, games, seen, noises)
         # What one game costs is the first charge of its site; correlated noise has no other one.
         events = charged[games[0].site][: len(terms.round_events)] or terms.round_events
         law = self._law(events)
@@ -260,6 +263,7 @@ class SiteGame:
             *self._changes(honest, law, noises),
             counted("releases", due, sum(map(len, charged.values()))),
             counted("rounds whose model does not follow from the noised sums", seen.others, 0),
+            counted("other values that sites have told", told, 0),
         )
         scores, included = seen.scores(), np.array([game.included for game in games])
         runs, present = len(games), int(included.sum())
@@ -327,8 +331,8 @@ class SiteGame:
 
     def _main(
         self, plan: Plan, drawn: Sequence[Sequence[str]], games: Games, seen: Sums, noises: Noises
-    ) -> dict[str, tuple[Event, ...]]:
-        """Play all games; what each site was charged for."""
+    ) -> tuple[dict[str, tuple[Event, ...]], int]:
+        """Play all games; as `Federation.play`."""
         groups = plan.aggregation.groups
         noised = {(name, index // groups + 1) for index, sites in enumerate(drawn) for name in sites}
         canaries = {
@@ -363,20 +367,21 @@ class SiteGame:
         )
         long = signs * np.float32(FAR * plan.privacy.clip / math.sqrt(self._size))
         worlds: list[Released] = []
-        for folder, update in (("with", long), ("without", None)):
+        within = long * np.float32(0.5 / FAR)
+        for folder, update in (("without", None), ("within", within), ("beyond", long)):
 
             def of_one(name: str, _round: int, update: Vector | None = update) -> Vector | None:
                 return update if name == cohorts[0][0] else None
 
             self.federation.play(self.folder / folder, plan, of_one, worlds.append, same, noised)
         sums = [np.concatenate(world.sums) for world in worlds]
-        rounding = _ROUNDED * sum(float(np.linalg.norm(each)) for each in sums)
-        moved = float(np.linalg.norm(sums[0] - sums[1]))
+        rounding = 2 * _ROUNDED * max(float(np.linalg.norm(each)) for each in sums)
+        moved = max(float(np.linalg.norm(each - sums[0])) for each in sums[1:])
         found = [change("what one site changes in a sum, in clipping norms", moved, law.change, rounding)]
         if all(world.count is not None for world in worlds):
             counts = np.array([world.count for world in worlds])
-            error = _ROUNDED * (float(np.abs(counts).sum()) + plan.cohort.size())
-            moved = abs(float(counts[0] - counts[1]))
+            error = _ROUNDED * (2 * float(np.abs(counts).max()) + plan.cohort.size())
+            moved = float(np.abs(counts[1:] - counts[0]).max())
             found.append(change("what one site changes in the count", moved, 1.0, error))
         return tuple(found)
 

@@ -28,7 +28,7 @@ from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import LanguageModel
 from cloister.lm.train import LocalUpdate
 from cloister.lm.weights import Named
-from cloister.privacy.fit import Noise
+from cloister.privacy.fit import Draws, Noise
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.plan import Plan
 from cloister.simulations.audited import FAR, NOTICED
@@ -166,14 +166,16 @@ class CanaryTrainer(PrivateTrainer):
 
     After them come the included canaries, one-hot and `FAR` clipping norms long, and units without a gradient, which
     are only counted. The last unit, which is in every batch, is as long, along all coordinates alike, and has a loss
-    that is noticed wherever it is.
+    that is noticed wherever it is. In every second step it is a unit of two equal sequences instead, with the gradients
+    of the model for them, made `FAR`^2 times longer: clipped apart, they would move the sum twice as far.
 
     Args:
         plan: As for `PrivateTrainer`.
         model: As for `PrivateTrainer`.
         device: As for `PrivateTrainer`.
         included: (M,) bool: the coins.
-        counted: Units without a gradient.
+        draws: Takes the units after the site's that are drawn: the included canaries, and those that are counted. Their
+            sizes are seen by what draws units, their sequences by nothing.
         score: The rest of a step's noised sum at the canaries' coordinates (M,), in clipping norms -> the
             increase of their scores (M,).
         observed: Takes what is seen.
@@ -187,7 +189,7 @@ class CanaryTrainer(PrivateTrainer):
         device: torch.device,
         *,
         included: npt.NDArray[np.bool_],
-        counted: int,
+        draws: Draws,
         score: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
         observed: Observed,
         progress: Callable[[int], None],
@@ -195,12 +197,9 @@ class CanaryTrainer(PrivateTrainer):
         super().__init__(plan, model, device)
         self.scores: npt.NDArray[np.float64] = np.zeros(len(included))
         """(M,): the scores over the steps that were taken."""
-        self.drawn = 0
-        """Units after the site's that were in batches."""
         self.taken = 0
         """Steps."""
-        self.added = int(included.sum()) + counted
-        """Units after the site's."""
+        self._draws = draws
         self._included = np.flatnonzero(included)
         self._seed = plan.run.seed
         self._score = score
@@ -210,12 +209,18 @@ class CanaryTrainer(PrivateTrainer):
         self._rows = plan.local.batch_size
         self._coordinates: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._real = 0
+        # Opacus takes a whole unit at a time; a plan whose units do not fit has units of one sequence.
+        windows = 2 if self._rows > 1 or self.method.name == "reference" else 1
+        tokens = np.tile(np.arange(plan.data.sequence_length, dtype=np.int32) % 2, (windows, 1))
+        labels = tokens[:, :1] if plan.data.task == "classify" else tokens
+        far = np.full(windows, FAR**2, np.float32)
+        self._unit = Sequences(tokens, labels, None, 0, np.array([0, windows]), far)
 
     def train(self, start: Vector, sequences: Sequences, **options: Any) -> LocalUpdate:
-        """As `PrivateTrainer.train`, with more units after the site's, all without tokens."""
+        """As `PrivateTrainer.train`, with more units after the site's, whose sequences are not there."""
         assert sequences.starts is not None
         self._real = len(sequences.starts) - 1
-        starts = np.append(sequences.starts, np.full(self.added, sequences.starts[-1]))
+        starts = np.append(sequences.starts, sequences.starts[-1] + np.cumsum(self._draws.sizes))
         return super().train(start, replace(sequences, starts=starts), **options)
 
     @contextmanager
@@ -248,12 +253,15 @@ class CanaryTrainer(PrivateTrainer):
                 yield from real(sequences, units[units < self._real])
                 self.watched.know()
                 after = units[units >= self._real] - self._real
-                self.drawn += len(after)
+                self._draws.see(after)
                 canaries = self._included[after[after < len(self._included)]]
                 for first in range(0, len(canaries), self._rows):
                     yield one_hot(canaries[first : first + self._rows])
                 self.watched.before_last()
-                yield planted(signs / math.sqrt(len(theirs)), NOTICED)
+                if self.taken % 2:
+                    yield from real(self._unit, np.zeros(1, np.int64))
+                else:
+                    yield planted(signs / math.sqrt(len(theirs)), NOTICED)
 
             yield all_of_them
 

@@ -122,20 +122,25 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     return from_json(json.dumps(facts))
 
 
-def house(folder: Path, like: SiteConfig, **fields: Any) -> SiteConfig:
-    """The configuration of a site of an audit: a new state folder and a new ledger, with another site's records.
+def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> SiteConfig:
+    """The configuration of a site of an audit: a new state folder and a new ledger.
 
     Args:
-        folder: The state folder, which is made; it shares the other site's cache of sequences.
-        like: The other site.
+        folder: The state folder, which is made.
+        like: Another site.
+        records: Whether it has that site's records, whose cache of sequences it shares; otherwise it has none.
         fields: Further fields.
     """
     folder.mkdir(parents=True)
-    cache = like.folder.absolute() / "data"
-    cache.mkdir(parents=True, exist_ok=True)
-    (folder / "data").symlink_to(cache, target_is_directory=True)
+    none = folder / "records.jsonl"
+    none.touch()
+    if records:
+        cache = like.folder.absolute() / "data"
+        cache.mkdir(parents=True, exist_ok=True)
+        (folder / "data").symlink_to(cache, target_is_directory=True)
     device = str(device_for(like.device))  # one: the trainer that plants canaries is that of one process
-    return SiteConfig(data=like.data, split=like.split, device=device, state=str(folder), **fields)
+    data = like.data if records else str(none)
+    return SiteConfig(data=data, split=like.split, device=device, state=str(folder), **fields)
 
 
 def prepared(plan: Plan, records: int) -> Prepared:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -232,47 +232,101 @@ INSIDE, REPEATED = (
     "correlation of the noise inside a release",
     "furthest projection of the noise on that of another release",
 )
-BYTES = "rounds whose bytes do not follow from the noised sums"
+BYTES = "answers whose bytes do not follow from the noised sums"
+OF_SIZE, OFTEN_DRAWN, AGAIN, TOGETHER = (
+    "rate at which units of size ",
+    "share of units in 2 steps or more",
+    "most units that two steps share",
+    "draws of two units together, at one distance",
+)
+TWICE = "magnitudes that are twice in a release"
 
 RELEASE = "noised = total.release("
 DEVIATION = "noise_multiplier * privacy.clip"
 SENT = "return Finished(local.vector, local.tokens, local.loss)"
 TAIL = "vector[layout.size :] = code.tail("
+SPEED = 'if plan.local.balance == "weighted" else 1.0'
+RECORDS = "1.0 + __import__('pathlib').Path(self._config.data).read_bytes().count(10)"
 OTHERWISE_SENT = [
     Mutant(STEPS, RELEASE, "noised = total.so_far().float(); total.release("),
     Mutant("clients.work:train", SENT, f"local.vector[0] = local.loss; {SENT}"),
     Mutant("clients.work:train", SENT, f"local.vector[-1] += local.tokens; {SENT}"),
     Mutant("clients.release:contribution", TAIL, f"vector[0] = int(update.loss) % 2**16; {TAIL}"),
     Mutant("clients.site:Site.contribute", 'if plan.local.balance != "dynamic":', "if False:"),
+    Mutant("clients.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)),
 ]
-"""What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training."""
+"""What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training, and
+number of records."""
 CLIP, NORM = "self._plan.privacy.clip", "torch.linalg.vector_norm(torch.stack(parts), dim=0)"
 OTHER_CLIPS = [
     *(Mutant("clients.dpsgd:PrivateTrainer.new_sum", CLIP, f"{by} * {CLIP}") for by in (2, 1.03, 1.01)),
     Mutant("clients.dpsgd:_norms", NORM, "torch.stack(parts).amax(dim=0)"),
+    Mutant(
+        "clients.dpsgd:_by_hooks",
+        "sizes = sequences.starts[units + 1] - sequences.starts[units]",
+        "units = np.concatenate([np.arange(*sequences.starts[each : each + 2]) for each in units] or [units]);"
+        " sequences = __import__('dataclasses').replace(sequences, starts=np.arange(len(sequences) + 1));"
+        " sizes = np.ones_like(units)",
+    ),
 ]
-"""A longer clip, and one of each layer for itself."""
+"""A longer clip, one of each layer for itself, and one of each sequence of a unit for itself."""
+ONE_BY_ONE = Mutant(
+    "clients.dpsgd:_one_by_one",
+    "zip(sequences.starts[units], sequences.starts[units + 1], strict=True)",
+    "((row, row + 1) for unit in units for row in range(*sequences.starts[unit : unit + 2]))",
+)
 HIGHER_RATES = [
     Mutant("clients.dpsgd:poisson_batch", "< rate", "< 1.1 * rate"),
     Mutant("clients.dpsgd:PrivateTrainer.__init__", "self._rate = ", "self._rate = 1.1 * "),
 ]
+DRAWN, BATCH = "np.flatnonzero(noise.generator().random(n) < rate)", 'own.child("batch"), n_units, self._rate'
+SIZES = "np.diff(sequences.starts)"
+EPOCH = 'np.sort(noise.child("epoch").generator().permutation(n_units)[step::20])'
+OTHER_DRAWS = [
+    (Mutant("clients.dpsgd:poisson_batch", "< rate", "< 0.9 * rate"), RATE),
+    (Mutant(STEPS, BATCH, BATCH.replace("_rate", f"_rate * {SIZES} ** 0.1")), OF_SIZE),
+    (
+        Mutant(
+            STEPS, BATCH, BATCH.replace("_rate", f"_rate * (1 + 0.2 * ({SIZES} == 2) - 0.2 * ({SIZES} == 8))")
+        ),
+        OF_SIZE,
+    ),
+    (Mutant("clients.dpsgd:poisson_batch", "random(n)", "random(n // 2 + 1).repeat(2)[:n]"), TOGETHER),
+    (
+        Mutant("clients.dpsgd:poisson_batch", "random(n)", "random(n // 2 + 1)[np.arange(n) % (n // 2 + 1)]"),
+        TOGETHER,
+    ),
+    (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{step // 2}")'), OFTEN_DRAWN),
+    (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{min(step, 8)}")'), AGAIN),
+    (Mutant(STEPS, f"poisson_batch({BATCH})", EPOCH), OFTEN_DRAWN),
+]
+"""Fewer units; by their number of sequences, at the right rate over all of them too; in pairs of neighbours, and of the
+two halves; the same in two steps; none again before all others were drawn."""
 
 
-def twice_the_half(noise: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    half = noise.size // 2
-    noise[half : 2 * half] = noise[:half]
-    return noise
+REPEATS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    "again": lambda half: half,
+    "mirrored": lambda half: half[::-1],
+    "negated": lambda half: -half,
+    "permuted": np.random.default_rng(0).permutation,
+    "in a fixed order": lambda half: half[np.random.default_rng(0).permutation(half.size)],
+}
 
 
-def repeat_halves(patch: pytest.MonkeyPatch) -> None:
+def repeat_halves(patch: pytest.MonkeyPatch, how: str) -> None:
     """The second half of each vector of noise is the first half again."""
     right = NoiseStream.skellam
 
+    def repeated(noise: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        half = noise.size // 2
+        noise[half : 2 * half] = REPEATS[how](noise[:half])
+        return noise
+
     def add_gaussian(self: NoiseStream, vector: Any, sigma: float, offset: int = 0, **how: int) -> None:
-        vector += twice_the_half(self.gaussian(vector.size, sigma, offset)).astype(vector.dtype)
+        vector += repeated(self.gaussian(vector.size, sigma, offset)).astype(vector.dtype)
 
     def skellam(self: NoiseStream, size: int, *law: Any, **how: Any) -> npt.NDArray[np.int64]:
-        return twice_the_half(right(self, size, *law, **how))
+        return repeated(right(self, size, *law, **how))
 
     patch.setattr(NoiseStream, "add_gaussian", add_gaussian)
     patch.setattr(NoiseStream, "skellam", skellam)
@@ -285,6 +339,7 @@ def repeat_halves(patch: pytest.MonkeyPatch) -> None:
         *((mutant, BYTES) for mutant in OTHERWISE_SENT),
         *((mutant, LENGTH) for mutant in OTHER_CLIPS),
         *((mutant, RATE) for mutant in HIGHER_RATES),
+        *OTHER_DRAWS,
         (Mutant(STEPS, DEVIATION, f"(1 if len(batch) else 0.2) * {DEVIATION}"), EMPTY),
         (Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"), RELEASES),
         (Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'), REPEATED),
@@ -307,13 +362,15 @@ def test_steps_that_are_not_what_is_charged_raise_an_alarm(
     assert f"alarm: {result['row']['problem']}" in err or "epsilon is at least" in err
 
 
+@pytest.mark.parametrize("how", REPEATS)
 def test_noise_that_repeats_inside_a_release_raises_an_alarm(
-    often: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    how: str, often: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repeat_halves(monkeypatch)
+    repeat_halves(monkeypatch, how)
     code, result, _ = ran(capsys, often, *SMALL)
     assert code == 3
-    assert INSIDE in result["row"]["problem"]
+    assert TWICE in result["row"]["problem"]
+    assert how != "again" or INSIDE in result["row"]["problem"]
     assert NOISE not in result["row"]["problem"]
 
 
@@ -338,6 +395,23 @@ def test_at_the_default_length_small_errors_raise_an_alarm(
     code, result, _ = ran(capsys, record)
     assert code == 3
     assert found in result["row"]["problem"]
+
+
+def test_sequences_of_a_unit_that_are_clipped_apart_one_by_one_raise_an_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a batch of one sequence too, of which `reference` takes one after the other."""
+    run = folder_of(
+        tmp_path,
+        RECORD,
+        overrides=(*OFTEN, "privacy.method=reference", "local.batch_size=1", "local.steps=4"),
+    )
+    few = ("--canaries", "100", "--steps", "4")
+    assert ran(capsys, run, *few)[0] == 0
+    ONE_BY_ONE.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, *few)
+    assert code == 3
+    assert f"{LENGTH}, in clipping norms: 2," in result["row"]["problem"]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +446,7 @@ def test_gradients_that_are_not_clipped_are_noticed(
     monkeypatch.setattr(ClippedSum, "_check", lambda *_: None)
     code, result, _ = ran(capsys, record, *SMALL)
     assert code == 3
-    assert f"{LENGTH}, in clipping norms: 100," in result["row"]["problem"]
+    assert LENGTH in result["row"]["problem"]
 
 
 def test_a_claim_that_the_guesses_refute_raises_an_alarm(
@@ -522,11 +596,14 @@ COORDINATE, MODEL = (
     "furthest deviation of the noise at a coordinate",
     "rounds whose model does not follow from the noised sums",
 )
+TOLD = "other values that sites have told"
 STEP = "optimizer.step(mean)"
 LONGER = Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 1.01 * self.scale,")
 LEAKS = [
     (Mutant("clients.release:contribution", TAIL, f"vector[0] += int(update.loss); {TAIL}"), CHANGE),
     (Mutant("server.round:_step", STEP, f"mean[0] = number; {STEP}"), MODEL),
+    (OTHERWISE_SENT[-2], TOLD),
+    (Mutant("clients.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)), TOLD),
 ]
 """Something leaves beside the noised sum."""
 
@@ -566,18 +643,21 @@ def test_less_noise_of_a_trusted_coordinator_raises_an_alarm(
     assert expected in result["row"]["problem"]
 
 
+@pytest.mark.parametrize("how", [how for how in REPEATS if how != "permuted"])
 @pytest.mark.parametrize("name", ["site", "central"])
 def test_noise_that_repeats_inside_a_round_raises_an_alarm(
     name: str,
+    how: str,
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = request.getfixturevalue(name)
-    repeat_halves(monkeypatch)
+    repeat_halves(monkeypatch, how)
     code, result, _ = ran(capsys, run, *FEW)
     assert code == 3
-    assert INSIDE in result["row"]["problem"]
+    assert TWICE in result["row"]["problem"]
+    assert how != "again" or INSIDE in result["row"]["problem"]
     assert NOISE not in result["row"]["problem"]
 
 
@@ -608,6 +688,7 @@ NUMBERS = itertools.count()
         ((), None, 3, ""),
         (TWO, None, 3, ""),
         ((), NOTHING_SENT, 2, COUNT),
+        ((), Mutant(ENCODE, "(1 if norm", "(3 if norm"), 2, COUNT),
         (TWO, NOTHING_SENT, 2, COUNT),
         (
             (),

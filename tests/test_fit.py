@@ -17,6 +17,7 @@ from cloister.privacy.fit import (
     MISFIT,
     MOST_CHECKS,
     Check,
+    Draws,
     Noise,
     change,
     counted,
@@ -33,8 +34,9 @@ AMOUNT, RELEASE, PLACE = (
     "least deviation of the noise in a release",
     "furthest deviation of the noise at a coordinate",
 )
-LAG, REPEATED, DEPENDS, COUNT = (
+LAG, TWICE, REPEATED, DEPENDS, COUNT = (
     "correlation of the noise inside a release",
+    "magnitudes that are twice in a release",
     "furthest projection of the noise on that of another release",
     "variance of these projections",
     "correlation of the count's noise with that of a coordinate",
@@ -47,11 +49,13 @@ def noise(
     size: int = SIZE,
     releases: int = RELEASES,
     seed: int = 24,
+    grid: float = 0.0,
 ) -> tuple[Check, ...]:
     """The checks of releases of honest noise, with a defect."""
-    seen, generator = Noise(size, count=True), np.random.default_rng(seed)
+    seen, generator = Noise(size, count=True, grid=grid), np.random.default_rng(seed)
     for release in range(releases):
-        seen.see(defect(generator.standard_normal(size), release))
+        found = defect(generator.standard_normal(size), release)
+        seen.see(np.round(found / grid) * grid if grid else found)
     return seen.checks()
 
 
@@ -71,7 +75,7 @@ def test_honest_noise_fits_as_often_as_it_says() -> None:
     low, high = binom.interval(1 - 1e-6, trials, 0.05)
     for checks in zip(*found, strict=True):
         below = sum(check.p < 0.05 for check in checks)
-        assert (0 if checks[0].what == LAG else low) <= below <= high, checks[0].what
+        assert (0 if checks[0].what in (LAG, TWICE) else low) <= below <= high, checks[0].what
     assert not any(misfits(checks) for checks in found)
 
 
@@ -98,6 +102,17 @@ def halves(noise: Samples, _release: int) -> Samples:
 
 def mirrored(noise: Samples, _release: int) -> Samples:
     return np.concatenate([noise[: noise.size // 2], noise[: noise.size - noise.size // 2][::-1]])
+
+
+def negated(noise: Samples, _release: int) -> Samples:
+    return np.concatenate([noise[: noise.size // 2], -noise[: noise.size - noise.size // 2]])
+
+
+def permuted(noise: Samples, release: int) -> Samples:
+    """With signs, and another permutation in each release."""
+    half, generator = noise.size // 2, np.random.default_rng(release)
+    signs = generator.choice(np.array([-1.0, 1.0]), half)
+    return np.concatenate([noise[:half], signs * generator.permutation(noise[:half]), noise[2 * half :]])
 
 
 def at(place: int, value: float) -> Callable[[Samples, int], Samples]:
@@ -128,7 +143,9 @@ def again(of: int, sign: float) -> Callable[[Samples, int], Samples]:
         (at(SIZE - 1, 0.0), {PLACE}),
         (at(5, 4.0), {PLACE}),
         (halves, {LAG, DEPENDS}),
-        (mirrored, {DEPENDS}),
+        (mirrored, {DEPENDS, TWICE}),
+        (negated, {LAG, TWICE}),
+        (permuted, {TWICE}),
         (again(3, 1.0), {REPEATED}),
         (again(3, -1.0), {REPEATED}),
     ],
@@ -141,6 +158,8 @@ def again(of: int, sign: float) -> Callable[[Samples, int], Samples]:
         "a constant at a coordinate",
         "halves",
         "mirrored",
+        "negated",
+        "permuted",
         "a release again",
         "a release cancelled",
     ],
@@ -150,8 +169,34 @@ def test_noise_that_is_not_as_charged_is_named(
 ) -> None:
     checks = noise(defect)
     assert named(checks) >= expected
-    assert named(checks) <= expected | {AMOUNT, RELEASE, REPEATED, DEPENDS, COUNT}
+    assert named(checks) <= expected | {AMOUNT, RELEASE, REPEATED, DEPENDS, COUNT, TWICE}
     assert min(expected) in problem(checks)
+
+
+@pytest.mark.parametrize("grid", [0.0, 2.0**-19, 2.0**-12])
+@pytest.mark.parametrize("defect", [halves, mirrored, negated, permuted])
+@pytest.mark.parametrize("size", [300, 1_000_000])
+def test_a_part_of_a_release_that_is_another_part_is_named_at_every_size(
+    size: int, defect: Callable[[Samples, int], Samples], grid: float
+) -> None:
+    """In one release of two, of floats and of integers."""
+    assert TWICE in named(noise(defect, size=size, releases=2, grid=grid))
+    assert not misfits(noise(size=size, releases=2, grid=grid))
+
+
+@pytest.mark.parametrize("grid", [2.0**-9, 2.0**-5, 1.0])
+def test_integers_of_little_noise_repeat_by_their_law(grid: float) -> None:
+    checks = {check.what: check for check in noise(size=100_000, releases=4, grid=grid)}
+    assert checks[TWICE].p > 1e-3
+
+
+def test_honest_magnitudes_repeat_as_seldom_as_it_says() -> None:
+    """Of a grid at which the bound is near: of 400 fits, 5 % at most are below 5 %, and few of them far below."""
+    found = [
+        {check.what: check.p for check in noise(size=1200, releases=1, grid=2.0**-11, seed=seed)}[TWICE]
+        for seed in range(400)
+    ]
+    assert sum(p < 0.05 for p in found) <= binom.ppf(0.999, 400, 0.05)
 
 
 def test_halves_of_one_release_are_enough() -> None:
@@ -171,6 +216,70 @@ def test_noise_is_held_against_what_is_charged() -> None:
     assert not misfits(seen.checks(2.0))
     assert AMOUNT in named(seen.checks(2.2))
     assert PLACE in named(seen.checks(1.0)), "more than is charged is something else beside it"
+
+
+DRAWN, OF_SIZE, OFTEN, AGAIN, TOGETHER = (
+    "rate at which units are drawn",
+    "rate at which units of size",
+    "share of units in",
+    "most units that two steps share",
+    "draws of two units together, at one distance",
+)
+UNITS, STEPS, Q = 3000, 20, 0.05
+
+
+def draws(defect: Callable[[Any, int], Any], q: float = Q, seed: int = 27) -> tuple[Check, ...]:
+    """The checks of honest steps, whose (n,) uniform numbers have a defect."""
+    seen, generator = Draws(np.resize([1, 2, 8], UNITS)), np.random.default_rng(seed)
+    for step in range(STEPS):
+        seen.see(np.flatnonzero(defect(generator.random(UNITS), step) < q))
+    return seen.checks(q)
+
+
+def kept(steps: tuple[int, int]) -> Callable[[Samples, int], Samples]:
+    before: list[Samples] = []
+
+    def defect(uniform: Samples, step: int) -> Samples:
+        before.append(uniform)
+        return before[steps[0]] if step == steps[1] else uniform
+
+    return defect
+
+
+def epoch(_uniform: Samples, step: int) -> Samples:
+    return np.where(np.random.default_rng(28).permutation(UNITS) % STEPS == step, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("q", [0.003, Q, 0.5, 0.99])
+def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
+    trials = 60
+    found = [draws(lambda uniform, _step: uniform, q, seed) for seed in range(trials)]
+    for checks in zip(*found, strict=True):
+        assert sum(check.p < 0.05 for check in checks) <= binom.ppf(1 - 1e-6, trials, 0.05), checks[0].what
+    assert not any(misfits(checks) for checks in found)
+
+
+@pytest.mark.parametrize(
+    ("defect", "expected"),
+    [
+        (lambda uniform, _step: uniform / 1.2, DRAWN),
+        (lambda uniform, _step: uniform * 1.2, DRAWN),
+        (lambda uniform, _step: uniform / np.resize([1, 1.5, 0.5], UNITS), OF_SIZE),
+        (lambda uniform, _step: uniform[: UNITS // 2].repeat(2), TOGETHER),
+        (lambda uniform, _step: np.tile(uniform[: UNITS // 2], 2), TOGETHER),
+        (kept((3, 17)), AGAIN),
+        (epoch, OFTEN),
+    ],
+    ids=["too often", "too seldom", "by size", "neighbours", "halves", "a step again", "an epoch"],
+)
+def test_draws_that_are_not_as_charged_are_named(
+    defect: Callable[[Samples, int], Samples], expected: str
+) -> None:
+    assert expected in problem(draws(defect))
+
+
+def test_at_the_rate_1_there_is_nothing_to_compare() -> None:
+    assert draws(lambda uniform, _step: uniform, 1.0) == ()
 
 
 @pytest.mark.parametrize("samples", [300, 600_000])
