@@ -13,6 +13,7 @@ import torch
 
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import PrivateTrainer
+from cloister.clients.kept import ROUNDING_KEY
 from cloister.clients.resident import Resident
 from cloister.lm.data import Prepared, Sequences
 from cloister.lm.model import LanguageModel, device_for
@@ -23,6 +24,7 @@ from cloister.privacy.report import AuditRow
 from cloister.privacy.terms import Terms
 from cloister.protocol.plan import NO_EVALUATION, Plan
 from cloister.protocol.soundness import from_json
+from cloister.protocol.storage import write_new
 
 Progress = Callable[[int, int], None]
 """Receives the work done so far, and the total."""
@@ -132,6 +134,8 @@ def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> Si
         fields: Further fields.
     """
     folder.mkdir(parents=True)
+    # One for all: with the same noised sums two sites must send the same bytes.
+    write_new(folder / ROUNDING_KEY, bytes(32), durable=False)
     none = folder / "records.jsonl"
     none.touch()
     if records:
