@@ -50,7 +50,6 @@ from cloister.cli import (
     track,
     tune,
     up,
-    watch,
 )
 from cloister.protocol.errors import CloisterError
 
@@ -87,7 +86,6 @@ VERBS: dict[str, Verb] = {
     "up": up,
     "submit": submit,
     "status": status,
-    "watch": watch,
     "track": track,
     "stop": stop,
     "logs": logs,
