@@ -104,15 +104,18 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
         m: Canaries, each included by its own fair coin, guessed or not.
         epsilon: Of the mechanism under test, 0 or more.
         delta: Of the mechanism under test.
-
-    Raises:
-        CloisterError: not 0 <= v <= r <= m, or epsilon or delta is out of range.
     """
-    _check_counts(correct, guesses, m)
-    _check_delta(delta)
-    if not epsilon >= 0:
-        raise CloisterError("epsilon", epsilon, expected="0 or more")
-    return _p_value(correct, guesses, m, epsilon, delta)
+    from scipy.stats import binom
+
+    if correct == 0:
+        return 1.0
+    right = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, right))
+    if delta == 0:
+        return tail
+    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
+    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * m * delta * share)
 
 
 def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: float = 0.95) -> float:
@@ -138,14 +141,14 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
     _check_counts(correct, guesses, m)
     _check_delta(delta)
     level = 1 - _checked_confidence(confidence)
-    if _p_value(correct, guesses, m, 0.0, delta) >= level:
+    if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
-    while _p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
+    while p_value(correct, guesses, m, high, delta) < level:  # ends: P[W >= v] goes to 1
         low, high = high, 2 * high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _p_value(correct, guesses, m, middle, delta) < level:
+        if p_value(correct, guesses, m, middle, delta) < level:
             low = middle
         else:
             high = middle
@@ -192,20 +195,6 @@ def distinguish(
         for one, other in ((fpr, fnr), (fnr, fpr))
     )
     return max(0.0, *bounds)
-
-
-def _p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
-    from scipy.stats import binom
-
-    if correct == 0:
-        return 1.0
-    right = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(correct - 1, guesses, right))
-    if delta == 0:
-        return tail
-    below = binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)  # W = v - 1, v - 2, ..., 0
-    share = float((np.cumsum(below) / np.arange(1, correct + 1)).max())
-    return min(1.0, tail + 2 * m * delta * share)
 
 
 def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
