@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "approve",
         help="approve requests of sites: make a federation, add sites, or take a site's next key",
         description="Approve requests of sites. The first time, make the folder of the federation, with a certificate "
-        "authority and the certificates of the two servers. Later, add sites, or replace the key of a site whose old "
+        "authority and the certificate of the SuperLink. Later, add sites, or replace the key of a site whose old "
         "key signed the request. Compare the fingerprint of each request with the site first, by telephone.",
     )
     approve.add_argument("requests", nargs="+", metavar="REQUEST", help="a site's request file")
@@ -69,8 +69,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     _add_fingerprint(revoke)
     renew = actions.add_parser(
         "renew",
-        help="make the servers' certificates again, also for other addresses",
-        description="Make the servers' certificates again, with the same keys. Other addresses make a new version, "
+        help="make the SuperLink's certificate again, or move a server",
+        description="Make the SuperLink's certificate again, with the same key. Other addresses make a new version, "
         "which the sites install.",
     )
     renew.add_argument("--superlink", metavar="HOST:PORT", help="another address of Flower's SuperLink")
@@ -227,13 +227,13 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
         "--certificate-name",
         action="append",
         metavar="HOST",
-        help="a DNS name or IP address in the certificates, besides the hosts of the addresses; repeatable",
+        help="a DNS name or IP address in the SuperLink's certificate, besides the host of its address; repeatable",
     )
     parser.add_argument(
         "--certificate-days",
         type=int,
         metavar="N",
-        help="days for which the servers' certificates are valid (default: 398)",
+        help="days for which the SuperLink's certificate is valid (default: 398)",
     )
 
 
@@ -378,7 +378,7 @@ def _told(registry: Registry, before: Federation | None, arguments: argparse.Nam
     for site in federation.sites:
         print(f"  {site.name}")
     print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
-    for name in ("authority", "superlink", "exchange"):
+    for name in ("authority", "superlink"):
         print(f"certificate  {name}: valid until {registry.certificate(name).not_valid_after_utc:%Y-%m-%d}")
     print(f"file         {registry.file}")
     print(f"{fingerprint_line(federation.fingerprint)}\n")

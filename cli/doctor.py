@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -27,27 +26,16 @@ _LONGEST_S = 600.0
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """PATH, --listen, --bind, --plan and --timeout."""
+    """PATH, --plan and --timeout."""
     parser.description = (
         "Check a party of a federation, hop by hop. With a site's TOML: its federation, keys, releases, disk and "
-        "devices, then the way to the SuperLink and to the exchange: proxy, DNS, TCP, CONNECT, TLS and ALPN, and last "
-        "the coordinator's answer, clock and versions. The answer needs the coordinator to listen: `cloister doctor "
-        "FEDERATION --listen`, while no run goes on. With the folder of a federation: the coordinator's own "
-        "certificates, disk, names and ports. Exit code 0: no hop failed; 1: one did."
+        "devices, then the way to the SuperLink and to the exchange: proxy, DNS, TCP, CONNECT, TLS and ALPN, and "
+        "whether the SuperLink accepts the site's clock. The SuperLink is there while `cloister coordinator start` "
+        "runs, the exchange while a run goes on. With the folder of a federation: the coordinator's own certificates, "
+        "disk, names and ports. Exit code 0: no hop failed; 1: one did."
     )
     parser.add_argument(
         "path", metavar="PATH", help="a site's TOML file, or the folder of a federation at its coordinator"
-    )
-    parser.add_argument(
-        "--listen",
-        action="store_true",
-        help="at the coordinator: instead of checking, answer the doctors of the sites on the address of the exchange, "
-        "until interrupted",
-    )
-    parser.add_argument(
-        "--bind",
-        metavar="HOST:PORT",
-        help="with --listen: listen there (default: the port of the exchange's address, at all addresses)",
     )
     parser.add_argument(
         "--plan",
@@ -65,7 +53,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the party, or listen; returns 1 where a hop fails."""
+    """Check the party; returns 1 where a hop fails."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC logs of a hop that fails is said by the hop
     path = Path(arguments.path)
     if not 0 < arguments.timeout <= _LONGEST_S:
@@ -77,10 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
             expected="a site's TOML file, or the folder of a federation",
             fix=f"give {path}/site.toml",
         )
-    if arguments.listen:
-        return _listen(path, arguments)
-    if arguments.bind:
-        raise CloisterError("--bind", arguments.bind, expected="it only with --listen")
     plan = (
         chosen_plan(argparse.Namespace(plan=arguments.plan, sites=None, set=[])) if arguments.plan else None
     )
@@ -103,37 +87,6 @@ def _check_coordinator(path: Path, plan: Plan | None, arguments: argparse.Namesp
     hops = CoordinatorDoctor(path, arguments.timeout, plan).hops()
     findings = _examined(f"coordinator {path}", hops, arguments)
     return _concluded({"party": "coordinator", "folder": str(path)}, findings, arguments)
-
-
-def _listen(path: Path, arguments: argparse.Namespace) -> int:
-    """Serve a probe until interrupted."""
-    import datetime
-
-    from cloister.protocol.address import everywhere, host_of
-    from cloister.server.probe import probe
-    from cloister.server.registry import Registry
-
-    registry = Registry.open(path)
-    registry.check_certificates(datetime.datetime.now(datetime.UTC))
-    bind = arguments.bind or everywhere(registry.federation.exchange)
-    host_of(bind)
-    with probe(registry, bind, tell=lambda line: print(line, flush=True)) as address:
-        listening = {"listening": address, "address": registry.federation.exchange}
-        if arguments.json:
-            print(json.dumps(listening), flush=True)
-        else:
-            print(f"listening on {address}; sites reach it at {registry.federation.exchange}")
-            print("at each site: cloister doctor site.toml; here: Ctrl-C when all are done", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            _wait()
-    return 0
-
-
-def _wait() -> None:
-    """Wait until the process is interrupted."""
-    import threading
-
-    threading.Event().wait()
 
 
 def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) -> list[Finding]:

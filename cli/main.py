@@ -40,7 +40,6 @@ from cloister.cli import (
     provision,
     report,
     resume,
-    roster,
     simulate,
     site,
     status,
@@ -89,7 +88,6 @@ VERBS: dict[str, Verb] = {
     "track": track,
     "stop": stop,
     "logs": logs,
-    "roster": roster,
     "ledger": ledger,
     "audit": audit,
 }

@@ -18,7 +18,7 @@ from rich.text import Text
 from cloister.cli.display import Display
 from cloister.lm.confusion import Confusion
 from cloister.lm.generate import generate
-from cloister.privacy.claims import unit_in_words
+from cloister.privacy.claims import unit
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.figures import at_most
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
@@ -206,13 +206,6 @@ def _warn(console: Console, line: str) -> None:
     console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
-def protected(plan: Plan) -> str:
-    """What a plan with a privacy unit protects, in words."""
-    if plan.privacy.dpsgd:
-        return unit_in_words(plan.data, plan.privacy)
-    return "all that one site holds"
-
-
 def _noise_declared(plan: Plan) -> bool:
     """Whether the noise comes from a seed in the plan: anyone who reads the plan can subtract it."""
     return plan.simulation.noise_seed is not None
@@ -254,7 +247,7 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
         budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
         limit = "" if budget is None else f", of a budget of {budget:g}"
         table.add_section()
-        table.add_row("what is protected", protected(plan))
+        table.add_row("what is protected", unit(plan))
         over = _over_runs(folder, outcome.epsilon)
         alone = "epsilon, this run" if over is not None and not over.problem else "epsilon, this run alone"
         table.add_row(alone, f"{at_most(outcome.epsilon)}{limit}")

@@ -105,7 +105,7 @@ def _print_cost(
     from rich.table import Table
     from rich.text import Text
 
-    from cloister.cli.outcome import protected
+    from cloister.privacy.claims import unit
     from cloister.privacy.figures import at_most
 
     table = Table(title="Cost", title_justify="left", show_header=False)
@@ -147,7 +147,7 @@ def _print_cost(
         table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
     if terms:
         table.add_section()
-        table.add_row("privacy: what is protected", protected(plan))
+        table.add_row("privacy: what is protected", unit(plan))
         table.add_row("noise multiplier", f"{terms.noise_multiplier:g}")
         if terms.mechanism is not None and terms.mechanism.correlation is not None:
             table.add_row(*_correlated(plan, terms.mechanism.correlation))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -14,23 +13,18 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from cloister.clients.config import SiteConfig
 from cloister.clients.enrolment import read_installed
-from cloister.clients.probe import Answer, ask
 from cloister.clients.route import Route
+from cloister.clients.superlink import refuses_clock
 from cloister.protocol.certificates import certificate_to_pem, check_authority, read_certificate
 from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError
 from cloister.protocol.federation import Federation
 from cloister.protocol.findings import Hop, Skipped
-from cloister.protocol.machine import ENOUGH, check_releases, check_space, releases
+from cloister.protocol.machine import ENOUGH, check_releases, check_space
 from cloister.protocol.plan import Plan
-from cloister.protocol.probe import LARGEST_SKEW_S
 from cloister.protocol.request import Request
 from cloister.protocol.roster import load_identity
 from cloister.protocol.supernode import load_supernode_key
 
-_NOT_OF_RELEASES = re.compile(r"[^0-9A-Za-z.+!_-]")
-"""Characters that no release has: what the coordinator states is part of a command that a person may copy."""
-_SHOWN = 40
-"""Characters of a release that the coordinator states."""
 _HOPS: tuple[tuple[str, Callable[[Route], str | Skipped], int], ...] = (
     ("proxy", Route.choose, 0),
     ("DNS", Route.resolve, 1),
@@ -59,8 +53,6 @@ class SiteDoctor:
         self._plan = plan
         self._federation: Federation | None = None
         self._routes: dict[str, Route] = {}
-        self._answer: Answer | None = None
-        """Of the coordinator's probe."""
 
     def __enter__(self) -> SiteDoctor:
         return self
@@ -90,12 +82,11 @@ class SiteDoctor:
                     Hop(f"{server} {name}", look, "ask the coordinator", waits * self._limit_s, (before,))
                 )
                 before = found[-1].name
-        return [
-            *found,
-            Hop("answer", self._ask, "ask the coordinator", self._limit_s, ("keys", "exchange ALPN")),
-            Hop("clock", self._clock, "set the clock", needs=("answer",)),
-            Hop("versions", self._versions, "ask the coordinator", needs=("answer",)),
-        ]
+            if server == "superlink":
+                found.append(
+                    Hop("superlink clock", self._clock, "ask the coordinator", self._limit_s, (before,))
+                )
+        return found
 
     def _installed(self) -> str:
         federation = read_installed(self._config)
@@ -183,61 +174,21 @@ class SiteDoctor:
             self._routes[server] = Route(server, getattr(self._federation, server), root, self._limit_s)
         return make(self._routes[server])
 
-    def _ask(self) -> str | Skipped:
-        route = self._routes["exchange"]
+    def _clock(self) -> str | Skipped:
+        route = self._routes["superlink"]
         route.close()
-        made = ask(
-            route.address,
-            route.root,
-            route.fingerprint,
-            load_identity(Path(self._config.identity)),
-            self._config.name,
-            limit_s=self._limit_s,
+        refused = refuses_clock(
+            route.address, route.root, datetime.datetime.now(datetime.UTC), limit_s=self._limit_s
         )
-        if isinstance(made, Skipped):
-            return made
-        self._answer = made
-        return "the coordinator answers, and knows this site by its key"
-
-    def _clock(self) -> str:
-        assert self._answer is not None
-        ahead = self._answer.ahead_s
-        if not abs(ahead) <= LARGEST_SKEW_S:  # also for a time that is no number
+        if refused is None:
+            return Skipped("the SuperLink does not answer")
+        if refused:
             raise MachineError(
                 "clock",
-                f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} the coordinator's",
-                expected=f"at most {LARGEST_SKEW_S:g} s",
+                expected="one that the SuperLink accepts: at most 5 s ahead of the coordinator's, at most 305 s behind",
                 fix="set the wrong one of the two by NTP, such as timedatectl set-ntp true: compare both with a watch",
             )
-        least = max(0.001, self._answer.error_s)
-        side = "behind" if ahead > 0 else "ahead of"
-        return f"{abs(ahead):.3f} s {side} the coordinator's, give or take {least:.3f} s"
-
-    def _versions(self) -> str:
-        """The releases at both ends, and the federation's version."""
-        assert self._answer is not None
-        assert self._federation is not None
-        about, own = self._answer.about, releases()
-        stated = {
-            name: _NOT_OF_RELEASES.sub("?", about.releases.get(name, "unknown"))[:_SHOWN] for name in own
-        }
-        for name, same in (("cloister", str), ("flwr", _minor)):
-            if same(own[name]) != same(stated[name]):
-                raise MachineError(
-                    f"release of {name}",
-                    own[name],
-                    expected=f"{stated[name]}, as at the coordinator",
-                    fix=f"install the same one at both: pip install '{name}=={stated[name]}' here, or the other there",
-                )
-        if about.fingerprint != self._federation.fingerprint:
-            raise RosterError(
-                "version of the federation",
-                self._federation.version,
-                expected=f"{about.version}, as at the coordinator, with the same fingerprint",
-                fix=f"ask the coordinator for federation-{about.version}.toml: cloister site install FILE",
-            )
-        shown = ", ".join(f"{name} {release}" for name, release in stated.items())
-        return f"coordinator: {shown}, version {about.version} of the federation"
+        return "the SuperLink accepts it"
 
 
 def site_bytes(plan: Plan) -> int:
@@ -260,8 +211,3 @@ def site_bytes(plan: Plan) -> int:
     update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
     kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
     return 8 * trained + 2 * update + kept
-
-
-def _minor(release: str) -> str:
-    """Major and minor number, which Flower's two ends must share."""
-    return ".".join(release.split(".")[:2])

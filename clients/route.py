@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
-import hashlib
 import re
 import socket
 import ssl
@@ -27,6 +26,7 @@ from cloister.protocol.certificates import is_self_signed, names_of, read_certif
 from cloister.protocol.errors import CertificateError, ConnectionFailedError, one_line
 from cloister.protocol.findings import Skipped
 
+_NO_RUN = "nothing listens there while no run goes on, or a firewall rejects it: check again during a run"
 _HEAD = 2**14
 """Bytes of the longest head of a proxy's answer."""
 
@@ -43,8 +43,6 @@ class Route:
     """Certificate of the federation's authority, in PEM; no other is trusted."""
     limit_s: float
     """Seconds for each wait."""
-    fingerprint: bytes = b""
-    """SHA-256 of the server's certificate, after `handshake`."""
     _proxy: _Proxy | None = None
     _endpoints: list[Endpoint] = field(default_factory=list)
     _socket: socket.socket | None = field(default=None, repr=False)
@@ -95,8 +93,11 @@ class Route:
             ) from error.__cause__
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in self._endpoints))}"
 
-    def connect(self) -> str:
+    def connect(self) -> str | Skipped:
         """Connect to the server or the proxy, by the first of its addresses that accepts.
+
+        Returns:
+            To which; skipped, if nothing listens at the address of the exchange.
 
         Raises:
             ConnectionFailedError: none does.
@@ -115,6 +116,8 @@ class Route:
                 continue
             self._socket = made
             return f"connected to {endpoint.ip} port {endpoint.sockaddr[1]!r}"
+        if self.server == "exchange" and not self._proxy and isinstance(failure, ConnectionRefusedError):
+            return Skipped(_NO_RUN)
         late = isinstance(failure, TimeoutError)
         why = f"no answer within {self.limit_s:g} s" if late else failure.strerror or str(failure)
         raise ConnectionFailedError(
@@ -124,8 +127,11 @@ class Route:
             fix=self._unreachable(late),
         )
 
-    def tunnel(self) -> str:
+    def tunnel(self) -> str | Skipped:
         """Ask the proxy, if there is one, for a connection to the server.
+
+        Returns:
+            What it says; skipped, if it cannot reach the exchange.
 
         Raises:
             ConnectionFailedError: it refuses, or is no HTTP proxy.
@@ -135,6 +141,8 @@ class Route:
         code, line = self._asked_for_tunnel(self._proxy)
         if code == 200:
             return f"{self._proxy.address} connects to {self.address}"
+        if self.server == "exchange" and code >= 500:
+            return Skipped(f"{self._proxy.address} answers {line}: {_NO_RUN}")
         fix = {
             407: "the proxy does not accept the name and password in HTTPS_PROXY: correct them"
             if self._proxy.credentials
@@ -186,7 +194,6 @@ class Route:
             raise self._closed() from error
         der = made.getpeercert(binary_form=True)
         assert der is not None
-        self.fingerprint = hashlib.sha256(der).digest()
         until = x509.load_der_x509_certificate(der).not_valid_after_utc
         return f"{made.version()}, certificate of this federation's authority for {self.host}, until {until:%Y-%m-%d}"
 
@@ -279,7 +286,8 @@ class Route:
         context.set_alpn_protocols(["h2"])
         self.connect()
         self.tunnel()
-        assert self._socket is not None
+        if self._socket is None:
+            raise self._closed()
         self._socket.settimeout(self.limit_s)
         plain, self._socket = self._socket, None
         try:
@@ -300,11 +308,6 @@ class Route:
         return self._nothing_there()
 
     def _nothing_there(self) -> str:
-        if self.server == "exchange":
-            return (
-                "nothing listens there while no run goes on, or a firewall rejects it: ask the coordinator to run "
-                "`cloister doctor FEDERATION --listen`, then run this again"
-            )
         return (
             "ask the coordinator whether `cloister coordinator start` runs, and whether its firewall lets TCP port "
             f"{port_of(self.address)} in"

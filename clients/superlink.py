@@ -19,16 +19,19 @@ from cloister.protocol.address import host_of
 from cloister.protocol.transfer import HANDSHAKE_S
 
 
-def refuses_clock(address: str, root: bytes, now: datetime.datetime) -> bool:
+def refuses_clock(
+    address: str, root: bytes, now: datetime.datetime, limit_s: float = HANDSHAKE_S
+) -> bool | None:
     """Ask the SuperLink, with a key that it does not know: it looks at the time first.
 
     Args:
         address: HOST:PORT at which sites reach it.
         root: Certificate of the federation's authority, in PEM.
         now: The time by this machine's clock, with a zone.
+        limit_s: Seconds for the answer.
 
     Returns:
-        Whether it refuses this time; False if it does not answer.
+        Whether it refuses this time; None if it does not answer.
     """
     key, stamp = generate_private_key(SECP384R1()), now.isoformat()
     metadata = (
@@ -41,7 +44,9 @@ def refuses_clock(address: str, root: bytes, now: datetime.datetime) -> bool:
     )
     with closing(open_channel(address, host_of(address), root)) as channel:
         try:
-            channel.unary_unary("/flwr.proto.Fleet/PullMessages")(b"", metadata=metadata, timeout=HANDSHAKE_S)
+            channel.unary_unary("/flwr.proto.Fleet/PullMessages")(b"", metadata=metadata, timeout=limit_s)
         except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                return None
             return bool(error.details() == "Invalid timestamp")
     return False

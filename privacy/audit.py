@@ -104,21 +104,9 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
         m: Canaries, each included by its own fair coin, guessed or not.
         epsilon: Of the mechanism under test, 0 or more.
         delta: Of the mechanism under test.
-
-    Raises:
-        CloisterError: not 0 <= v <= r <= m, or epsilon or delta is out of range.
     """
     from scipy.stats import binom
 
-    if not 0 <= correct <= guesses <= m:
-        raise CloisterError(
-            "correct, guesses and canaries",
-            [correct, guesses, m],
-            expected="correct <= guesses <= canaries, each at least 0",
-        )
-    _check(delta)
-    if not epsilon >= 0:
-        raise CloisterError("epsilon", epsilon, expected="0 or more")
     if correct == 0:
         return 1.0
     right = 1 / (1 + math.exp(-epsilon))
@@ -150,8 +138,9 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
     Raises:
         CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
     """
-    _check(delta, confidence)
-    level = 1 - confidence
+    _check_counts(correct, guesses, m)
+    _check_delta(delta)
+    level = 1 - _checked_confidence(confidence)
     if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
@@ -197,8 +186,8 @@ def distinguish(
     Raises:
         CloisterError: more errors than runs, or delta or confidence is out of range.
     """
-    _check(delta, confidence)
-    level = (1 - confidence) / 2
+    _check_delta(delta)
+    level = (1 - _checked_confidence(confidence)) / 2
     fpr = _upper_limit("false_positives", false_positives, negatives, level)
     fnr = _upper_limit("false_negatives", false_negatives, positives, level)
     bounds = (
@@ -219,8 +208,21 @@ def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
 
 
-def _check(delta: float, confidence: float = 0.5) -> None:
+def _check_counts(correct: int, guesses: int, m: int) -> None:
+    if not 0 <= correct <= guesses <= m:
+        raise CloisterError(
+            "correct, guesses and canaries",
+            [correct, guesses, m],
+            expected="correct <= guesses <= canaries, each at least 0",
+        )
+
+
+def _check_delta(delta: float) -> None:
     if not 0 <= delta < 1:
         raise CloisterError("delta", delta, expected="from 0 to below 1")
+
+
+def _checked_confidence(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise CloisterError("confidence", confidence, expected="between 0 and 1")
+    return confidence

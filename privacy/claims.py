@@ -7,8 +7,6 @@ Refused: prose in a template, which hides which sentence belongs to which plan.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cloister.privacy.accounting import Spent
 from cloister.privacy.correlated import Blt, loss
 from cloister.privacy.terms import Terms, participation
@@ -40,15 +38,10 @@ def unit(plan: Plan) -> str:
     return unit_in_words(plan.data, plan.privacy)
 
 
-def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") -> str:
-    """What the guarantee of unit `record` protects: "one line of the JSONL file, of which the first 512 tokens ...".
+def unit_in_words(data: DataSection, privacy: PrivacySection) -> str:
+    """What the guarantee of unit `record` protects: "one text, of which the first 512 tokens ...".
 
     With unit `owner`: "all records of one owner at one site, named by the field 'patient_id', of which at most 8 ...".
-
-    Args:
-        data: The plan's section.
-        privacy: The plan's section.
-        source: The file that a site reads; its suffix names the kind of record. Without it the plan's format does.
     """
     if privacy.unit == "owner":
         owned = (
@@ -60,19 +53,12 @@ def unit_in_words(data: DataSection, privacy: PrivacySection, source: str = "") 
         return f"{owned} are used, each with its first {_used(data, privacy)} tokens"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
-    by_kind = {
-        ".jsonl": "one line of the JSONL file",
-        ".json": "one object of the JSON file",
-        ".parquet": "one row of the Parquet file",
-        ".txt": "the whole text file",
-    }
     by_format = {
         "text": "one text with its label" if data.task == "classify" else "one text",
         "prompt": "one prompt with its completion",
         "messages": "one chat",
     }
-    what = by_kind.get(Path(source).suffix.lower(), by_format[data.format])
-    return f"{what}, of which the first {_used(data, privacy)} tokens are used"
+    return f"{by_format[data.format]}, of which the first {_used(data, privacy)} tokens are used"
 
 
 def _used(data: DataSection, privacy: PrivacySection) -> int:

@@ -125,22 +125,3 @@ class Wanted(_message.Message):
     hash: bytes
     offset: int
     def __init__(self, hash: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
-
-class About(_message.Message):
-    __slots__ = ("time", "releases", "version", "fingerprint")
-    class ReleasesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    TIME_FIELD_NUMBER: _ClassVar[int]
-    RELEASES_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    time: float
-    releases: _containers.ScalarMap[str, str]
-    version: int
-    fingerprint: bytes
-    def __init__(self, time: _Optional[float] = ..., releases: _Optional[_Mapping[str, str]] = ..., version: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...

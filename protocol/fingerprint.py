@@ -21,7 +21,7 @@ def shown(fingerprint: bytes) -> str:
     return "-".join(digits[at : at + 4] for at in range(0, DIGITS, 4))
 
 
-def given(text: str, option: str = "--fingerprint") -> bytes:
+def given(text: str) -> bytes:
     """The fingerprint that a person typed; hyphens, colons, spaces and case do not matter.
 
     Raises:
@@ -29,7 +29,7 @@ def given(text: str, option: str = "--fingerprint") -> bytes:
     """
     digits = re.sub(r"[-:\s]", "", text).lower()
     if not re.fullmatch(rf"[0-9a-f]{{{DIGITS}}}", digits):
-        raise RosterError(option, text, expected=f"{DIGITS} hexadecimal digits, in groups or not")
+        raise RosterError("--fingerprint", text, expected=f"{DIGITS} hexadecimal digits, in groups or not")
     return bytes.fromhex(digits)
 
 

@@ -8,9 +8,10 @@ each section allows, but that together break a guarantee, cannot run, or have no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan import (
@@ -25,7 +26,6 @@ from cloister.protocol.plan import (
     WIDEST_BALANCE,
     CohortSection,
     CorrelatedSection,
-    LocalSection,
     Plan,
     PrivacySection,
 )
@@ -33,7 +33,16 @@ from cloister.protocol.settings import Section, Settings
 from cloister.protocol.threshold import LARGEST
 
 _SETTINGS = Settings(Plan, "plan", PlanError)
+_DEFAULT = Plan()
 _STEPS = 'privacy.unit = "record" or "owner"'
+
+
+class _Refusal(NamedTuple):
+    """Why a plan is not sound; its value is that of the field in the plan."""
+
+    field: str
+    expected: str
+    fix: str
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
@@ -85,108 +94,164 @@ def recorded(text: str | bytes) -> Plan:
 
 
 def _check_sound(plan: Plan) -> None:
-    """Refuse settings that each section allows but that contradict each other."""
+    """Refuse settings that each section allows but that contradict each other.
+
+    Raises:
+        PlanError: the first refusal, with the value that the plan has.
+    """
+    for field, expected, fix in _refusals(plan):
+        value = _value(plan, field)
+        shown = () if value is None else ("set" if isinstance(value, Section) else value,)
+        raise PlanError(field, *shown, expected=expected, fix=fix)
+
+
+def _value(plan: Plan, field: str) -> Any:
+    """The value of a field, such as `local.steps`."""
+    return reduce(getattr, field.split("."), plan)
+
+
+def _without_effect(plan: Plan) -> Iterator[_Refusal]:
+    """Refuse settings that have an effect only with another one: they would suggest what the run does not do."""
+    unit, local, cohort, data = plan.privacy.unit, plan.local, plan.cohort, plan.data
+    of_privacy = (f"privacy.{name}" for name in PrivacySection.model_fields if name != "unit")
+    for effective, condition, fields in (
+        (
+            unit != "none",
+            'privacy.unit = "record", "owner" or "site"',
+            (*of_privacy, "simulation.ledger", "simulation.search"),
+        ),
+        (
+            plan.privacy.dpsgd,
+            _STEPS,
+            ("privacy.record", "privacy.windows", "privacy.method"),
+        ),
+        (unit == "owner", 'privacy.unit = "owner"', ("data.owner", "privacy.records")),
+        (
+            unit == "site",
+            'privacy.unit = "site"',
+            ("privacy.trusted_coordinator", "privacy.adaptive", "privacy.correlated"),
+        ),
+        (bool(plan.simulation.ledger), "simulation.ledger", ("simulation.greatest_epsilon",)),
+        (
+            plan.aggregation.weighting == "tokens",
+            'aggregation.weighting = "tokens"',
+            ("aggregation.temperature",),
+        ),
+        (cohort.mode == "async", 'cohort.mode = "async"', ("cohort.buffer", "cohort.staleness")),
+        (
+            local.balance != "fixed",
+            'local.balance = "weighted" or "dynamic"',
+            ("local.least_steps", "local.most_steps"),
+        ),
+        (local.optimizer == "muon", 'local.optimizer = "muon"', ("local.momentum",)),
+        (
+            local.optimizer != "sgd",
+            'local.optimizer = "adamw" or "muon"',
+            ("local.betas", "local.optimizer_state"),
+        ),
+        (
+            data.task == "generate" and data.format == "prompt",
+            'data.task = "generate" and data.format = "prompt"',
+            ("data.choices",),
+        ),
+        (
+            data.task == "classify",
+            'data.task = "classify"',
+            ("data.classes", "data.class_weights", "data.label_field"),
+        ),
+        (plan.model.name.startswith("builtin:"), "a builtin: model in model.name", ("model.config",)),
+    ):
+        for field in fields if not effective else ():
+            if _value(plan, field) != _value(_DEFAULT, field):
+                yield _Refusal(
+                    field, f"no value; only valid with {condition}", f"set {condition}, or remove {field}"
+                )
+    if plan.local.sampler == "poisson" and not plan.privacy.dpsgd:
+        yield _Refusal(
+            "local.sampler",
+            f'"shuffle" or "auto"; "poisson" is only valid with {_STEPS}',
+            'set local.sampler = "auto"',
+        )
+
+
+def _refusals(plan: Plan) -> Iterator[_Refusal]:
+    """Why a plan is not sound; empty if it is."""
+    yield from _without_effect(plan)
     sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
     if sites * 2 > 2 ** (bits - 1) - 1:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.ring_bits",
-            bits,
-            expected=f"a ring in which the sum of {sites} sites cannot overflow",
-            fix="set aggregation.ring_bits = 32"
+            f"a ring in which the sum of {sites} sites cannot overflow",
+            "set aggregation.ring_bits = 32"
             if plan.aggregation.compression is None
             else "set aggregation.ring_bits = 16, or lower cohort.fraction",
         )
-    if plan.aggregation.temperature != 1 and plan.aggregation.weighting != "tokens":
-        raise PlanError(
-            "aggregation.temperature",
-            plan.aggregation.temperature,
-            expected='no value; only valid with aggregation.weighting = "tokens", which no privacy unit allows',
-            fix='remove aggregation.temperature, or set aggregation.weighting = "tokens"',
-        )
-    _check_groups(plan)
-    _check_compression(plan)
-    _check_mode(plan)
-    _check_task(plan)
+    yield from _check_groups(plan)
+    yield from _check_compression(plan)
+    yield from _check_mode(plan)
+    yield from _check_task(plan)
     if plan.aggregation.secure:
-        _check_secure(plan)
-    if plan.privacy.unit == "none":
-        _check_not_private(plan)
-    else:
-        _check_private(plan)
+        yield from _check_secure(plan)
+    if plan.privacy.unit != "none":
+        yield from _check_private(plan)
     if (plan.server.evaluation == SIMULATED_PUBLIC) != (plan.simulation.public > 0):
-        raise PlanError(
+        yield _Refusal(
             "simulation.public",
-            plan.simulation.public,
-            expected=f'more than 0 if and only if server.evaluation = "{SIMULATED_PUBLIC}", not '
+            f'more than 0 if and only if server.evaluation = "{SIMULATED_PUBLIC}", not '
             f"{plan.server.evaluation!r}",
-            fix=f'set server.evaluation = "{SIMULATED_PUBLIC}", or simulation.public = 0'
+            f'set server.evaluation = "{SIMULATED_PUBLIC}", or simulation.public = 0'
             if plan.simulation.public
             else "set simulation.public = 0.1, or other records in server.evaluation",
         )
-    if plan.model.config and not plan.model.name.startswith("builtin:"):
-        raise PlanError(
-            "model.config",
-            dict(plan.model.config),
-            expected="no value; only valid with a builtin: model: a loaded model has its own configuration",
-            fix="remove [model.config], or set model.name to a builtin: model",
-        )
     if plan.local.warmup_steps >= plan.run.rounds * plan.local.steps and plan.local.warmup_steps:
-        raise PlanError(
+        yield _Refusal(
             "local.warmup_steps",
-            plan.local.warmup_steps,
-            expected=f"fewer than the run's {plan.run.rounds * plan.local.steps} local steps",
-            fix="lower local.warmup_steps or raise run.rounds",
+            f"fewer than the run's {plan.run.rounds * plan.local.steps} local steps",
+            "lower local.warmup_steps or raise run.rounds",
         )
     if plan.model.adapter.scheme == "rolora" and plan.local.optimizer_state == "keep":
-        raise PlanError(
+        yield _Refusal(
             "local.optimizer_state",
-            "keep",
-            expected='"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
-            fix='set local.optimizer_state = "reset"',
+            '"reset" with model.adapter.scheme = "rolora", which trains another factor every round',
+            'set local.optimizer_state = "reset"',
         )
     if plan.local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
-        raise PlanError(
+        yield _Refusal(
             "local.optimizer_state",
-            "keep",
-            expected='"reset" with aggregation.secure = true where each sum is over a part of the federation '
+            '"reset" with aggregation.secure = true where each sum is over a part of the federation '
             "(cohort.fraction below 1, or aggregation.groups): all sites of a masked sum begin with what they carry "
             "from the same rounds, and with nothing where they took part in different ones, so it would never be used",
-            fix='set local.optimizer_state = "reset", or cohort.fraction = 1 without aggregation.groups',
+            'set local.optimizer_state = "reset", or cohort.fraction = 1 without aggregation.groups',
         )
-    _check_balance(plan)
-    _check_muon(plan)
-    _check_sgd(plan)
-    _check_base_precision(plan)
+    yield from _check_balance(plan)
+    yield from _check_optimizer(plan)
+    yield from _check_base_precision(plan)
     if plan.model.adapter.scheme == "rolora" and plan.server.optimizer != "fedavg":
-        raise PlanError(
+        yield _Refusal(
             "server.optimizer",
-            plan.server.optimizer,
-            expected='"fedavg" with model.adapter.scheme = "rolora"; momentum would change the frozen factor',
-            fix='set server.optimizer = "fedavg"',
+            '"fedavg" with model.adapter.scheme = "rolora"; momentum would change the frozen factor',
+            'set server.optimizer = "fedavg"',
         )
     if plan.data.held_out == 0 and not plan.server.evaluation:
-        raise PlanError(
+        yield _Refusal(
             "data.held_out",
-            0.0,
-            expected="more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
-            fix='set data.held_out = 0.1, or set server.evaluation to public records or "none"',
+            "more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
+            'set data.held_out = 0.1, or set server.evaluation to public records or "none"',
         )
     if plan.server.gate.loss is not None and plan.server.evaluation in ("", NO_EVALUATION):
-        raise PlanError(
+        yield _Refusal(
             "server.gate.loss",
-            plan.server.gate.loss,
-            expected="no value unless server.evaluation names public records: the gate compares losses on them",
-            fix="remove server.gate.loss, or name public records in server.evaluation",
+            "no value unless server.evaluation names public records: the gate compares losses on them",
+            "remove server.gate.loss, or name public records in server.evaluation",
         )
     if plan.server.evaluation == NO_EVALUATION and plan.server.evaluation_sequences is not None:
-        raise PlanError(
+        yield _Refusal(
             "server.evaluation_sequences",
-            plan.server.evaluation_sequences,
-            expected=f'no value with server.evaluation = "{NO_EVALUATION}"',
-            fix="remove server.evaluation_sequences, or name public records in server.evaluation",
+            f'no value with server.evaluation = "{NO_EVALUATION}"',
+            "remove server.evaluation_sequences, or name public records in server.evaluation",
         )
-    _check_poison(plan)
-    _check_dataset(plan)
+    yield from _check_poison(plan)
+    yield from _check_dataset(plan)
     if sum(profile.share for profile in plan.simulation.profiles) > 1 + 1e-9:
         raise PlanError(
             "simulation.profiles",
@@ -196,149 +261,112 @@ def _check_sound(plan: Plan) -> None:
         )
 
 
-def _check_poison(plan: Plan) -> None:
+def _check_poison(plan: Plan) -> Iterator[_Refusal]:
     """Refuse poison that changes nothing, or under which an epsilon would not hold."""
     poison = plan.faults.poison
     if poison is None:
         return
     if poison.kind == "label-flip" and plan.privacy.dpsgd:
-        raise PlanError(
+        yield _Refusal(
             "faults.poison.kind",
-            "label-flip",
-            expected=f'another kind with privacy.unit = "{plan.privacy.unit}": it gives a record the answer of the '
+            f'another kind with privacy.unit = "{plan.privacy.unit}": it gives a record the answer of the '
             "next one, so a record that is added or removed changes others, and the stated epsilon would not hold",
-            fix='set faults.poison.kind = "backdoor", or privacy.unit = "site"',
+            'set faults.poison.kind = "backdoor", or privacy.unit = "site"',
         )
     if poison.kind == "label-flip" and plan.data.format == "text" and plan.data.task != "classify":
-        raise PlanError(
+        yield _Refusal(
             "faults.poison.kind",
-            "label-flip",
-            expected='another kind with data.format = "text", whose records have no answers',
-            fix='set faults.poison.kind = "backdoor", or use prompts or messages',
+            'another kind with data.format = "text", whose records have no answers',
+            'set faults.poison.kind = "backdoor", or use prompts or messages',
         )
     if poison.kind == "backdoor" and plan.data.outcomes and poison.target not in plan.data.outcomes:
         names, what = ("classes", "label") if plan.data.classes else ("choices", "completion")
-        raise PlanError(
+        yield _Refusal(
             "faults.poison.target",
-            poison.target,
-            expected=f"one of data.{names}: a record with another {what} is not used",
-            fix=f'set faults.poison.target = "{plan.data.outcomes[0]}"',
+            f"one of data.{names}: a record with another {what} is not used",
+            f'set faults.poison.target = "{plan.data.outcomes[0]}"',
         )
     if poison.kind == "scale" and poison.factor == 1:
-        raise PlanError(
+        yield _Refusal(
             "faults.poison.factor",
-            1.0,
-            expected='another number with faults.poison.kind = "scale"; 1 changes nothing',
-            fix="set faults.poison.factor = 10",
+            'another number with faults.poison.kind = "scale"; 1 changes nothing',
+            "set faults.poison.factor = 10",
         )
 
 
-def _check_mode(plan: Plan) -> None:
+def _check_mode(plan: Plan) -> Iterator[_Refusal]:
     """Refuse asynchronous rounds that are not sound or would wait for all sites, and their settings without them."""
     cohort = plan.cohort
     if cohort.mode == "sync":
-        for name in ("buffer", "staleness"):
-            if getattr(cohort, name) is not None:
-                raise PlanError(
-                    f"cohort.{name}",
-                    getattr(cohort, name),
-                    expected='no value; only valid with cohort.mode = "async"',
-                    fix=f'set cohort.mode = "async", or remove cohort.{name}',
-                )
         return
     if plan.aggregation.secure:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.secure",
-            True,
-            expected='false with cohort.mode = "async": asynchronous rounds are refused under the secure sum, because '
+            'false with cohort.mode = "async": asynchronous rounds are refused under the secure sum, because '
             "the coordinator would choose which updates are summed, and masks of sites with different models do not "
             "cancel",
-            fix='set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
+            'set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
         )
     if plan.privacy.unit != "none":
-        raise PlanError(
+        yield _Refusal(
             "privacy.unit",
-            plan.privacy.unit,
-            expected='"none" with cohort.mode = "async": the time that a site takes depends on its data and decides '
+            '"none" with cohort.mode = "async": the time that a site takes depends on its data and decides '
             "which updates are summed, and by which weight, which no charge covers",
-            fix='set cohort.mode = "sync", or privacy.unit = "none"',
+            'set cohort.mode = "sync", or privacy.unit = "none"',
         )
     if cohort.fraction != 1:
-        raise PlanError(
+        yield _Refusal(
             "cohort.fraction",
-            cohort.fraction,
-            expected='1 with cohort.mode = "async", where all sites train all the time',
-            fix="remove cohort.fraction; cohort.buffer is the number of updates in a round",
+            '1 with cohort.mode = "async", where all sites train all the time',
+            "remove cohort.fraction; cohort.buffer is the number of updates in a round",
         )
     if cohort.quorum != CohortSection().quorum:
-        raise PlanError(
+        yield _Refusal(
             "cohort.quorum",
-            cohort.quorum,
-            expected='no value with cohort.mode = "async", where a round has cohort.buffer updates',
-            fix="remove cohort.quorum, or set cohort.buffer",
+            'no value with cohort.mode = "async", where a round has cohort.buffer updates',
+            "remove cohort.quorum, or set cohort.buffer",
         )
     if cohort.needed() > cohort.sites:
-        raise PlanError(
+        yield _Refusal(
             "cohort.buffer",
-            cohort.buffer,
-            expected=f"at most {cohort.sites}, the number of sites: a site has one update of each model",
-            fix="lower cohort.buffer",
+            f"at most {cohort.sites}, the number of sites: a site has one update of each model",
+            "lower cohort.buffer",
         )
     if plan.local.balance != "fixed":
-        raise PlanError(
+        yield _Refusal(
             "local.balance",
-            plan.local.balance,
-            expected='"fixed" with cohort.mode = "async", where no site waits for slower ones',
-            fix='set local.balance = "fixed"',
+            '"fixed" with cohort.mode = "async", where no site waits for slower ones',
+            'set local.balance = "fixed"',
         )
     if not plan.server.evaluation:
-        raise PlanError(
+        yield _Refusal(
             "server.evaluation",
-            "",
-            expected='public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for '
+            'public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for '
             "the slowest one",
-            fix='set server.evaluation to public records, or to "none"',
+            'set server.evaluation to public records, or to "none"',
         )
     if plan.model.adapter.scheme == "rolora":
-        raise PlanError(
+        yield _Refusal(
             "model.adapter.scheme",
-            "rolora",
-            expected='another scheme with cohort.mode = "async": a stale update may be of the factor that the round '
+            'another scheme with cohort.mode = "async": a stale update may be of the factor that the round '
             "does not train",
-            fix='set model.adapter.scheme = "ffa-lora"',
+            'set model.adapter.scheme = "ffa-lora"',
         )
 
 
-def _check_task(plan: Plan) -> None:
+def _check_task(plan: Plan) -> Iterator[_Refusal]:
     """Refuse a classifier without two different classes or on data without one label for a text; classes without it;
     choices on data without completions."""
     data, privacy = plan.data, plan.privacy
     if data.choices:
-        if data.task != "generate" or data.format != "prompt":
-            raise PlanError(
-                "data.choices",
-                ", ".join(data.choices),
-                expected='no value; only valid with data.task = "generate" and data.format = "prompt", whose '
-                "completions are the choices",
-                fix='set data.format = "prompt", or remove data.choices',
-            )
         _check_names("choices", data.choices)
     if data.task != "classify":
-        for name, default in (("classes", ()), ("class_weights", ()), ("label_field", "label")):
-            if getattr(data, name) != default:
-                raise PlanError(
-                    f"data.{name}",
-                    getattr(data, name),
-                    expected='no value; only valid with data.task = "classify"',
-                    fix=f'set data.task = "classify", or remove data.{name}',
-                )
         return
     if data.format != "text":
-        raise PlanError(
+        yield _Refusal(
             "data.format",
-            data.format,
-            expected='"text" with data.task = "classify": a text has one label',
-            fix='set data.format = "text", data.text_field and data.label_field',
+            '"text" with data.task = "classify": a text has one label',
+            'set data.format = "text", data.text_field and data.label_field',
         )
     _check_names("classes", data.classes)
     if data.class_weights and len(data.class_weights) != len(data.classes):
@@ -349,18 +377,16 @@ def _check_task(plan: Plan) -> None:
             fix="list one for each class, or remove data.class_weights",
         )
     if privacy.dpsgd and privacy.windows != PrivacySection().windows:
-        raise PlanError(
+        yield _Refusal(
             "privacy.windows",
-            privacy.windows,
-            expected='no value with data.task = "classify", which uses the first data.sequence_length tokens of a text',
-            fix="remove privacy.windows",
+            'no value with data.task = "classify", which uses the first data.sequence_length tokens of a text',
+            "remove privacy.windows",
         )
     if privacy.dpsgd and privacy.record == "window":
-        raise PlanError(
+        yield _Refusal(
             "privacy.record",
-            "window",
-            expected='"record" with data.task = "classify": the label is of the whole text',
-            fix='set privacy.record = "record"',
+            '"record" with data.task = "classify": the label is of the whole text',
+            'set privacy.record = "record"',
         )
 
 
@@ -382,127 +408,107 @@ def _check_names(what: Literal["classes", "choices"], names: tuple[str, ...]) ->
         )
 
 
-def _check_groups(plan: Plan) -> None:
+def _check_groups(plan: Plan) -> Iterator[_Refusal]:
     """Refuse groups whose median is not robust, and what is only sound for one mean over all sites of a round."""
     groups, cohort, fix = plan.aggregation.groups, plan.cohort, "remove aggregation.groups"
     if groups == 1:
         return
     if groups == 2:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.groups",
-            groups,
-            expected="3 or more: the median of two means is their mean, which one poisoned site moves",
-            fix="set aggregation.groups = 3, or remove it" if cohort.size() > 2 else fix,
+            "3 or more: the median of two means is their mean, which one poisoned site moves",
+            "set aggregation.groups = 3, or remove it" if cohort.size() > 2 else fix,
         )
     if groups > MOST_GROUPS and cohort.size() >= MOST_GROUPS:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.groups",
-            groups,
-            expected=f"at most {MOST_GROUPS}: the time of the median grows with the square of their number",
-            fix="lower aggregation.groups",
+            f"at most {MOST_GROUPS}: the time of the median grows with the square of their number",
+            "lower aggregation.groups",
         )
     if groups > cohort.size():
-        raise PlanError(
+        yield _Refusal(
             "aggregation.groups",
-            groups,
-            expected=f"at most {cohort.size()}, the sites of a round: each group has at least one",
-            fix=f"{'lower' if cohort.size() > 2 else 'remove'} aggregation.groups, or raise "
+            f"at most {cohort.size()}, the sites of a round: each group has at least one",
+            f"{'lower' if cohort.size() > 2 else 'remove'} aggregation.groups, or raise "
             f"{'cohort.sites' if cohort.fraction == 1 else 'cohort.fraction'}",
         )
-    for refused, field, value, expected in (
+    for refused, field, expected in (
         (
             cohort.mode == "async",
             "cohort.mode",
-            cohort.mode,
             '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
         ),
         (
             plan.privacy.correlated is not None,
             "privacy.correlated",
-            "set",
             "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
         ),
         (
             plan.aggregation.compression is not None,
             "aggregation.compression",
-            "set",
             "no compression with aggregation.groups: scales and remainders are made for the mean over all sites",
         ),
     ):
         if refused:
-            raise PlanError(field, value, expected=expected, fix=f"remove it, or {fix}")
+            yield _Refusal(field, expected, f"remove it, or {fix}")
 
 
-def _check_compression(plan: Plan) -> None:
+def _check_compression(plan: Plan) -> Iterator[_Refusal]:
     """Refuse few bits where they would destroy the updates, save nothing, or break a guarantee."""
     aggregation, unit = plan.aggregation, plan.privacy.unit
     compression, bits = aggregation.compression, aggregation.ring_bits
     if unit == "site" and (compression is not None or bits == 8):
         levels, size = (2 ** (bits - 1) - 1) // plan.cohort.size(), 10**6
         inflated = math.sqrt(levels**2 + size / 4) / levels
-        raise PlanError(
+        yield _Refusal(
             "aggregation.compression" if compression is not None else "aggregation.ring_bits",
-            "set" if compression is not None else bits,
-            expected=f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
+            f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
             f"makes the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
-            fix="remove [aggregation.compression], and set aggregation.ring_bits = 32",
+            "remove [aggregation.compression], and set aggregation.ring_bits = 32",
         )
     if compression is None:
         if bits == 8:
-            raise PlanError(
+            yield _Refusal(
                 "aggregation.ring_bits",
-                8,
-                expected="16 or 32 without [aggregation.compression]: with one bound for all values, 8 bits round most "
+                "16 or 32 without [aggregation.compression]: with one bound for all values, 8 bits round most "
                 "of them to noise",
-                fix="add the section [aggregation.compression], or set aggregation.ring_bits = 16",
+                "add the section [aggregation.compression], or set aggregation.ring_bits = 16",
             )
         return
     if bits == 32:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.ring_bits",
-            32,
-            expected="8 or 16 with [aggregation.compression], which saves nothing with 32",
-            fix="set aggregation.ring_bits = 8, or remove [aggregation.compression]",
+            "8 or 16 with [aggregation.compression], which saves nothing with 32",
+            "set aggregation.ring_bits = 8, or remove [aggregation.compression]",
         )
     if not SMALLEST_CLIP <= aggregation.bound <= LARGEST_CLIP:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.bound",
-            aggregation.bound,
-            expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g} with [aggregation.compression]: the bounds of blocks are "
+            f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g} with [aggregation.compression]: the bounds of blocks are "
             "float32",
-            fix="set aggregation.bound = 1.0",
+            "set aggregation.bound = 1.0",
         )
     if plan.cohort.mode == "async":
-        raise PlanError(
+        yield _Refusal(
             "aggregation.compression",
-            "set",
-            expected='no compression with cohort.mode = "async": scales are those of one round, and the updates of a '
+            'no compression with cohort.mode = "async": scales are those of one round, and the updates of a '
             "buffer are of several",
-            fix='remove [aggregation.compression], or set cohort.mode = "sync"',
+            'remove [aggregation.compression], or set cohort.mode = "sync"',
         )
     if plan.model.adapter.scheme == "rolora":
-        raise PlanError(
+        yield _Refusal(
             "model.adapter.scheme",
-            "rolora",
-            expected="another scheme with [aggregation.compression]: rounding a rotated block would change the frozen "
+            "another scheme with [aggregation.compression]: rounding a rotated block would change the frozen "
             "factor",
-            fix='set model.adapter.scheme = "ffa-lora", or remove [aggregation.compression]',
+            'set model.adapter.scheme = "ffa-lora", or remove [aggregation.compression]',
         )
 
 
-def _check_balance(plan: Plan) -> None:
+def _check_balance(plan: Plan) -> Iterator[_Refusal]:
     """Refuse unequal steps where they would be charged, weigh twice or publish what data decides, or limits of them
     that expose a site."""
     local, unit = plan.local, plan.privacy.unit
     if local.balance == "fixed":
-        for name in ("least_steps", "most_steps"):
-            if getattr(local, name) is not None:
-                raise PlanError(
-                    f"local.{name}",
-                    getattr(local, name),
-                    expected='no value; only valid with local.balance = "weighted" or "dynamic"',
-                    fix=f'set local.balance, or remove local.{name}; with "fixed" each site takes local.steps',
-                )
         return
     steps = local.steps
     for name, fewest, largest, why in (
@@ -511,11 +517,10 @@ def _check_balance(plan: Plan) -> None:
     ):
         given = getattr(local, name)
         if given is not None and not fewest <= given <= largest:
-            raise PlanError(
+            yield _Refusal(
                 f"local.{name}",
-                given,
-                expected=f"{fewest} to {largest}, {why}: a site of median speed takes local.steps",
-                fix=f"change local.{name} or local.steps",
+                f"{fewest} to {largest}, {why}: a site of median speed takes local.steps",
+                f"change local.{name} or local.steps",
             )
     least, most = local.step_limits()
     if most > WIDEST_BALANCE * least:
@@ -527,192 +532,113 @@ def _check_balance(plan: Plan) -> None:
             fix=f"lower local.most_steps, or raise local.least_steps to {-(-most // WIDEST_BALANCE)}",
         )
     if unit in ("record", "owner"):
-        raise PlanError(
+        yield _Refusal(
             "local.balance",
-            local.balance,
-            expected=f'"fixed" with privacy.unit = "{unit}": each step is charged, and all sites are charged the same',
-            fix='set local.balance = "fixed"',
+            f'"fixed" with privacy.unit = "{unit}": each step is charged, and all sites are charged the same',
+            'set local.balance = "fixed"',
         )
     if unit == "site" and local.balance == "dynamic":
-        raise PlanError(
+        yield _Refusal(
             "local.balance",
-            "dynamic",
-            expected='"fixed" or "weighted" with privacy.unit = "site": the time that a site takes depends on its '
+            '"fixed" or "weighted" with privacy.unit = "site": the time that a site takes depends on its '
             "data, and the list of steps would publish it without a charge",
-            fix='set local.balance = "weighted"',
+            'set local.balance = "weighted"',
         )
     if plan.aggregation.weighting != "uniform":
-        raise PlanError(
+        yield _Refusal(
             "aggregation.weighting",
-            plan.aggregation.weighting,
-            expected=f'"uniform" with local.balance = "{local.balance}": by tokens, a site with more steps would count '
+            f'"uniform" with local.balance = "{local.balance}": by tokens, a site with more steps would count '
             "for more",
-            fix='set aggregation.weighting = "uniform"',
+            'set aggregation.weighting = "uniform"',
         )
     if plan.cohort.size() > LARGEST:
-        raise PlanError(
+        yield _Refusal(
             "local.balance",
-            local.balance,
-            expected=f'"fixed" with a cohort of more than {LARGEST} sites: a message lists at most as many',
-            fix='lower cohort.fraction, or set local.balance = "fixed"',
+            f'"fixed" with a cohort of more than {LARGEST} sites: a message lists at most as many',
+            'lower cohort.fraction, or set local.balance = "fixed"',
         )
 
 
-def _check_muon(plan: Plan) -> None:
-    """Refuse Muon where no parameter would take its steps, and its momentum without it."""
-    local, scheme = plan.local, plan.model.adapter.scheme
+def _check_optimizer(plan: Plan) -> Iterator[_Refusal]:
+    """Refuse Muon where no parameter would take its steps, and scales of updates that nothing bounds."""
+    local, scheme, compression = plan.local, plan.model.adapter.scheme, plan.aggregation.compression
     if local.optimizer == "muon" and scheme != "full":
-        raise PlanError(
+        yield _Refusal(
             "local.optimizer",
-            "muon",
-            expected=f'"adamw" with model.adapter.scheme = "{scheme}"; Muon is for matrices of hidden layers, and an '
+            f'"adamw" with model.adapter.scheme = "{scheme}"; Muon is for matrices of hidden layers, and an '
             "adapter trains factors",
-            fix='set local.optimizer = "adamw"',
+            'set local.optimizer = "adamw"',
         )
-    if local.optimizer != "muon" and local.momentum != LocalSection().momentum:
-        raise PlanError(
-            "local.momentum",
-            local.momentum,
-            expected='no value; only valid with local.optimizer = "muon"',
-            fix='remove local.momentum, or set local.optimizer = "muon"',
-        )
-
-
-def _check_sgd(plan: Plan) -> None:
-    """Refuse settings of other optimizers, which have no effect on SGD, and scales of updates that nothing bounds."""
-    local, compression = plan.local, plan.aggregation.compression
-    if local.optimizer != "sgd":
-        return
-    default = LocalSection()
-    for name in ("betas", "optimizer_state"):
-        if getattr(local, name) != getattr(default, name):
-            raise PlanError(
-                f"local.{name}",
-                getattr(local, name),
-                expected='no value with local.optimizer = "sgd", which keeps no moments',
-                fix=f'remove local.{name}, or set local.optimizer = "adamw"',
-            )
-    if compression is not None and compression.first_scale is None and not local.clip_norm:
-        raise PlanError(
+    if (
+        local.optimizer == "sgd"
+        and compression is not None
+        and compression.first_scale is None
+        and not local.clip_norm
+    ):
+        yield _Refusal(
             "aggregation.compression.first_scale",
-            expected='a value with local.optimizer = "sgd" and local.clip_norm = 0: nothing else bounds the updates of '
+            'a value with local.optimizer = "sgd" and local.clip_norm = 0: nothing else bounds the updates of '
             "round 1",
-            fix="set local.clip_norm = 1.0, or aggregation.compression.first_scale",
+            "set local.clip_norm = 1.0, or aggregation.compression.first_scale",
         )
 
 
-def _check_base_precision(plan: Plan) -> None:
+def _check_base_precision(plan: Plan) -> Iterator[_Refusal]:
     """Refuse a base in lower precision that is trained, or that would be computed with in another precision."""
     adapter = plan.model.adapter
     if adapter.base_precision == "float32":
         return
     if adapter.scheme == "full":
-        raise PlanError(
+        yield _Refusal(
             "model.adapter.base_precision",
-            adapter.base_precision,
-            expected='"float32" with model.adapter.scheme = "full", which trains every weight; a lower precision is '
+            '"float32" with model.adapter.scheme = "full", which trains every weight; a lower precision is '
             "only valid for a frozen base",
-            fix='set model.adapter.scheme = "ffa-lora", or remove model.adapter.base_precision',
+            'set model.adapter.scheme = "ffa-lora", or remove model.adapter.base_precision',
         )
     if plan.local.precision == "float32":
-        raise PlanError(
+        yield _Refusal(
             "local.precision",
-            "float32",
-            expected=f'"auto" or "bfloat16" with model.adapter.base_precision = "{adapter.base_precision}", with which '
+            f'"auto" or "bfloat16" with model.adapter.base_precision = "{adapter.base_precision}", with which '
             "arithmetic is in bfloat16",
-            fix='set local.precision = "auto", or model.adapter.base_precision = "float32"',
+            'set local.precision = "auto", or model.adapter.base_precision = "float32"',
         )
 
 
-def _check_dataset(plan: Plan) -> None:
+def _check_dataset(plan: Plan) -> Iterator[_Refusal]:
     """Refuse a ledger over runs that would not charge what is released."""
     simulation = plan.simulation
-    if simulation.search is not None:
-        _check_search(plan)
+    if simulation.search is not None and simulation.noise_seed is not None:
+        yield _Refusal(
+            "simulation.noise_seed",
+            "no value in a search: all trials would have the same noise, and their price is that of "
+            "independent ones",
+            "remove simulation.noise_seed",
+        )
     if bool(simulation.ledger) != bool(simulation.dataset):
         name, other = ("ledger", "dataset") if simulation.dataset else ("dataset", "ledger")
-        raise PlanError(
+        yield _Refusal(
             f"simulation.{name}",
-            "",
-            expected=f"a value with simulation.{other}: a ledger over runs keeps the spending of a dataset by its name",
-            fix=f"set both, or remove simulation.{other}",
-        )
-    if simulation.greatest_epsilon is not None and not simulation.ledger:
-        raise PlanError(
-            "simulation.greatest_epsilon",
-            simulation.greatest_epsilon,
-            expected="no value; only valid with simulation.ledger, over whose runs it is a limit",
-            fix="set simulation.ledger and simulation.dataset, or privacy.budget for this run alone",
+            f"a value with simulation.{other}: a ledger over runs keeps the spending of a dataset by its name",
+            f"set both, or remove simulation.{other}",
         )
     if not simulation.ledger:
         return
     if not Path(simulation.ledger).is_absolute():
-        raise PlanError(
+        yield _Refusal(
             "simulation.ledger",
-            simulation.ledger,
-            expected="an absolute path: a run that is resumed in another folder would find another file",
-            fix="write the whole path, or use --ledger, which completes it",
-        )
-    if plan.privacy.unit == "none":
-        raise PlanError(
-            "simulation.ledger",
-            simulation.ledger,
-            expected="no value; only valid with a privacy unit, because nothing else is charged",
-            fix='set privacy.unit = "record", "owner" or "site", or remove simulation.ledger and simulation.dataset',
+            "an absolute path: a run that is resumed in another folder would find another file",
+            "write the whole path, or use --ledger, which completes it",
         )
     if simulation.noise_seed is not None:
-        raise PlanError(
+        yield _Refusal(
             "simulation.noise_seed",
-            simulation.noise_seed,
-            expected="no value with simulation.ledger: noise from a declared seed protects nothing, and no charge "
+            "no value with simulation.ledger: noise from a declared seed protects nothing, and no charge "
             "would cover it",
-            fix="remove simulation.noise_seed, or simulation.ledger and simulation.dataset",
+            "remove simulation.noise_seed, or simulation.ledger and simulation.dataset",
         )
 
 
-def _check_search(plan: Plan) -> None:
-    """Refuse a trial whose search cannot have the price of its best trial alone."""
-    if plan.privacy.unit == "none":
-        raise PlanError(
-            "simulation.search",
-            "set",
-            expected="no value; only valid with a privacy unit, because nothing else is charged",
-            fix="remove simulation.search",
-        )
-    if plan.simulation.noise_seed is not None:
-        raise PlanError(
-            "simulation.noise_seed",
-            plan.simulation.noise_seed,
-            expected="no value in a search: all trials would have the same noise, and their price is that of "
-            "independent ones",
-            fix="remove simulation.noise_seed",
-        )
-
-
-def _check_not_private(plan: Plan) -> None:
-    """Refuse privacy settings without a privacy unit: they have no effect, but suggest a guarantee."""
-    default = PrivacySection()
-    for name in PrivacySection.model_fields:
-        value = getattr(plan.privacy, name)
-        if value != getattr(default, name):
-            raise PlanError(
-                f"privacy.{name}",
-                value if not isinstance(value, Section) else "set",
-                expected="no value; only valid with a privacy unit",
-                fix=f'set privacy.unit = "record", "owner" or "site", or remove privacy.{name}',
-            )
-    if plan.data.owner:
-        raise _owner_without_unit(plan)
-    if plan.local.sampler == "poisson":
-        raise PlanError(
-            "local.sampler",
-            "poisson",
-            expected=f'"shuffle" or "auto"; "poisson" is only valid with {_STEPS}',
-            fix='set local.sampler = "auto"',
-        )
-
-
-def _check_private(plan: Plan) -> None:
+def _check_private(plan: Plan) -> Iterator[_Refusal]:
     """Refuse a plan that would not keep its guarantee, or that would release values that no ledger is charged for."""
     privacy, local = plan.privacy, plan.local
     given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(privacy, name) is not None]
@@ -727,221 +653,150 @@ def _check_private(plan: Plan) -> None:
             else "set one of them; `cloister budget` shows the epsilon or the noise",
         )
     if privacy.budget is not None and privacy.target_epsilon is not None:
-        raise PlanError(
+        yield _Refusal(
             "privacy.budget",
-            privacy.budget,
-            expected="no budget together with privacy.target_epsilon, which is the budget",
-            fix="remove privacy.budget",
+            "no budget together with privacy.target_epsilon, which is the budget",
+            "remove privacy.budget",
         )
     if plan.aggregation.weighting != "uniform":
-        raise PlanError(
+        yield _Refusal(
             "aggregation.weighting",
-            plan.aggregation.weighting,
-            expected='"uniform" with a privacy unit; weights by tokens depend on the data, which breaks the '
+            '"uniform" with a privacy unit; weights by tokens depend on the data, which breaks the '
             "sensitivity of the mean",
-            fix='set aggregation.weighting = "uniform"',
+            'set aggregation.weighting = "uniform"',
         )
     if not plan.server.evaluation:
-        raise PlanError(
+        yield _Refusal(
             "server.evaluation",
-            "",
-            expected='public records or "none" with a privacy unit; losses on the sites\' own records would be '
+            'public records or "none" with a privacy unit; losses on the sites\' own records would be '
             "released without a charge to the ledger",
-            fix='set server.evaluation to public records, or to "none"',
+            'set server.evaluation to public records, or to "none"',
         )
     if plan.simulation.per_site:
-        raise PlanError(
+        yield _Refusal(
             "simulation.per_site",
-            True,
-            expected="false with a privacy unit; each site's own losses and number of sequences would be released "
+            "false with a privacy unit; each site's own losses and number of sequences would be released "
             "without a charge to the ledger",
-            fix="remove simulation.per_site, or --per-site",
+            "remove simulation.per_site, or --per-site",
         )
     if privacy.dpsgd and privacy.sampling_rate is None:
-        raise PlanError(
+        yield _Refusal(
             "privacy.sampling_rate",
-            expected=f"a value with {_STEPS}: the probability that a unit is in a batch",
-            fix="set privacy.sampling_rate to the expected batch size divided by the number of units of a site",
+            f"a value with {_STEPS}: the probability that a unit is in a batch",
+            "set privacy.sampling_rate to the expected batch size divided by the number of units of a site",
         )
     if privacy.dpsgd and local.sampler == "shuffle":
-        raise PlanError(
+        yield _Refusal(
             "local.sampler",
-            "shuffle",
-            expected=f'"poisson" with {_STEPS}; the accountant assumes it',
-            fix='set local.sampler = "auto"',
-        )
-    if not privacy.dpsgd and local.sampler == "poisson":
-        raise PlanError(
-            "local.sampler",
-            "poisson",
-            expected=f'"shuffle" or "auto"; "poisson" is only valid with {_STEPS}',
-            fix='set local.sampler = "auto"',
+            f'"poisson" with {_STEPS}; the accountant assumes it',
+            'set local.sampler = "auto"',
         )
     if not privacy.dpsgd and privacy.sampling_rate is not None:
-        raise PlanError(
+        yield _Refusal(
             "privacy.sampling_rate",
-            privacy.sampling_rate,
-            expected=f"no value; only valid with {_STEPS}: cohorts are public, so sampling them amplifies nothing",
-            fix="remove privacy.sampling_rate",
+            f"no value; only valid with {_STEPS}: cohorts are public, so sampling them amplifies nothing",
+            "remove privacy.sampling_rate",
         )
-    for name, default in (
-        ("record", "record"),
-        ("windows", 4),
-        ("method", "auto"),
-    ):
-        if not privacy.dpsgd and getattr(privacy, name) != default:
-            raise PlanError(
-                f"privacy.{name}",
-                getattr(privacy, name),
-                expected=f"no value; only valid with {_STEPS}",
-                fix=f"remove privacy.{name}",
-            )
     if privacy.unit == "owner" and not plan.data.owner:
-        raise PlanError(
+        yield _Refusal(
             "data.owner",
-            "",
-            expected='the field that says who a record belongs to, with privacy.unit = "owner"',
-            fix='set data.owner, such as "patient_id"',
-        )
-    if privacy.unit != "owner" and plan.data.owner:
-        raise _owner_without_unit(plan)
-    if privacy.unit != "owner" and privacy.records != 8:
-        raise PlanError(
-            "privacy.records",
-            privacy.records,
-            expected='no value; only valid with privacy.unit = "owner"',
-            fix="remove privacy.records",
+            'the field that says who a record belongs to, with privacy.unit = "owner"',
+            'set data.owner, such as "patient_id"',
         )
     if privacy.dpsgd and privacy.record == "window" and plan.data.format != "text":
-        raise PlanError(
+        yield _Refusal(
             "privacy.record",
-            "window",
-            expected=f'"record" with data.format = "{plan.data.format}"; "window" is only valid with '
+            f'"record" with data.format = "{plan.data.format}"; "window" is only valid with '
             'data.format = "text"',
-            fix='set privacy.record = "record"',
+            'set privacy.record = "record"',
         )
     if not privacy.dpsgd and plan.model.adapter.scheme == "rolora":
-        raise PlanError(
+        yield _Refusal(
             "model.adapter.scheme",
-            "rolora",
-            expected='another scheme with privacy.unit = "site"; the noise would change the frozen factor',
-            fix='set model.adapter.scheme = "ffa-lora"',
-        )
-    if privacy.dpsgd and (privacy.trusted_coordinator or privacy.adaptive is not None):
-        name = "trusted_coordinator" if privacy.trusted_coordinator else "adaptive"
-        raise PlanError(
-            f"privacy.{name}",
-            "set",
-            expected='no value; only valid with privacy.unit = "site"',
-            fix=f"remove privacy.{name}",
+            'another scheme with privacy.unit = "site"; the noise would change the frozen factor',
+            'set model.adapter.scheme = "ffa-lora"',
         )
     if not privacy.dpsgd and not privacy.trusted_coordinator and not plan.aggregation.secure:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.secure",
-            False,
-            expected='true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
+            'true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
             "does not protect its update",
-            fix="set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
+            "set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
         )
     if privacy.correlated is not None:
-        _check_correlated(plan, privacy.correlated)
+        yield from _check_correlated(plan, privacy.correlated)
 
 
-def _check_correlated(plan: Plan, correlated: CorrelatedSection) -> None:
+def _check_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[_Refusal]:
     """Refuse correlated noise that would not cancel, or cohorts that do not keep to the pattern that it covers."""
     privacy, cohort, rounds = plan.privacy, plan.cohort, plan.run.rounds
-    if privacy.unit != "site":
-        raise PlanError(
-            "privacy.correlated",
-            "set",
-            expected='no value; only valid with privacy.unit = "site"',
-            fix="remove privacy.correlated",
-        )
     if not privacy.trusted_coordinator:
-        raise PlanError(
+        yield _Refusal(
             "privacy.trusted_coordinator",
-            False,
-            expected="true with privacy.correlated: a site that drops out would take its part of the noise along, and "
+            "true with privacy.correlated: a site that drops out would take its part of the noise along, and "
             "later rounds would cancel noise that was never added",
-            fix="set privacy.trusted_coordinator = true if you do trust it, or remove privacy.correlated",
+            "set privacy.trusted_coordinator = true if you do trust it, or remove privacy.correlated",
         )
     if not plan.aggregation.secure:
-        raise PlanError(
+        yield _Refusal(
             "aggregation.secure",
-            False,
-            expected="true with privacy.correlated: the cohorts are cut from the roster, and a site that answers twice "
+            "true with privacy.correlated: the cohorts are cut from the roster, and a site that answers twice "
             "in a round, as it may in clear, would be in two sums with the same noise",
-            fix="set aggregation.secure = true, or remove privacy.correlated",
+            "set aggregation.secure = true, or remove privacy.correlated",
         )
     if privacy.adaptive is not None:
-        raise PlanError(
+        yield _Refusal(
             "privacy.adaptive",
-            "set",
-            expected="no value with privacy.correlated: noise of one round is cancelled by that of later ones only if "
+            "no value with privacy.correlated: noise of one round is cancelled by that of later ones only if "
             "all have the same clipping norm",
-            fix="remove privacy.adaptive or privacy.correlated",
+            "remove privacy.adaptive or privacy.correlated",
         )
     turns, left = divmod(cohort.sites, cohort.size())
     if left:
-        raise PlanError(
+        yield _Refusal(
             "cohort.fraction",
-            cohort.fraction,
-            expected=f"cohorts that take the {cohort.sites} sites in turn, with privacy.correlated; cohorts of "
+            f"cohorts that take the {cohort.sites} sites in turn, with privacy.correlated; cohorts of "
             f"{cohort.size()} leave {left} sites over",
-            fix="choose cohort.sites and cohort.fraction so that the cohort's size divides the number of sites",
+            "choose cohort.sites and cohort.fraction so that the cohort's size divides the number of sites",
         )
     if turns == 1:
-        raise PlanError(
+        yield _Refusal(
             "cohort.fraction",
-            cohort.fraction,
-            expected="less than 1 with privacy.correlated, which gains nothing where each site is in every round",
-            fix="lower cohort.fraction, or remove privacy.correlated",
+            "less than 1 with privacy.correlated, which gains nothing where each site is in every round",
+            "lower cohort.fraction, or remove privacy.correlated",
         )
     if correlated.separation > turns:
-        raise PlanError(
+        yield _Refusal(
             "privacy.correlated.separation",
-            correlated.separation,
-            expected=f"at most {turns}, because {cohort.sites} sites in cohorts of {cohort.size()} take part every "
+            f"at most {turns}, because {cohort.sites} sites in cohorts of {cohort.size()} take part every "
             f"{turns} rounds",
-            fix=f"set privacy.correlated.separation = {turns}, or lower cohort.fraction",
+            f"set privacy.correlated.separation = {turns}, or lower cohort.fraction",
         )
     times = -(-rounds // turns)
     if times > correlated.participations:
-        raise PlanError(
+        yield _Refusal(
             "privacy.correlated.participations",
-            correlated.participations,
-            expected=f"at least {times}, because some sites take part {times} times in {rounds} rounds",
-            fix=f"set privacy.correlated.participations = {times}, or run.rounds = {correlated.participations * turns}",
+            f"at least {times}, because some sites take part {times} times in {rounds} rounds",
+            f"set privacy.correlated.participations = {times}, or run.rounds = {correlated.participations * turns}",
         )
     if rounds > MOST_CORRELATED:
-        raise PlanError(
+        yield _Refusal(
             "run.rounds",
-            rounds,
-            expected=f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
-            fix="lower run.rounds, or remove privacy.correlated",
+            f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
+            "lower run.rounds, or remove privacy.correlated",
         )
 
 
-def _owner_without_unit(plan: Plan) -> PlanError:
-    return PlanError(
-        "data.owner",
-        plan.data.owner,
-        expected='no value; only valid with privacy.unit = "owner"',
-        fix='set privacy.unit = "owner", or remove data.owner',
-    )
-
-
-def _check_secure(plan: Plan) -> None:
+def _check_secure(plan: Plan) -> Iterator[_Refusal]:
     """Refuse a secure sum over too few or too many sites, or with a threshold that the survivors cannot meet."""
     if plan.cohort.sites > LARGEST:
-        raise PlanError(
+        yield _Refusal(
             "cohort.sites",
-            plan.cohort.sites,
-            expected=f"at most {LARGEST} sites with aggregation.secure = true",
-            fix="lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
+            f"at most {LARGEST} sites with aggregation.secure = true",
+            "lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
         )
     if plan.aggregation.groups > 1:
-        _check_secure_groups(plan)
+        yield from _check_secure_groups(plan)
     n = plan.cohort.size()
     if n < SMALLEST_COHORT:
         field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
@@ -958,19 +813,18 @@ def _check_secure(plan: Plan) -> None:
         raise PlanError(error.field, error.value, expected=error.expected, fix=error.fix) from error
 
 
-def _check_secure_groups(plan: Plan) -> None:
+def _check_secure_groups(plan: Plan) -> Iterator[_Refusal]:
     """Refuse groups that are too small for a secure sum of their own, or in which too many sites may collude."""
     groups, sites = plan.aggregation.groups, plan.cohort.sites
     for n in plan.summed():
         if (why := _insecure(plan, n)) is not None:
             fewer = next((count for count in range(groups - 1, 2, -1) if _secure_in(plan, count)), None)
             instead = "remove aggregation.groups" if fewer is None else f"set aggregation.groups = {fewer}"
-            raise PlanError(
+            yield _Refusal(
                 "aggregation.groups",
-                groups,
-                expected=f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
+                f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
                 f"{sites} sites, up to {plan.tolerance().colluders_in(sites, n)} may collude: {why}",
-                fix=f"{instead}, or lower aggregation.colluders",
+                f"{instead}, or lower aggregation.colluders",
             )
 
 

@@ -17,7 +17,6 @@ from cloister.lm.model import count_parameters
 from cloister.protocol.address import host_of
 from cloister.protocol.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.audit_log import AuditLog
-from cloister.protocol.certificates import names_of
 from cloister.protocol.errors import EngineError
 from cloister.protocol.federation import Federation
 from cloister.protocol.plan import SIMULATED_PUBLIC, Plan
@@ -74,10 +73,9 @@ def coordinate(
             _wait_for_nodes(flower, federation, plan, deployment, observe)
             return _run(folder, GridChannel(flower.grid), observe, registry, public)
     newest = registry.federation
-    names = [host_of(newest.exchange), *names_of(registry.certificate("exchange"))]
     with ExchangeChannel(
         identity(folder, federation.roster if plan.aggregation.secure else None),
-        new_certificate(list(dict.fromkeys(names))),
+        new_certificate([host_of(newest.exchange)]),
         folder.spool,
         sites=len(federation.sites),
         most_bytes=most_bytes_of(plan, count_parameters(plan).trained),

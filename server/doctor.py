@@ -16,7 +16,7 @@ from cloister.protocol.errors import CertificateError, MachineError
 from cloister.protocol.findings import Hop, Skipped
 from cloister.protocol.machine import ENOUGH, check_releases, check_space
 from cloister.protocol.plan import Plan
-from cloister.server.registry import SERVERS, Registry
+from cloister.server.registry import Registry
 
 
 class CoordinatorDoctor:
@@ -44,7 +44,7 @@ class CoordinatorDoctor:
             Hop("releases", check_releases, "install cloister again"),
             Hop("disk", self._disk, "free space"),
         ]
-        for server in SERVERS:
+        for server in ("superlink", "exchange"):
             needs = ("federation",)
             fix = f"ask for this name in your DNS, or name another: cloister coordinator renew {self._path} --{server}"
             found.append(Hop(f"{server} DNS", partial(self._name, server), fix, self._limit_s, needs))
@@ -65,17 +65,16 @@ class CoordinatorDoctor:
 
     def _certificates(self) -> str:
         self._known.check_certificates(datetime.datetime.now(datetime.UTC))
-        for server in SERVERS:
-            host = host_of(getattr(self._known.federation, server))
-            if host not in names_of(self._known.certificate(server)):
-                raise CertificateError(
-                    f"certificate of the {server}",
-                    str(self._path / f"{server}.pem"),
-                    expected=f"one for {host}, its address",
-                    fix=f"cloister coordinator renew {self._path}",
-                )
+        host = host_of(self._known.federation.superlink)
+        if host not in names_of(self._known.certificate("superlink")):
+            raise CertificateError(
+                "certificate of the superlink",
+                str(self._path / "superlink.pem"),
+                expected=f"one for {host}, its address",
+                fix=f"cloister coordinator renew {self._path}",
+            )
         until = [
-            (self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", *SERVERS)
+            (self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", "superlink")
         ]
         return ", ".join(f"{name} until {last:%Y-%m-%d}" for last, name in until)
 
@@ -117,6 +116,12 @@ class CoordinatorDoctor:
             shown = read_certificate(pem.encode(), "the server's")
         except (OSError, ValueError, CertificateError) as error:
             raise other from error
+        if server == "exchange":
+            if not is_self_signed(shown):
+                raise other
+            return Skipped(
+                f"{bind} is in use, by a run if one goes on: the certificate is self-signed, as a run's is"
+            )
         own = self._known.certificate(server)
         if shown == own:
             return f"{bind} is served with {server}.pem"
@@ -125,11 +130,7 @@ class CoordinatorDoctor:
                 "certificate that is served",
                 f"until {shown.not_valid_after_utc:%Y-%m-%d}",
                 expected=f"{server}.pem, which was renewed",
-                fix="start it again: cloister coordinator start, or cloister doctor --listen",
-            )
-        if server == "exchange" and is_self_signed(shown):
-            return Skipped(
-                f"{bind} is in use, by a run if one goes on: the certificate is self-signed, as a run's is"
+                fix="start it again: cloister coordinator start",
             )
         raise other
 

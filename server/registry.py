@@ -1,10 +1,12 @@
-"""The coordinator's folder of a federation: its certificate authority, its servers' certificates, and every version.
+"""The coordinator's folder of a federation: its certificate authority, the SuperLink's certificate, and every version.
 
 | file | what it is |
 |---|---|
 | `federation-1.toml`, `federation-2.toml`, ... | each version, public: the file that sites install |
 | `authority.key`, `authority.pem` | the certificate authority |
-| `superlink.key`, `superlink.pem`, `exchange.key`, `exchange.pem` | keys and certificates of the two servers |
+| `superlink.key`, `superlink.pem` | key and certificate of the SuperLink |
+
+The exchange of a run makes a certificate of its own, which its invitations bring (`protocol/invitation.py`).
 
 The folder is made whole or not at all. After that a version is published by one new file, which is never replaced, and
 a certificate is renewed by one file, under the same key: so a crash leaves nothing half-done.
@@ -45,7 +47,6 @@ from cloister.protocol.roster import NAME, check_private
 from cloister.protocol.settings import InWords, Section, Settings
 from cloister.protocol.storage import write_bytes, write_folder, write_new
 
-SERVERS = ("superlink", "exchange")
 _VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
 
 Name = Annotated[
@@ -66,11 +67,11 @@ class Terms(Section):
     exchange: Address
     """Where sites reach the coordinator's exchange, as HOST:PORT."""
     certificate_names: tuple[Host, ...] = ()
-    """DNS names and IP addresses in the servers' certificates, besides the hosts of the two addresses."""
+    """DNS names and IP addresses in the SuperLink's certificate, besides the host of its address."""
     authority_days: Annotated[int, Field(ge=1, le=36500)] = 3650
     """Days for which the certificate authority is valid; a new one is a new federation."""
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
-    """Days for which a server's certificate is valid; `cloister coordinator renew` makes it again."""
+    """Days for which the SuperLink's certificate is valid; `cloister coordinator renew` makes it again."""
 
     @staticmethod
     def settings() -> Settings[Terms]:
@@ -79,16 +80,16 @@ class Terms(Section):
 
 
 class Renewal(Section):
-    """What the coordinator decides when it makes the servers' certificates again."""
+    """What the coordinator decides when it makes the SuperLink's certificate again, or moves a server."""
 
     superlink: Address | None = None
     """Another address of Flower's SuperLink; None: the present one."""
     exchange: Address | None = None
     """Another address of the exchange; None: the present one."""
     certificate_names: tuple[Host, ...] | None = None
-    """Names besides the hosts of the addresses; None: those of the present certificates."""
+    """Names besides the host of the address; None: those of the present certificate."""
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
-    """Days for which the certificates are valid."""
+    """Days for which the certificate is valid."""
 
     @staticmethod
     def settings() -> Settings[Renewal]:
@@ -129,7 +130,7 @@ class Registry:
             StorageError: the disk refuses; nothing is left.
         """
         check_empty(path)
-        keys = {name: new_key() for name in ("authority", *SERVERS)}
+        keys = {name: new_key() for name in ("authority", "superlink")}
         authority = new_authority(keys["authority"], terms.name, now, terms.authority_days)
         der = authority.public_bytes(Encoding.DER)
         federation = Federation.first(terms.name, terms.superlink, terms.exchange, der, requests)
@@ -141,10 +142,9 @@ class Registry:
                     folder / f"{name}.key", key_to_pem(key), durable=False
                 )  # the folder is synced as a whole
             (folder / "authority.pem").write_bytes(certificate_to_pem(authority))
-            for server in SERVERS:
-                names = _names(server, getattr(terms, server), terms.certificate_names)
-                made = issue(authority, keys["authority"], keys[server], names, now, terms.certificate_days)
-                (folder / f"{server}.pem").write_bytes(certificate_to_pem(made))
+            names = _names(terms.superlink, terms.certificate_names)
+            made = issue(authority, keys["authority"], keys["superlink"], names, now, terms.certificate_days)
+            (folder / "superlink.pem").write_bytes(certificate_to_pem(made))
             _version_path(folder, 1).write_text(federation.to_toml(), encoding="utf-8")
 
         write_folder(path, fill, durable=durable)
@@ -218,7 +218,7 @@ class Registry:
         return Registry(self.path, following)
 
     def renew(self, renewal: Renewal, now: datetime.datetime) -> Registry:
-        """Make the servers' certificates again, and where an address changes, a new version.
+        """Make the SuperLink's certificate again, and where an address changes, a new version.
 
         Args:
             renewal: What the coordinator decides.
@@ -227,23 +227,20 @@ class Registry:
         Raises:
             RosterError: a key can be read by others.
             CertificateError: a file is damaged, or the authority has expired.
-            StorageError: the disk refuses; each certificate is the old one or the new one.
+            StorageError: the disk refuses; the certificate is the old one or the new one.
         """
         authority, authority_key = self.certificate("authority"), self._key("authority")
-        for server in SERVERS:
-            more = renewal.certificate_names
-            if more is None:
-                old_host = host_of(getattr(self.federation, server))
-                more = tuple(name for name in names_of(self.certificate(server)) if name != old_host)
-            address = getattr(renewal, server) or getattr(self.federation, server)
-            names = _names(server, address, more)
-            days = renewal.certificate_days
-            made = issue(authority, authority_key, self._key(server), names, now, days)
-            write_bytes(self.path / f"{server}.pem", certificate_to_pem(made))
-        addresses = {
-            server: getattr(renewal, server) or getattr(self.federation, server) for server in SERVERS
-        }
-        moved = self.federation.moving(**addresses)
+        superlink = renewal.superlink or self.federation.superlink
+        more = renewal.certificate_names
+        if more is None:
+            old_host = host_of(self.federation.superlink)
+            more = tuple(name for name in names_of(self.certificate("superlink")) if name != old_host)
+        names, days = _names(superlink, more), renewal.certificate_days
+        made = issue(authority, authority_key, self._key("superlink"), names, now, days)
+        write_bytes(self.path / "superlink.pem", certificate_to_pem(made))
+        moved = self.federation.moving(
+            superlink=superlink, exchange=renewal.exchange or self.federation.exchange
+        )
         if (moved.superlink, moved.exchange) == (self.federation.superlink, self.federation.exchange):
             return self
         return self.publish(moved)
@@ -261,7 +258,7 @@ class Registry:
                 str(self.path / "authority.pem"), expected="the authority that the federation's file names"
             )
         check_valid(authority, now, "certificate of the authority")
-        for name in ("authority", *SERVERS):
+        for name in ("authority", "superlink"):
             certificate = self.certificate(name)
             path = str(self.path / f"{name}.pem")
             if certificate.public_key() != self._key(name).public_key():
@@ -277,7 +274,7 @@ class Registry:
             )
 
     def certificate(self, name: str) -> Certificate:
-        """The certificate of the `authority` or a server.
+        """The certificate of the `authority` or the `superlink`.
 
         Raises:
             CertificateError: its file is missing or damaged.
@@ -312,13 +309,12 @@ def check_empty(path: Path) -> None:
         raise RosterError("--out", str(path), expected="a new folder, or an empty one")
 
 
-def _names(server: str, address: str, more: Sequence[str]) -> list[str]:
-    """The names in the certificate of a server at `address`, each once.
+def _names(address: str, more: Sequence[str]) -> list[str]:
+    """The names in the certificate of the SuperLink at `address`, each once.
 
-    The coordinator's own processes reach the SuperLink over loopback, with the same certificate.
+    The coordinator's own processes reach it over loopback, with the same certificate.
     """
-    local = [LOOPBACK] if server == "superlink" else []
-    return list(dict.fromkeys([host_of(address), *more, *local]))
+    return list(dict.fromkeys([host_of(address), *more, LOOPBACK]))
 
 
 def _version_path(folder: Path, version: int) -> Path:

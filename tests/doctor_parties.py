@@ -9,14 +9,15 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from cloister.protocol.address import free_port
 from cloister.protocol.certificates import certificate_to_pem, issue, key_from_pem
-from cloister.server.probe import probe
 from cloister.server.registry import Registry
 from cloister.simulations.provision import PROVISION, provision
 from cloister.tests.command import ran
@@ -137,26 +138,40 @@ class Rehearsal:
         return found
 
     def reissue(self, names: list[str], made: datetime.datetime = NOW, days: int = 398) -> None:
-        """Replace the certificate of the exchange."""
+        """Replace the certificate of the SuperLink."""
         folder, registry = self.coordinator, self.registry
         authority, own = (
-            key_from_pem((folder / f"{name}.key").read_bytes(), name) for name in ("authority", "exchange")
+            key_from_pem((folder / f"{name}.key").read_bytes(), name) for name in ("authority", "superlink")
         )
         certificate = issue(registry.certificate("authority"), authority, own, names, made, days)
-        (folder / "exchange.pem").write_bytes(certificate_to_pem(certificate))
+        (folder / "superlink.pem").write_bytes(certificate_to_pem(certificate))
 
     def serves(self, server: str = "exchange", protocols: tuple[str, ...] = ("h2",)) -> Listener:
-        """A TLS server with the certificate of a server of the coordinator, at its address."""
-        pem, key = (self.coordinator / f"{server}.{kind}" for kind in ("pem", "key"))
+        """A TLS server with the SuperLink's certificate, at the address of a server."""
+        pem, key = (self.coordinator / f"superlink.{kind}" for kind in ("pem", "key"))
         return Listener(tls(pem, key, protocols), int(getattr(self, server).rpartition(":")[2]))
 
-    def probe(self, bind: str = "", **options: Any) -> contextlib.AbstractContextManager[str]:
-        """The coordinator's probe, at the address of the exchange."""
-        return probe(self.registry, bind or self.exchange, **options)
+    @contextlib.contextmanager
+    def answers(self, words: str = "unknown key", bind: str = "") -> Iterator[None]:
+        """A SuperLink that refuses each SuperNode with these words."""
+
+        def refuse(_request: bytes, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
+
+        pull = {"PullMessages": grpc.unary_unary_rpc_method_handler(refuse)}
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("flwr.proto.Fleet", pull),))
+        key, pem = ((self.coordinator / f"superlink.{kind}").read_bytes() for kind in ("key", "pem"))
+        server.add_secure_port(bind or self.superlink, grpc.ssl_server_credentials([(key, pem)]))
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop(0).wait()
 
     def doctor(self, *options: str, code: int | None = None) -> Report:
         """What the doctor finds at the site."""
-        with self.serves("superlink") if self._serving else contextlib.nullcontext():
+        with self.answers() if self._serving else contextlib.nullcontext():
             return self.report(str(self.site), *options, code=code)
 
     def report(self, path: str, *options: str, code: int | None = None) -> Report:

@@ -129,14 +129,13 @@ def test_public_records_and_base_models_are_named_as_not_covered() -> None:
     assert "epsilon" not in nothing
 
 
-def test_a_unit_is_named_after_its_file_and_format() -> None:
+def test_a_unit_is_named_after_its_format() -> None:
     data = DataSection(sequence_length=128)
     private = PrivacySection(unit="record", windows=4)
     used = "of which the first 512 tokens are used"
     assert claims.unit_in_words(data, private) == f"one text, {used}"
-    assert claims.unit_in_words(data, private, "/data/notes.JSONL") == f"one line of the JSONL file, {used}"
     window = PrivacySection(unit="record", record="window")
-    assert claims.unit_in_words(data, window, "/data/notes.jsonl") == "a window of 128 tokens of a text"
+    assert claims.unit_in_words(data, window) == "a window of 128 tokens of a text"
 
 
 def test_unequal_steps_are_a_part_of_the_mechanism() -> None:

@@ -638,7 +638,7 @@ def test_correlated_noise_is_of_no_other_unit() -> None:
     with pytest.raises(PlanError, match=r'only valid with privacy.unit = "site"') as refused:
         tiny(*RECORD, "aggregation.secure=true", *section)
     assert refused.value.field == "privacy.correlated"
-    with pytest.raises(PlanError, match=r"only valid with a privacy unit") as refused:
+    with pytest.raises(PlanError, match=r"only valid with privacy.unit") as refused:
         tiny(*section)
     assert refused.value.field == "privacy.correlated"
     many = [*CORRELATED, "run.rounds=10001", "privacy.correlated.participations=6000"]

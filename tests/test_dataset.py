@@ -540,7 +540,7 @@ def test_settings_that_would_charge_nothing_are_refused(
         *SET, "--ledger", ledger
     )
     both = ("--ledger", ledger, "--dataset", "x")
-    assert "only valid with a privacy unit" in simulate(*both)
+    assert "only valid with privacy.unit" in simulate(*both)
     assert "only valid with simulation.ledger" in simulate(*SET, "--greatest-epsilon", "3")
     assert "simulation.greatest_epsilon" in simulate(*SET, *both, "--greatest-epsilon", "-1")
     assert "simulation.noise_seed is 3" in simulate(*SET, *both, "--set", "simulation.noise_seed=3")

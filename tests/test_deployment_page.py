@@ -5,6 +5,7 @@ The commands that need the processes of all parties are run by `deployment_opera
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 
 from cloister.clients.config import read_config
-from cloister.protocol.address import free_port
+from cloister.protocol.address import free_port, port_of
 from cloister.protocol.roster import load_roster
 from cloister.tests.command import done, found
+from cloister.tests.doctor_parties import Listener, tls
 from cloister.tests.exchange_parties import Relay
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")
@@ -32,7 +34,7 @@ ACTIONS = [
     "doctor",
 ]
 FILES = ["identity.pem", "supernode.key", "site.toml", "policy.toml", "authority.key", "authority.pem"]
-FILES += ["superlink.key", "superlink.pem", "exchange.key", "exchange.pem", "federation-1.toml"]
+FILES += ["superlink.key", "superlink.pem", "federation-1.toml"]
 
 pytestmark = pytest.mark.usefixtures("unsynced")
 
@@ -42,14 +44,12 @@ class Operators:
 
     Args:
         capsys: Captures what the commands print.
-        monkeypatch: Interrupts a command that waits.
+        bind: Where the proxy of the sites connects to.
     """
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], bind: str) -> None:
         self.capsys = capsys
-        self.monkeypatch = monkeypatch
-        self.listening = ""
-        """The command that goes on at the coordinator while the next one runs at a site; empty: none."""
+        self.bind = bind
         self.told: dict[str, str] = {}
         """Fingerprints that were read aloud, by the words for them on the page."""
         self.versions = 0
@@ -57,23 +57,14 @@ class Operators:
 
     def run(self, command: str) -> None:
         """Run a command of the page, and send and tell what comes of it."""
-        if command.endswith(" --listen"):
-            self.listening = command
-            return
-        if self.listening:
-            listen, self.listening = self.listening, ""
-
-            def wait() -> None:
-                self.run(command)
-                raise KeyboardInterrupt
-
-            self.monkeypatch.setattr("cloister.cli.doctor._wait", wait)
-            done(self.capsys, *shlex.split(listen)[1:])
-            return
         words = [self.told.get(word, word) for word in shlex.split(command)]
         assert words[0] == "cloister"
         assert not [word for word in words if word.startswith("HEX-OF-")], command
-        printed = done(self.capsys, *words[1:])
+        with contextlib.ExitStack() as stack:
+            if words[1] == "doctor" and words[2].endswith("site.toml"):
+                pem, key = (Path(f"federation/superlink.{kind}") for kind in ("pem", "key"))
+                stack.enter_context(Listener(tls(pem, key), port_of(self.bind)))
+            printed = done(self.capsys, *words[1:])
         match words[1:3]:
             case ["site", "request" | "rotate"]:
                 folder = Path(words[words.index("--folder") + 1])
@@ -107,7 +98,7 @@ class Operators:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The names of the page are known at the coordinator; sites reach it by a proxy, which connects to its exchange."""
     bind, known = f"127.0.0.1:{free_port()}", socket.getaddrinfo
 
@@ -120,17 +111,16 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with Relay(bind, proxy=True) as relay:
         monkeypatch.setenv("https_proxy", f"http://{relay.address}")
         monkeypatch.setenv("no_proxy", "")
-        yield
+        yield bind
 
 
-@pytest.mark.usefixtures("network")
 def test_every_command_of_the_page_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (settings,) = [block for kind, block in BLOCKS if kind == "toml"]
     Path("rehearsal.toml").write_text(settings, encoding="utf-8")
-    operators = Operators(capsys, monkeypatch)
+    operators = Operators(capsys, network)
     for name in ("east-clinic", "south-lab", "west-institute"):  # the first command, at the other sites
         operators.run(COMMANDS[0].replace("north-hospital", name))
     for command in COMMANDS:

@@ -5,35 +5,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
 import shutil
-import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
-import grpc
 import pytest
 
 from cloister.aggregation.sums import training_layout
-from cloister.cli.main import main
 from cloister.clients.doctor import site_bytes
 from cloister.clients.proxy import proxy_of_supernode
-from cloister.protocol.address import free_port, port_of
-from cloister.protocol.exchange_pb2 import About, Proof
-from cloister.protocol.invitation import Invitation, fingerprint_of
-from cloister.protocol.invitation import prove as prove_session
-from cloister.protocol.probe import METHOD, signed
-from cloister.protocol.roster import load_identity, new_identity
+from cloister.protocol.address import free_port
+from cloister.protocol.invitation import fingerprint_of
 from cloister.protocol.soundness import parse
-from cloister.server import probe
-from cloister.server.certificate import Certificate, new_certificate
+from cloister.server.certificate import new_certificate
 from cloister.server.doctor import coordinator_bytes
 from cloister.server.registry import Renewal
-from cloister.tests.command import done, lone_refusal, ran
+from cloister.tests.command import lone_refusal, ran
 from cloister.tests.doctor_parties import (
     NOW,
     SITE,
@@ -84,18 +73,14 @@ def edited(path: Path, old: str, new: str) -> None:
 
 
 def test_every_hop_is_checked(parties: Rehearsal) -> None:
-    told: list[str] = []
-    with parties.probe(tell=told.append):
+    with parties.serves("exchange"):
         report = parties.doctor(code=0)
     assert list(report.hops) == [
         *("federation", "keys", "releases", "disk", "devices"),
-        *(f"superlink {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN")),
+        *(f"superlink {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN", "clock")),
         *(f"exchange {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN")),
-        *("answer", "clock", "versions"),
     ]
     assert report.states(*report.hops) == {"ok"}
-    (line,) = told
-    assert SITE in line
 
 
 def test_all_of_it_goes_through_a_proxy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +88,7 @@ def test_all_of_it_goes_through_a_proxy(make: Make, monkeypatch: pytest.MonkeyPa
     port = free_port()
     parties = make(superlink=f"fl.invalid:{free_port()}", exchange=f"fl.invalid:{port}")
     bind = f"127.0.0.1:{port}"
-    with parties.probe(bind), Relay(bind, proxy=True) as relay:
+    with parties.answers(bind=bind), Relay(bind, proxy=True) as relay:
         monkeypatch.setenv("https_proxy", f"http://name:word@{relay.address}")
         report = parties.doctor(code=0)
     assert "word" not in str(report.found)
@@ -120,7 +105,7 @@ def test_the_text_fits_a_small_terminal_and_repeats_the_first_failure(
     assert (code, err) == (1, "")
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == f"site {SITE}: 20 hops; it waits at most 15 s for others"
+    assert lines[0] == f"site {SITE}: 18 hops; it waits at most 15 s for others"
     at = next(index for index, line in enumerate(lines) if line.startswith("failed "))
     failed, fix = lines[at], lines[at + 1]
     assert failed.split()[1:3] == ["superlink", "TCP"]
@@ -137,7 +122,7 @@ def test_1_no_federation_is_installed(parties: Rehearsal) -> None:
     parties.site.write_text("\n".join(kept))
     report = parties.doctor()
     assert "cloister site install" in report.fault("federation")
-    assert report.states("keys", "superlink DNS", "exchange TLS", "answer", "clock") == {"skipped"}
+    assert report.states("keys", "superlink DNS", "superlink clock", "exchange TLS") == {"skipped"}
     assert report.states("releases", "disk", "devices") == {"ok"}
 
 
@@ -150,7 +135,7 @@ def test_2_the_certificate_of_the_authority_is_missing(parties: Rehearsal) -> No
 
 
 def test_3_the_certificate_of_the_authority_is_another(parties: Rehearsal) -> None:
-    shutil.copy(parties.coordinator / "exchange.pem", parties.authority)
+    shutil.copy(parties.coordinator / "superlink.pem", parties.authority)
     fault = parties.doctor().fault("federation")
     assert "that of the installed federation" in fault
     assert "cloister site install" in fault
@@ -238,14 +223,18 @@ def test_11_a_name_does_not_resolve(make: Make) -> None:
     fault = report.fault("exchange DNS")
     assert "'no-such-host.invalid'" in fault
     assert "your DNS" in fault
-    for hop in ("exchange TCP", "exchange TLS", "answer", "clock"):
+    for hop in ("exchange TCP", "exchange TLS"):
         assert report.hops[hop] == {"hop": hop, "state": "skipped", "what": "exchange DNS failed", "fix": ""}
 
 
 def test_12_nothing_listens(parties: Rehearsal) -> None:
-    fault = parties.doctor().fault("exchange TCP")
+    """No run goes on; or the coordinator was not started."""
+    report = parties.doctor(code=0)
+    assert "while no run goes on" in report.hops["exchange TCP"]["what"]
+    assert report.states("exchange TCP", "exchange TLS") == {"skipped"}
+    fault = parties.report(str(parties.site)).fault("superlink TCP")
     assert "Connection refused" in fault
-    assert "cloister doctor FEDERATION --listen" in fault
+    assert "cloister coordinator start" in fault
 
 
 def test_13_a_firewall_drops_the_connection(make: Make) -> None:
@@ -268,10 +257,9 @@ def through(monkeypatch: pytest.MonkeyPatch, proxy: str, *, superlink: bool = Fa
         ("http://{}", b"HTTP/1.1 403 Forbidden\r\n\r\n", "administrator to allow CONNECT"),
         ("http://{}", b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "NAME:PASSWORD"),
         ("http://me:wrong@{}", b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "correct them"),
-        ("http://{}", b"HTTP/1.1 502 Bad Gateway\r\n\r\n", "--listen"),
         ("http://{}", b"SSH-2.0-OpenSSH_9.2\r\n", "not an HTTP proxy"),
     ],
-    ids=["refuses", "needs-password", "wrong-password", "does-not-reach", "is-none"],
+    ids=["refuses", "needs-password", "wrong-password", "is-none"],
 )
 def test_14_the_proxy_does_not_connect(
     parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, proxy: str, answer: bytes, expected: str
@@ -282,6 +270,16 @@ def test_14_the_proxy_does_not_connect(
     assert expected in fault
     assert answer.split(b"\r\n")[0].decode() in fault
     assert "wrong" not in fault
+
+
+def test_14_the_proxy_does_not_reach(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of the exchange, which listens only while a run goes on."""
+    with Listener(says(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")) as server:
+        through(monkeypatch, f"http://{server.address}", superlink=True)
+        report = make(superlink="fl.invalid:9092").doctor()
+    assert "cloister coordinator start" in report.fault("superlink CONNECT")
+    found = report.hops["exchange CONNECT"]
+    assert (found["state"], "502 Bad Gateway: nothing listens" in found["what"]) == ("skipped", True)
 
 
 def test_15_the_proxy_is_not_there(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,12 +347,11 @@ def test_21_a_certificate_of_another_authority(
 ) -> None:
     """Also one with the same name: a federation that was made again."""
     other = Rehearsal(tmp_path / "other", capsys).coordinator
-    with Listener(tls(other / "exchange.pem", other / "exchange.key")) as server:
+    with Listener(tls(other / "superlink.pem", other / "superlink.key")) as server:
         parties = make(exchange=server.address)
-        with parties.serves("superlink"):
-            fault = parties.report(str(parties.site)).fault("exchange TLS")
+        fault = parties.doctor().fault("exchange TLS")
     assert "oncology authority" in fault
-    assert fingerprint_of((other / "exchange.pem").read_bytes()).hex() in fault
+    assert fingerprint_of((other / "superlink.pem").read_bytes()).hex() in fault
     assert "unopened" in fault
 
 
@@ -376,8 +373,7 @@ def test_22_a_certificate_that_is_not_valid(
     parties: Rehearsal, names: list[str], made: datetime.datetime, days: int, expected: tuple[str, ...]
 ) -> None:
     parties.reissue(names, made, days)
-    with parties.serves():
-        fault = parties.doctor().fault("exchange TLS")
+    fault = parties.doctor().fault("superlink TLS")
     assert all(words in fault for words in expected), fault
 
 
@@ -388,67 +384,27 @@ def test_23_no_http2(parties: Rehearsal) -> None:
     assert "let TCP through" in fault
 
 
-# Faults of the answer, and of what the coordinator is
+# Faults of the clock
 
 
-@pytest.mark.parametrize(("off", "side"), [(3600.0, "behind"), (-3600.0, "ahead of")])
-def test_27_a_clock_is_off_by_an_hour(parties: Rehearsal, off: float, side: str) -> None:
-    with parties.probe(clock=lambda: time.time() + off):
-        fault = parties.doctor().fault("clock")
-    assert f"3600 s {side} the coordinator's" in fault
-    assert "by NTP" in fault
-
-
-def test_a_time_that_is_no_number_is_a_fault(parties: Rehearsal) -> None:
-    with parties.probe(clock=lambda: float("nan")):
-        assert "by NTP" in parties.doctor().fault("clock")
-
-
-@pytest.mark.parametrize(("name", "release"), [("cloister", "9.9.9'; \x1b[31m"), ("flwr", "1.20.0")])
-def test_28_another_release(
-    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, name: str, release: str
-) -> None:
-    from cloister.protocol.machine import releases
-
-    stated = {**releases(), name: release}
-    monkeypatch.setattr(probe, "releases", lambda: stated)
-    with parties.probe():
-        fault = parties.doctor().fault("versions")
-    assert f"release of {name}" in fault
-    assert f"pip install '{name}=={re.sub('[^a-z0-9.]', '?', release)}' here" in fault
-
-
-def test_29_a_key_that_the_coordinator_does_not_know(parties: Rehearsal) -> None:
-    registry = parties.registry
-    registry.publish(registry.federation.removing(SITE))
-    with parties.probe():
-        report = parties.doctor()
-    assert "cloister site install" in report.fault("answer")
-    assert report.states("clock", "versions") == {"skipped"}
-
-
-def test_30_the_site_has_an_older_version(parties: Rehearsal) -> None:
-    registry = parties.registry
-    registry.publish(registry.federation.removing("north"))
-    with parties.probe():
-        assert "federation-2.toml" in parties.doctor().fault("versions")
+def test_27_the_superlink_refuses_the_clock(parties: Rehearsal) -> None:
+    with parties.answers("Invalid timestamp"):
+        assert "by NTP" in parties.report(str(parties.site)).fault("superlink clock")
+    with parties.serves("superlink"):
+        report = parties.report(str(parties.site), *SOON, code=0)
+    assert report.hops["superlink clock"]["what"] == "the SuperLink does not answer"
+    assert report.states("superlink clock") == {"skipped"}
 
 
 # While a run goes on
 
 
 def test_a_run_is_no_fault(parties: Rehearsal, tmp_path: Path) -> None:
-    """With a certificate of its own the doctor cannot verify it, and says so; with that of the federation it can."""
+    """The doctor cannot verify its certificate, and says so."""
     with open_channel(tmp_path, bind=parties.exchange, certificate=new_certificate(["any"])):
         report = parties.doctor(code=0)
-    assert report.states("exchange TLS", "exchange ALPN", "answer", "clock", "versions") == {"skipped"}
+    assert report.states("exchange TLS", "exchange ALPN") == {"skipped"}
     assert "serves a run, if its coordinator says so" in report.hops["exchange TLS"]["what"]
-    pair = [(parties.coordinator / f"exchange.{kind}").read_bytes() for kind in ("pem", "key")]
-    with open_channel(tmp_path, bind=parties.exchange, certificate=Certificate(*pair)):
-        report = parties.doctor(code=0)
-    assert report.states("exchange TLS", "exchange ALPN") == {"ok"}
-    assert report.states("answer", "clock", "versions") == {"skipped"}
-    assert "serves a run" in report.hops["answer"]["what"]
 
 
 def test_a_superlink_with_a_certificate_of_its_own_is_a_fault(make: Make, tmp_path: Path) -> None:
@@ -473,12 +429,10 @@ def test_the_coordinator_checks_itself(parties: Rehearsal, tmp_path: Path) -> No
     hops = ["federation", "certificates", "releases", "disk"]
     hops += [f"{server} {hop}" for server in ("superlink", "exchange") for hop in ("DNS", "port")]
     assert list(report.hops) == hops
-    with parties.probe(), parties.serves("superlink"):
+    with parties.serves("superlink"):
         report = coordinator(parties)
         assert report.code == 0
-        assert all(
-            "is served with" in report.hops[f"{name} port"]["what"] for name in ("superlink", "exchange")
-        )
+        assert "is served with" in report.hops["superlink port"]["what"]
     with open_channel(tmp_path, bind=parties.exchange):
         assert coordinator(parties).states("exchange port") == {"skipped"}
 
@@ -486,12 +440,14 @@ def test_the_coordinator_checks_itself(parties: Rehearsal, tmp_path: Path) -> No
 def test_31_a_port_is_taken(parties: Rehearsal) -> None:
     with Listener(says(b""), int(parties.superlink.rpartition(":")[2])):
         assert "ss -ltnp" in coordinator(parties).fault("superlink port")
+    with parties.serves("exchange"):
+        assert "ss -ltnp" in coordinator(parties).fault("exchange port")
 
 
 def test_32_a_server_has_its_old_certificate(parties: Rehearsal) -> None:
-    with parties.probe():
+    with parties.answers():
         parties.registry.renew(Renewal(), NOW)
-        assert "start it again" in coordinator(parties).fault("exchange port")
+        assert "start it again" in coordinator(parties).fault("superlink port")
 
 
 def test_33_a_certificate_of_the_coordinator_has_expired(make: Make) -> None:
@@ -508,7 +464,6 @@ def test_34_a_certificate_lacks_the_name_of_its_address(parties: Rehearsal) -> N
 def test_35_a_key_of_the_coordinator_can_be_read_by_others(parties: Rehearsal) -> None:
     (parties.coordinator / "authority.key").chmod(0o640)
     assert "chmod 600" in coordinator(parties).fault("certificates")
-    assert "chmod 600" in lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")
 
 
 def test_36_a_version_is_missing(parties: Rehearsal) -> None:
@@ -523,96 +478,6 @@ def test_37_the_own_name_does_not_resolve(make: Make) -> None:
     assert "cloister coordinator renew" in report.fault("superlink DNS")
 
 
-# What the probe serves, and to whom
-
-
-@contextlib.contextmanager
-def asking(parties: Rehearsal) -> Iterator[Callable[[bytes], About]]:
-    """A peer of the probe that says what a test says."""
-    credentials = grpc.ssl_channel_credentials(parties.authority.read_bytes())
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.secure_channel(parties.exchange, credentials, options) as channel:
-        method = channel.unary_unary(METHOD)
-        yield lambda data: About.FromString(method(data, timeout=20))
-
-
-def refused(call: Callable[[], object]) -> grpc.StatusCode:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    code: grpc.StatusCode = caught.value.code()
-    return code
-
-
-def test_the_probe_answers_only_sites_of_the_federation(parties: Rehearsal) -> None:
-    identity, other = load_identity(parties.folder / "identity.pem"), new_identity()
-    north = load_identity(parties.folder.parent / "north" / "identity.pem")
-    pem = (parties.coordinator / "exchange.pem").read_bytes()
-    fingerprint = fingerprint_of(pem)
-    own = identity.public_key().public_bytes_raw()
-    session = prove_session(identity, Invitation("", parties.exchange, "", pem, b""), b"", SITE)
-    with parties.probe(), asking(parties) as ask:
-        signature = identity.sign(signed(fingerprint))
-        assert ask(Proof(name=SITE, key=own, signature=signature).SerializeToString()).version == 1
-        for name, key, wrong in (
-            (SITE, other.public_key().public_bytes_raw(), other.sign(signed(fingerprint))),
-            (SITE, own, other.sign(signed(fingerprint))),
-            (SITE, north.public_key().public_bytes_raw(), north.sign(signed(fingerprint))),
-            ("north", own, identity.sign(signed(fingerprint))),
-            ("nobody", own, identity.sign(signed(fingerprint))),
-            (SITE, own, identity.sign(signed(bytes(32)))),  # made for another server
-            (SITE, own, session),  # made for a run
-            (SITE, own, b""),
-        ):
-            proof = Proof(name=name, key=key, signature=wrong).SerializeToString()
-            assert refused(partial(ask, proof)) == grpc.StatusCode.PERMISSION_DENIED
-        assert refused(lambda: ask(b"\xff")) == grpc.StatusCode.PERMISSION_DENIED  # no Proof
-        assert refused(lambda: ask(bytes(2**11))) == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_the_probe_reports_few_of_many_refusals(parties: Rehearsal) -> None:
-    told: list[str] = []
-    with parties.probe(tell=told.append), asking(parties) as ask:
-        for _ in range(40):
-            assert refused(lambda: ask(b"")) == grpc.StatusCode.PERMISSION_DENIED
-    assert 0 < len(told) < 30
-
-
-def test_a_peer_that_says_nothing_loses_its_connection(
-    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So it does not keep the place of a site."""
-    aged = [(name, 100 if name == "grpc.max_connection_age_ms" else value) for name, value in probe._OPTIONS]
-    monkeypatch.setattr(probe, "_OPTIONS", aged)
-    context = ssl.create_default_context(cadata=parties.authority.read_text())
-    context.set_alpn_protocols(["h2"])
-    with parties.probe(), socket.create_connection(("127.0.0.1", port_of(parties.exchange))) as plain:
-        plain.settimeout(10)
-        with context.wrap_socket(plain, server_hostname="127.0.0.1") as made:
-            made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
-            while made.recv(2**12):
-                pass
-
-
-def test_the_coordinator_listens_until_it_is_interrupted(
-    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports = []
-
-    def wait() -> None:
-        with parties.serves("superlink"):
-            reports.append(main(["doctor", str(parties.site)]))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cloister.cli.doctor._wait", wait)
-    printed = done(parties.capsys, "doctor", str(parties.coordinator), "--listen")
-    assert reports == [0]
-    assert f"sites reach it at {parties.exchange}" in printed
-    assert f"{SITE} reaches the exchange" in printed
-    with Listener(port=int(parties.exchange.rpartition(":")[2])):
-        refused_ = lone_refusal(parties.capsys, "doctor", str(parties.coordinator), "--listen")
-    assert "an address that is free" in refused_
-
-
 # Wrong usage, and figures
 
 
@@ -621,7 +486,6 @@ def test_the_coordinator_listens_until_it_is_interrupted(
     [
         (["--timeout", "0"], "--timeout"),
         (["--timeout", "nan"], "--timeout"),
-        (["--bind", "127.0.0.1:9"], "only with --listen"),
         (["--plan", "missing.toml"], "missing.toml"),
     ],
 )
@@ -632,7 +496,6 @@ def test_wrong_options_are_refused(parties: Rehearsal, options: list[str], expec
 def test_wrong_paths_are_refused(parties: Rehearsal, tmp_path: Path) -> None:
     assert "site.toml" in lone_refusal(parties.capsys, "doctor", str(parties.folder))
     assert "missing" in lone_refusal(parties.capsys, "doctor", str(tmp_path / "missing.toml"))
-    assert "federation" in lone_refusal(parties.capsys, "doctor", str(tmp_path / "missing"), "--listen")
 
 
 def test_the_space_that_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,12 +35,10 @@ KNOWS_FLOWER = {
 """The carriers over Flower. No other file imports it."""
 KNOWS_GRPC = {
     "clients/exchange.py",
-    "clients/probe.py",
     "clients/superlink.py",
     "server/exchange.py",
-    "server/probe.py",
 }
-"""The carriers over the exchange, and the probes of the ways to it and to the SuperLink. No other file imports gRPC."""
+"""The carriers over the exchange, and the question to the SuperLink. No other file imports gRPC."""
 
 
 def imported(path: Path) -> set[str]:

@@ -119,7 +119,7 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["cohort.fraction=0.25"], "cohort.fraction", "aggregation.secure = false"),
         (["aggregation.dropouts=0.5"], "aggregation.dropouts", "lower aggregation.dropouts"),
         (["aggregation.colluders=0.9", "aggregation.dropouts=0.2"], "aggregation.dropouts", "lower"),
-        (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove [model.config]"),
+        (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove model.config"),
         (["local.warmup_steps=200"], "local.warmup_steps", "lower local.warmup_steps"),
         (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "local.optimizer_state", '"reset"'),
         (

@@ -262,7 +262,7 @@ def test_approval_makes_one_file_for_all_sites(parties: Parties) -> None:
     assert stat.S_IMODE(parties.coordinator.stat().st_mode) == 0o700
     for key in parties.coordinator.glob("*.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    assert len(list(parties.coordinator.glob("*.key"))) == 3
+    assert len(list(parties.coordinator.glob("*.key"))) == 2
 
 
 def test_a_request_is_approved_only_by_its_fingerprint(
@@ -419,7 +419,7 @@ def test_a_certificate_of_another_authority_is_refused(
             assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
         (parties.coordinator / name).write_bytes(right)
     before = state(parties.coordinator)
-    for names in (("exchange",), ("authority", "superlink", "exchange")):  # a key and its certificate
+    for names in (("superlink",), ("authority", "superlink")):  # a key and its certificate
         for path in (parties.coordinator / f"{name}.{kind}" for name in names for kind in ("key", "pem")):
             path.write_bytes((other.coordinator / path.name).read_bytes())
         assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
@@ -442,10 +442,10 @@ def test_a_certificate_of_which_a_bit_was_changed_is_read_or_refused_in_silence(
     assert not warned
 
 
-def handshake(folder: Path, server: str, authority: Path, host: str) -> None:
-    """A TLS handshake between a server with a key of the coordinator and a site, in memory."""
+def handshake(folder: Path, authority: Path, host: str) -> None:
+    """A TLS handshake between the SuperLink and a site, in memory."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(folder / f"{server}.pem", folder / f"{server}.key")
+    serving.load_cert_chain(folder / "superlink.pem", folder / "superlink.key")
     trusting = ssl.create_default_context(cafile=str(authority))
     trusting.minimum_version = ssl.TLSVersion.TLSv1_3
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -465,30 +465,28 @@ def handshake(folder: Path, server: str, authority: Path, host: str) -> None:
     raise AssertionError("the handshake does not end")
 
 
-def test_a_site_trusts_the_coordinators_servers_under_their_names_alone(
+def test_a_site_trusts_the_superlink_under_its_names_alone(
     installed: tuple[Parties, dict[str, Any]], tmp_path: Path
 ) -> None:
     parties, version = installed
     authority = Path(parties.install("a-hospital", version)["installed"]).with_name("authority.pem")
-    for server in ("superlink", "exchange"):
-        handshake(parties.coordinator, server, authority, "fl.example.org")
-        with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-            handshake(parties.coordinator, server, authority, "fl.example.net")
-    handshake(parties.coordinator, "superlink", authority, LOOPBACK)  # for the coordinator's own processes
-    renewed = parties.change("renew", "--exchange", "[::1]:443", "--certificate-name", "10.0.0.7")
-    assert renewed["changes"] == [
-        {"kind": "moved", "what": "exchange", "detail": "from fl.example.org:9443 to [::1]:443"}
-    ]
-    for host in ("::1", "10.0.0.7"):
-        handshake(parties.coordinator, "exchange", authority, host)
-    handshake(parties.coordinator, "superlink", authority, LOOPBACK)
+    handshake(parties.coordinator, authority, "fl.example.org")
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-        handshake(parties.coordinator, "exchange", authority, "fl.example.org")
+        handshake(parties.coordinator, authority, "fl.example.net")
+    handshake(parties.coordinator, authority, LOOPBACK)  # for the coordinator's own processes
+    renewed = parties.change("renew", "--superlink", "[::1]:443", "--certificate-name", "10.0.0.7")
+    assert renewed["changes"] == [
+        {"kind": "moved", "what": "superlink", "detail": "from fl.example.org:9092 to [::1]:443"}
+    ]
+    for host in ("::1", "10.0.0.7", LOOPBACK):
+        handshake(parties.coordinator, authority, host)
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        handshake(parties.coordinator, authority, "fl.example.org")
     parties.install("a-hospital", renewed)
     other = Parties(tmp_path / "other", parties.capsys)
     other.made()
     with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(other.coordinator, "superlink", authority, "fl.example.org")
+        handshake(other.coordinator, authority, "fl.example.org")
 
 
 # The installation at a site.
@@ -678,7 +676,7 @@ def test_a_coordinators_key_that_others_can_read_is_refused(
     installed: tuple[Parties, dict[str, Any]],
 ) -> None:
     parties, _ = installed
-    for name in ("authority", "superlink", "exchange"):
+    for name in ("authority", "superlink"):
         path = parties.coordinator / f"{name}.key"
         path.chmod(0o604)
         for command in (
@@ -928,7 +926,7 @@ def test_no_secret_is_printed_or_sent(parties: Parties) -> None:
         _, out, err = ran(parties.capsys, *parties.installing(name, second))  # errors name the files
         printed += out + err
     secret = [path for path in parties.path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
-    assert len(secret) == 2 * len(NAMES) + 2 + 3
+    assert len(secret) == 2 * len(NAMES) + 2 + 2
     public = [path for path in parties.path.rglob("*") if path.is_file() and path not in secret]
     everything = printed.encode() + b"".join(path.read_bytes() for path in public)
     for path in secret:
@@ -1067,9 +1065,7 @@ def test_provision_makes_a_folder_for_each_party(tmp_path: Path, capsys: pytest.
         before = state(parties.folder(name))
         assert parties.install(name, version)["changes"] == []
         assert state(parties.folder(name)) == before
-    handshake(
-        folder / "coordinator", "exchange", Path(config.federation).with_name("authority.pem"), "localhost"
-    )
+    handshake(folder / "coordinator", Path(config.federation).with_name("authority.pem"), "localhost")
     following = parties.approve(parties.rotate("north"))  # it goes on as any other
     assert changes(parties.install("east", following)) == [("rotated", "north")]
     for path in (folder, *folder.rglob("*")):

@@ -428,7 +428,9 @@ def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
     ],
 )
 def test_a_temperature_without_weights_is_refused(settings: list[str]) -> None:
-    with pytest.raises(PlanError, match=r"^aggregation\.temperature is 2.0.*which no privacy unit allows"):
+    with pytest.raises(
+        PlanError, match=r"^aggregation\.temperature is 2.0.*only valid with aggregation.weighting"
+    ):
         parse("", [*settings, "aggregation.temperature=2"])
     for wrong in ("0.5", "nan", "inf"):
         with pytest.raises(PlanError, match=r"^aggregation\.temperature"):
