@@ -33,7 +33,7 @@ from cloister.privacy.site_noise import SiteMechanism
 from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import PlanError, PolicyError, RunFolderError, StaleError
-from cloister.protocol.messages import TRAIN, Inbox
+from cloister.protocol.messages import NOTHING_CARRIED, TRAIN, Inbox
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json as plan_from_json
 from cloister.server import journal as steps
@@ -311,7 +311,7 @@ def test_the_target_is_met_by_the_run_as_a_whole() -> None:
 @pytest.fixture
 def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
-        pieces = make()
+        pieces = make(NOTHING_CARRIED)
         return None, Written(manifest_of(pieces), pieces)
 
     monkeypatch.setattr(Attempts, "mask", mask)

@@ -30,7 +30,7 @@ from cloister.lm import examples, records
 from cloister.lm.data import Prepared, load_prepared
 from cloister.lm.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, ModelError
-from cloister.protocol.messages import Contribution, Failed, Inbox, Joined, Request
+from cloister.protocol.messages import NOTHING_CARRIED, Contribution, Failed, Inbox, Joined, Request
 from cloister.protocol.wire import decode_reply, encode, view
 from cloister.tests.command import set_options
 from cloister.tests.federation import CENTRAL, PRIVATE, RECORD, SKELLAM, Federation, changed, tiny, whole
@@ -391,7 +391,9 @@ def test_a_site_with_nothing_to_train_on_adds_its_share_of_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Attempts, "mask", lambda *given, **_: (None, Written(manifest_of(made := given[-2]()), made))
+        Attempts,
+        "mask",
+        lambda *given, **_: (None, Written(manifest_of(made := given[-2](NOTHING_CARRIED)), made)),
     )
     sites = Sites(tmp_path, *SKELLAM)
     site = sites.site(lines(tmp_path / "data.jsonl", []))

@@ -47,6 +47,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.messages import (
     EVALUATE,
+    NOTHING_CARRIED,
     Agree,
     Begin,
     Contribute,
@@ -90,7 +91,7 @@ def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The secure sum without its masks: a test can then look at the vector that goes into it."""
 
     def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
-        pieces = make()
+        pieces = make(NOTHING_CARRIED)
         return None, Written(manifest_of(pieces), pieces)
 
     monkeypatch.setattr(Attempts, "mask", mask)

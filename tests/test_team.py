@@ -28,6 +28,7 @@ from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import MeshSection
+from cloister.simulations.federation import declare_rounding
 from cloister.tests.command import found, refusal
 from cloister.tests.federation import RECORD, SKELLAM, Federation, tiny
 from cloister.tests.federation import whole as whole_vector
@@ -156,6 +157,7 @@ def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
     left = []
     for name, section in (("one", MeshSection()), ("several", MESHES[mesh])):
         state = tmp_path / name
+        declare_rounding(federation.plan, federation.names[0], state)  # both round alike
         site = open_site(federation, section, state=str(state), secure=False)
         sent = [whole_vector(site.contribute(federation.request(number=number))) for number in (1, 2)]
         residuals = [(state / "carried" / f"{number:05d}" / "remainder").read_bytes() for number in (1, 2)]
