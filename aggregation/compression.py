@@ -18,7 +18,7 @@ one step. Remainders that filled the range would make what sites send constants,
 vector shows that vector.
 
 Draws are keyed by the offset, as in `ring.py`: element e takes bytes 2 e and 2 e + 1 of the keystream of AES-256-CTR
-(`masks.py`) with the seed as its key. It is used for speed: the draws are public.
+(`masks.py`) with the seed as its key. The seed is a secret of the site (`Dither`).
 """
 
 from __future__ import annotations

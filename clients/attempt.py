@@ -149,6 +149,12 @@ class Attempts:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
 
+    def answered_in(self, round_number: int) -> bool:
+        """Whether the site has revealed shares in a round."""
+        with self._turn() as files:
+            answered = self._state(files).marks.answered
+        return answered is not None and answered.round == round_number
+
     def mask(
         self,
         inbox: Inbox,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import hmac
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,9 @@ from cloister.protocol.soundness import from_json
 from cloister.protocol.storage import disk_refusal, write_bytes, write_file, write_new
 
 ROUNDING_KEY = "rounding.key"
-"""The file, in the state folder, of the secret key of a site's rounding."""
+"""The file, in the state folder, of the secret from which a site's rounding follows, for each run apart."""
+DECLARED_ROUNDING = "rounding.declared"
+"""The file, in a simulated site's state folder, of the key of its rounding in all runs."""
 _ROUNDING_KEY = 32  # bytes
 
 
@@ -173,12 +176,15 @@ class Kept:
                 ) from None
             yield
 
-    def rounding_key(self) -> bytes:
-        """The secret of the rounding of all updates of this site, made once.
+    def rounding_key(self, run: str) -> bytes:
+        """The key of the site's rounding in a run: a secret, made once, unless a simulation has declared it.
 
         Raises:
             StorageError: the disk refuses it, or the file is damaged.
         """
+        declared = self._state / DECLARED_ROUNDING
+        if declared.exists():
+            return declared.read_bytes()
         path = self._state / ROUNDING_KEY
         write_new(path, os.urandom(_ROUNDING_KEY))
         key = path.read_bytes()
@@ -186,7 +192,7 @@ class Kept:
             raise StorageError(
                 str(path), f"{len(key)} bytes", expected=f"{_ROUNDING_KEY}", fix="remove the file"
             )
-        return key
+        return hmac.digest(key, run.encode(), "sha256")
 
     def update_path(self, round_number: int) -> Path:
         """Where the finished update of a round is kept."""

@@ -31,6 +31,7 @@ from cloister.lm.train import Trainer
 from cloister.privacy.terms import terms_of
 from cloister.protocol.blocks import Span
 from cloister.protocol.digest import vector_hash
+from cloister.protocol.errors import ModelError
 from cloister.protocol.soundness import from_json
 
 
@@ -44,6 +45,8 @@ class Model:
     """File of the frozen parameters to build on."""
     base_hash: bytes
     """Their hash; empty: the plan's own are built on."""
+    source: str
+    """Digest of the files that the site's model is made from (`lm/origin.py`)."""
     checkpointing: bool
     """Compute activations again in the backward pass."""
     compile: bool
@@ -132,6 +135,8 @@ class Part:
         plan = from_json(model.plan)
         base = read_base(model.base, model.base_hash)
         loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
+        if loaded.layout.source != model.source:
+            raise ModelError("model.name", plan.model.name, expected="the files that the site began with")
         private = plan.privacy.dpsgd
         parallelize(
             loaded,

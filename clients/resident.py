@@ -152,7 +152,10 @@ class Resident:
             model = load_model(plan, empty=True)
             terms = terms_of(plan, model.layout.size)
             model.module.to("meta")  # a frozen base: this process needs names and shapes only
-            built = Model(plan.to_json(), base_path, base_hash, section.checkpointing, section.compile)
+            source = model.layout.source
+            built = Model(
+                plan.to_json(), base_path, base_hash, source, section.checkpointing, section.compile
+            )
             over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
             size = training_layout(plan, model.layout.size).size
             work = Team(built, mesh, size, devices, plan.local.threads, over)

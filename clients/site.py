@@ -59,7 +59,7 @@ from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
 from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import instructions_digest
-from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StaleError, UpdateError
 from cloister.protocol.messages import (
     EVALUATE,
     NOTHING_CARRIED,
@@ -289,7 +289,7 @@ class Site:
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
-        model = layout.digest() + loaded.base_hash.hex()
+        model = layout.digest() + layout.source + loaded.base_hash.hex()
         demands = self._demands(sum_id.run)
         roster, draw = demands.roster(), draw_of(plan, purpose)
         group = draw.group_of(self.name, roster.names, sum_id.round)
@@ -396,7 +396,7 @@ class Site:
         with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them by other instructions or from other state.
+            StaleError: the site has made them by other instructions or from other state, or revealed and lost them.
             StepError: what the site carries is no longer what it has advertised.
         """
         plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
@@ -414,6 +414,11 @@ class Site:
             if loaded.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
             return kept
+        if plan.aggregation.secure and self._attempts(loaded, told.sum).answered_in(round_number):
+            raise StaleError(
+                f"update of round {round_number}",
+                expected="the one for which this site has revealed shares, which is lost: it makes no second one",
+            )
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
@@ -447,7 +452,7 @@ class Site:
                 head = f"head of the ledger {paid.hash.hex()}"
                 self._audit_log.record(self._fact("charge", told.sum, head, tries))
             noise = self._noise(round_number)
-        rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key())
+        rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
 

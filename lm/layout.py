@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,8 @@ class Layout:
     """Parameter names, sorted."""
     shapes: tuple[tuple[int, ...], ...]
     """Shape of each parameter."""
+    source: str = field(default="", compare=False)
+    """Digest of the files that the rest of the model is made from (`origin.py`)."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:

@@ -29,7 +29,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -39,6 +39,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm import frozen, saved
 from cloister.lm.layout import Layout, Vector
+from cloister.lm.origin import origin
 from cloister.lm.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import AdapterSection, ModelSection, Plan
@@ -84,7 +85,7 @@ class LanguageModel:
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
-    """Build or load the plan's model on the CPU, the same on every party.
+    """Build or load the plan's model on the CPU: the same on every party whose `layout.source` is the same.
 
     Args:
         plan: The plan.
@@ -109,6 +110,7 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
             module = _build(plan, config)
         if place is None or not _stored_buffers(module):
             module, layout = _adapt(module, plan)
+            layout = replace(layout, source=origin(plan.model, weights=False))
             return LanguageModel(module, tokenizer, layout, plan.model, own)
     with seeded("weights", plan.run.seed):
         if place is None:
@@ -123,7 +125,9 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     if base is not None:
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
+    weights = plan.model.adapter.scheme != "full" or bool(_stored_buffers(module))
     module, layout = _adapt(module, plan)
+    layout = replace(layout, source=origin(plan.model, weights=weights))
     own = frozen.lower(module, precision) or own
     return LanguageModel(module, tokenizer, layout, plan.model, own)
 

@@ -72,7 +72,7 @@ class RunSection(Section):
     rounds: Annotated[int, Field(ge=1, lt=2**31)] = 10
     """Number of rounds."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of initial weights, cohorts, data order and rounding: public, never a source of secrets."""
+    """Seed of initial weights, cohorts and data order: public, never a source of secrets."""
 
 
 _UNSUMMABLE = ("flora", "fedex-lora", "hetlora", "stacked-lora", "residual-lora")

@@ -63,7 +63,6 @@ def coordinate(
     federation = registry.version(deployment.version)
     check_deployable(plan, federation, deployment.transport, folder)
     if reached(folder, FINISHED):
-        folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         finish(folder, observe)
         return outcome(folder)
     public = public_model(folder, observe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,12 +132,17 @@ _LARGE = 10**9  # bytes, which take a second to read where they are not in memor
 def finish(folder: RunFolder, observe: Observer) -> None:
     """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
 
+    Before that, what could open its last sum without noise is removed, if a crash has left it.
+
     A final model without a record of its files, from before there was one, stays as it is if there is no checkpoint.
 
     Raises:
         RunFolderError: the checkpoint is missing or damaged.
         StorageError: the disk is full.
     """
+    folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and the end of the run
+    for secret in (folder.attempt, folder.spool):
+        shutil.rmtree(secret, ignore_errors=True)
     final, last = folder.final, outcome(folder).rounds
     if not final.is_dir():
         why = "it is missing"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -27,6 +28,7 @@ from cloister.protocol.joining import check_size
 from cloister.protocol.messages import TRAIN
 from cloister.protocol.plan import NO_EVALUATION
 from cloister.protocol.roster import Roster
+from cloister.protocol.storage import sync_folders
 from cloister.server import journal as steps
 from cloister.server.attempt import KeptAttempt
 from cloister.server.channel import Channel
@@ -146,7 +148,7 @@ def run(
             model.layout,
             members,
             journal,
-            KeptAttempt(folder.attempt),
+            KeptAttempt(_private(folder.attempt)),
             observe,
             clock,
             b"" if base is None else vector_hash(base),
@@ -337,3 +339,10 @@ def _figures(number: int, held_out: HeldOut, *, classified: bool) -> Evaluated:
 def _timed(row: dict[str, Any], phases: Phases) -> dict[str, Any]:
     """A line of metrics with the seconds that its process has spent since the line before it."""
     return row | {"phase_seconds": added(row.get("phase_seconds", {}), phases.lap())}
+
+
+def _private(folder: Path) -> Path:
+    """The folder, made, and open to its owner only: its content opens a sum before a trusted coordinator's noise."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    sync_folders(folder, folder.parent)
+    return folder

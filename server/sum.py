@@ -664,7 +664,7 @@ class _Masked(_Plain):
             party.roster,
             party.run,
             layout.size,
-            layout.digest() + party.base_hash.hex(),
+            layout.digest() + layout.source + party.base_hash.hex(),
             wanted.group,
         )
         coordinator = SecureCoordinator(

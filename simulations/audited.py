@@ -13,7 +13,7 @@ import torch
 
 from cloister.clients.config import SiteConfig
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.kept import ROUNDING_KEY
+from cloister.clients.kept import DECLARED_ROUNDING
 from cloister.clients.resident import Resident
 from cloister.lm.data import Prepared, Sequences
 from cloister.lm.model import LanguageModel, device_for
@@ -135,7 +135,7 @@ def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> Si
     """
     folder.mkdir(parents=True)
     # One for all: with the same noised sums two sites must send the same bytes.
-    write_new(folder / ROUNDING_KEY, bytes(32), durable=False)
+    write_new(folder / DECLARED_ROUNDING, bytes(32), durable=False)
     none = folder / "records.jsonl"
     none.touch()
     if records:

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.kept import ROUNDING_KEY, base_path, save_vector
+from cloister.clients.kept import DECLARED_ROUNDING, base_path, save_vector
 from cloister.clients.places import mesh_for
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -104,7 +104,6 @@ def simulate(
     if ray_address is not None and engine != "flower":
         raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
     if reached(folder, FINISHED):
-        folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and its removal
         finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
     phases = Phases()
@@ -280,7 +279,7 @@ def noise_of(plan: Plan, who: str, round_number: int) -> NoiseStream:
 def declare_rounding(plan: Plan, site: str, state: Path) -> None:
     """Give a simulated site a key of its rounding that follows from the plan, so that a simulation can be repeated."""
     key = hashlib.sha256(f"rounding key/{plan.run.seed}/{site}".encode()).digest()
-    write_new(state / ROUNDING_KEY, key, durable=False)
+    write_new(state / DECLARED_ROUNDING, key, durable=False)
 
 
 def _share_base(sites: Path, base: Vector) -> None:

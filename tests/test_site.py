@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
@@ -23,6 +25,8 @@ from cloister.clients.kept import ROUNDING_KEY, Kept, update_path
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
 from cloister.clients.work import Here
+from cloister.lm.model import from_config
+from cloister.lm.tokenizer import byte_tokenizer
 from cloister.privacy.policy import Policy
 from cloister.privacy.terms import terms_of
 from cloister.protocol.cohort import draw_of
@@ -53,6 +57,7 @@ from cloister.protocol.messages import (
     Contribution,
     Inbox,
     Joined,
+    Peers,
     Purpose,
     Reply,
     Request,
@@ -110,7 +115,8 @@ class Attack:
         plan = federation.plan
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
-        contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, layout.digest())
+        model = layout.digest() + layout.source
+        contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, model)
         digest = instructions_digest(federation.told(purpose=purpose, clip=clip, number=number))
         self.coordinator = SecureCoordinator(contract, number, attempt, digest)
 
@@ -526,6 +532,61 @@ def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: F
     again = Attack(federation, attempt=2)
     with pytest.raises(SecureSumError, match="the difference of two sums would reveal updates"):
         again.carry_through(left_out=(federation.names[3],))
+
+
+def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_revealed_shares(
+    federation: Federation,
+) -> None:
+    """Its update is lost. The difference of two sums with another one is that of one site's updates."""
+    first = Attack(federation)
+    first.carry_through(left_out=())
+    update_path(first.sites[0].config.folder, 1).unlink()
+    with pytest.raises(StaleError, match="makes no second one"):
+        Attack(federation, attempt=2).carry_through(left_out=())
+
+
+@pytest.mark.parametrize("changed_file", ["model.safetensors", "config.json", "tokenizer_config.json"])
+def test_sites_with_other_files_of_the_model_sign_no_sum_together(tmp_path: Path, changed_file: str) -> None:
+    """A branch on the hub moves between two downloads, so that frozen weights, configuration or tokenizer of one site
+    differ, and the others' updates are zero or known."""
+    folder = tmp_path / "base"
+    made = AutoConfig.for_model(
+        "llama",
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    from_config(made).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    model = [
+        f"model.name={folder}",
+        "model.config={}",
+        "model.tokenizer=auto",
+        "model.adapter.scheme=ffa-lora",
+    ]
+    federation = Federation(tmp_path / "sites", tiny(*model))
+    attack = Attack(federation)
+    path = folder / changed_file
+    if changed_file == "model.safetensors":
+        weights = load_file(path)
+        weights["lm_head.weight"].zero_()
+        save_file(weights, path, {"format": "pt"})
+    else:
+        path.write_text(path.read_text().rstrip()[:-1] + ', "another": 1}')
+    attack.sites[0] = federation.joined(0, resident=Resident())
+    advertised = []
+    for site in attack.sites:
+        keys_of_site = attack.agree(site, attack.coordinator.begin)
+        assert isinstance(keys_of_site, Advertise)
+        advertised.append(keys_of_site)
+    with pytest.raises(SecureSumError):
+        attack.coordinator.advertised(advertised[0])
+    context = attack.coordinator.attempt.context
+    for site in attack.sites:
+        with pytest.raises(SecureSumError):
+            attack.agree(site, Peers(context, tuple(advertised)))
 
 
 class Damage(Attack):
