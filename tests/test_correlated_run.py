@@ -475,6 +475,7 @@ def test_a_run_whose_noise_is_lost_ends(begin: Begin, loss_of: str, monkeypatch:
     file = case.out / "noise.json"
     whole = file.read_bytes()
     assert file.stat().st_mode & 0o777 == 0o600
+    assert (case.out / "attempt").stat().st_mode & 0o777 == 0o700
     if loss_of == "missing":
         file.unlink()
     elif loss_of == "damaged":
@@ -595,10 +596,14 @@ def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -
     before = kept.read_bytes() if moment == "checkpoint in place" else None
     with RunFolder.reopen(out) as folder:
         simulate(folder, lambda _: None, workers=1)
+        secrets = folder.noise, folder.attempt / "sum", folder.spool / "upload"
+        assert not any(secret.parent.exists() for secret in secrets[1:])
         assert not folder.noise.exists()
-        folder.noise.write_bytes(b"a crash came between the journal and the removal")
+        for secret in secrets:
+            secret.parent.mkdir(exist_ok=True)
+            secret.write_bytes(b"a crash came between the journal and the removal")
         simulate(folder, lambda _: None, workers=1)
-        assert not folder.noise.exists()
+        assert not any(secret.exists() for secret in secrets)
     assert before in (None, kept.read_bytes())
     white(models(out, plan, load_model(plan).layout), plan)
 

@@ -489,6 +489,10 @@ def test_rounding_is_a_secret_of_the_site(federation: Federation) -> None:
     assert np.array_equal(one, again)
     assert np.abs(other - one).max() == 1, "both round the same update"
     assert 0.2 < np.mean(one != other) < 0.5, "the chance is 2 u (1 - u): a third on average"
+    kept = Kept(federation.folder / "one", federation.folder)
+    assert kept.rounding_key(RUN) != kept.rounding_key("another run"), (
+        "sums of one run show no draws of another"
+    )
     key = federation.folder / "one" / ROUNDING_KEY
     assert key.stat().st_mode & 0o777 == 0o600
     key.write_bytes(b"")
