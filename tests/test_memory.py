@@ -61,6 +61,9 @@ D = 10_000_000
 """Elements of the vectors of sites without a model."""
 SLACK = 0.35
 """Vectors: blocks, activations, and what Python and SQLite take."""
+REUSED = 0.5
+"""Vectors: pages that the allocator had kept from the second call, which the third one takes first. With it and `SLACK`
+one vector more or less is still found."""
 
 
 M_MMAP_THRESHOLD = -3
@@ -112,7 +115,7 @@ def of_a_site(tmp_path: Path) -> float:
 def test_a_site_takes_gradients_and_moments_and_less_after_them(tmp_path: Path) -> None:
     """Its weights and the global model in the request are there before. When it makes the update, gradients are gone;
     when it clips and releases it, so are the moments."""
-    assert 2.8 < apart(of_a_site, tmp_path) < 3 + SLACK
+    assert 3 - REUSED < apart(of_a_site, tmp_path) < 3 + SLACK
 
 
 def of_noise() -> float:
@@ -127,7 +130,7 @@ def of_noise() -> float:
 
 def test_noise_of_a_site_is_added_where_its_vector_is() -> None:
     """One vector is what leaves, the other the clipped update."""
-    assert 1.8 < apart(of_noise) < 2 + SLACK
+    assert 2 - REUSED < apart(of_noise) < 2 + SLACK
 
 
 # The coordinator.
@@ -179,7 +182,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
 )
 def test_a_round_takes_the_accumulator(tmp_path: Path, settings: list[str]) -> None:
     """Model and moments are there before, and the vector that all sites send."""
-    assert 0.9 < apart(of_a_round, tmp_path, settings) < 1 + SLACK
+    assert 1 - REUSED < apart(of_a_round, tmp_path, settings) < 1 + SLACK
 
 
 def of_a_run(tmp_path: Path) -> tuple[float, float, float]:
@@ -212,6 +215,6 @@ def of_a_run(tmp_path: Path) -> tuple[float, float, float]:
 def test_a_run_holds_one_copy_of_the_model(tmp_path: Path) -> None:
     """From its start and after a round, beside the accumulator; and where it goes on from a checkpoint."""
     started, done, resumed = apart(of_a_run, tmp_path)
-    assert 0.9 < started < 1 + SLACK
+    assert 1 - REUSED < started < 1 + SLACK
     assert done < 2 + SLACK
-    assert 0.9 < resumed < 1 + SLACK
+    assert 1 - REUSED < resumed < 1 + SLACK
