@@ -59,7 +59,7 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.secure_sum import Contract
 from cloister.aggregation.span import check_received, manifest_digest, manifest_of
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.feedback import remainders
@@ -365,7 +365,8 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")
             gate = Gate(plan.server.gate, nowhere)
-            party = Party(plan, "run", roster, model.layout, members, journal, kept, lambda event: None)
+            sums = Sums.over(plan, model.layout, b"")
+            party = Party(sums, "run", roster, members, journal, kept, lambda event: None)
             context = RoundContext(party, checkpoints, optimizer, gate, scales=scales)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
@@ -589,7 +590,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         spent[part] += time.process_time() - start
         return done
 
-    layout = training_layout(plan, size)
+    layout = Sums(plan, size).training
     # Bounds of three root mean squares: what rounds aim at (aggregation/scales.py), so that some values are clipped.
     blocks = layout.blocks.blocks if layout.blocks else 0
     scales = Scales(np.full(blocks, 3 * RMS, np.float32), 0.0) if blocks else None
@@ -606,7 +607,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
             folder, values = Path(temporary), np.random.default_rng([turn, number])
             finished = Finished(RMS * values.standard_normal(size, np.float32), 100, 1.0)
             code = partial(
-                code_for, plan, None, size, rounding=number.to_bytes(32), clip_norm=0.0, noise=None
+                code_for, Sums(plan, size), rounding=number.to_bytes(32), clip_norm=0.0, noise=None
             )
             if scales is None:
                 vector = timed("code", contribution, code(), finished)

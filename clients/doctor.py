@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -204,10 +203,10 @@ def site_bytes(plan: Plan) -> int:
     Raises:
         ModelError: the plan's model does not exist.
     """
-    from cloister.aggregation.sums import training_layout
+    from cloister.aggregation.sums import Sums
     from cloister.lm.model import count_parameters
 
     _, trained = count_parameters(plan)
-    update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
+    update = Sums(plan, trained).update_bytes
     kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
     return 8 * trained + 2 * update + kept

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.lm import frozen
 from cloister.lm.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.model import outline
@@ -92,7 +92,7 @@ def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
             return _part(plan, mesh, place, connected)
 
     parts = dict(_over([getattr(mesh, name) for name in Coordinates._fields], part))
-    coded = training_layout(plan, layout.size)
+    coded = Sums(plan, layout.size).training
     element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
         Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)

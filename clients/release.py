@@ -21,17 +21,15 @@ import numpy as np
 
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.sums import LOSS, TOKENS, count_of_loss, training_layout
+from cloister.aggregation.sums import LOSS, TOKENS, Sums, count_of_loss
 from cloister.clients import feedback
 from cloister.clients.feedback import Remainders
 from cloister.lm.layout import Vector
 from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
-from cloister.privacy.terms import Terms
 from cloister.protocol.blocks import Span
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -231,9 +229,7 @@ Code: TypeAlias = InClear | Compressed | Protected
 
 
 def code_for(
-    plan: Plan,
-    terms: Terms | None,
-    dimension: int,
+    sums: Sums,
     *,
     rounding: bytes,
     clip_norm: float,
@@ -243,15 +239,13 @@ def code_for(
     """The code of the updates of a plan.
 
     Args:
-        plan: The plan.
-        terms: Its privacy.
-        dimension: Coordinates of the update.
+        sums: The sums of the plan.
         rounding: Secret seed of the rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
         remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.
     """
-    layout = training_layout(plan, dimension)
+    plan, terms, layout = sums.plan, sums.terms, sums.training
     if terms is not None and terms.mechanism is not None:
         assert noise is not None, "a plan with a unit has noise"
         return Protected(layout, terms.mechanism, clip_norm, noise)

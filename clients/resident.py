@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Live
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.places import mesh_for, several
@@ -23,7 +23,6 @@ from cloister.lm.data import Prepared
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel, load_model
 from cloister.lm.train import Trainer
-from cloister.privacy.terms import Terms, terms_of
 from cloister.protocol.plan import MeshSection, Plan
 from cloister.protocol.roster import Roster, load_identity, load_roster
 
@@ -39,8 +38,8 @@ class Loaded:
     """Hash of the frozen parameters that the model was built on; empty: those of the plan."""
     model: LanguageModel
     work: Work
-    terms: Terms | None
-    """The plan's privacy; None without a privacy unit."""
+    sums: Sums
+    """What the run's sums are made of."""
     live: Live = field(default_factory=dict)
     """Attempts at secure sums, by folder."""
     sequences: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
@@ -143,23 +142,22 @@ class Resident:
         if not several(mesh, section):
             model, device = load_model(plan, read_base()), torch.device(devices[0])
             model.module.to(device)
-            terms = terms_of(plan, model.layout.size)
-            work = Here(model, device, self.trainer(plan, model, device), terms)
+            sums = Sums.over(plan, model.layout, base_hash)
+            work = Here(model, device, self.trainer(plan, model, device), sums.terms)
         else:
             from cloister.clients.part import Model  # these take a second to import, which one process saves
             from cloister.clients.team import Team
 
             model = load_model(plan, empty=True)
-            terms = terms_of(plan, model.layout.size)
+            sums = Sums.over(plan, model.layout, base_hash)
             model.module.to("meta")  # a frozen base: this process needs names and shapes only
             source = model.layout.source
             built = Model(
                 plan.to_json(), base_path, base_hash, source, section.checkpointing, section.compile
             )
             over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
-            size = training_layout(plan, model.layout.size).size
-            work = Team(built, mesh, size, devices, plan.local.threads, over)
-        return Loaded(plan, base_hash, model, work, terms)
+            work = Team(built, mesh, sums.training.size, devices, plan.local.threads, over)
+        return Loaded(plan, base_hash, model, work, sums)
 
     def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:
         """A new trainer of a plan's rounds; an audit makes one that plants canaries.

@@ -24,18 +24,7 @@ from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import bounds_in
 from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Piece, manifest_digest, manifest_of
-from cloister.aggregation.sums import (
-    BYTES,
-    CORRECT,
-    LOSS,
-    TOKENS,
-    confusion_counters,
-    contract_for,
-    count_of_loss,
-    evaluation_layout,
-    layout_for,
-    training_layout,
-)
+from cloister.aggregation.sums import BYTES, CORRECT, LOSS, TOKENS, confusion_counters, count_of_loss
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
@@ -57,7 +46,6 @@ from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import OwnSteps
-from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StaleError, UpdateError
 from cloister.protocol.messages import (
@@ -179,7 +167,7 @@ class Site:
         self._kept.remember(request, bytes.fromhex(plan.digest()), demands.membership)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         demands.pin(plan, request.run)
-        if loaded.terms is not None:
+        if loaded.sums.terms is not None:
             check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
             check_tokenizer(loaded.model.tokenizer, plan.data)
         elif not len(self._prepared(loaded).train):
@@ -196,7 +184,7 @@ class Site:
         loaded, demands = self._open(request.sum), self._demands(request.sum.run)
         demands.check_unpaid(loaded.plan, request.sum.purpose)
         if isinstance(request.told, Begin):
-            demands.check_policy(loaded.plan, request.sum.run, loaded.terms)
+            demands.check_policy(loaded.plan, request.sum.run, loaded.sums.terms)
             demands.check_round(loaded.plan, request.sum.purpose, request.told.round)
         return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
 
@@ -209,7 +197,7 @@ class Site:
         loaded, demands = self._open(request.sum), self._demands(request.sum.run)
         plan, purpose = loaded.plan, request.sum.purpose
         demands.check_unpaid(plan, purpose)
-        demands.check_policy(plan, request.sum.run, loaded.terms)
+        demands.check_policy(plan, request.sum.run, loaded.sums.terms)
         demands.check_round(plan, purpose, request.sum.round)
         told, digest = request.told, instructions_digest(request.told)
         check_sent("global model", request.model, told.model)
@@ -288,15 +276,14 @@ class Site:
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
-        plan, layout, purpose = loaded.plan, loaded.model.layout, sum_id.purpose
-        model = layout.digest() + layout.source + loaded.base_hash.hex()
+        purpose, sums = sum_id.purpose, loaded.sums
         demands = self._demands(sum_id.run)
-        roster, draw = demands.roster(), draw_of(plan, purpose)
-        group = draw.group_of(self.name, roster.names, sum_id.round)
-        contract = contract_for(purpose, plan, roster, sum_id.run, layout.size, model, group)
+        roster = demands.roster()
+        group = sums.draw(purpose).group_of(self.name, roster.names, sum_id.round)
+        contract = sums.contract(purpose, sum_id.run, roster, group)
         folder = self._attempts_folder(purpose, sum_id.run)
-        member = demands.member(plan.quorum(draw.sizes[group]))
-        history = partial(self._history, plan, sum_id)
+        member = demands.member(sums.quorum(purpose, group))
+        history = partial(self._history, loaded.plan, sum_id)
         return Attempts(folder, contract, member, loaded.live, history, self._agreements)
 
     def _history(self, plan: Plan, sum_id: SumId) -> bytes:
@@ -375,7 +362,7 @@ class Site:
         }
         cells = [count for row in found.confusion for count in row]
         counters |= zip(confusion_counters(loaded.plan), cells, strict=True)
-        layout = evaluation_layout(loaded.plan)
+        layout = loaded.sums.evaluation
         return layout.ring.encode_counters([counters[name] for name in layout.names])
 
     def _made(
@@ -400,7 +387,7 @@ class Site:
             StepError: what the site carries is no longer what it has advertised.
         """
         plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
-        layout = layout_for(purpose, plan, loaded.model.layout.size)
+        layout = loaded.sums.layout(purpose)
         facts = {
             "plan": plan.digest(),
             "run": told.sum.run,
@@ -411,7 +398,7 @@ class Site:
             facts["carried"] = history.hex()
         kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
         if kept is not None:
-            if loaded.terms is not None:
+            if loaded.sums.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
             return kept
         if plan.aggregation.secure and self._attempts(loaded, told.sum).answered_in(round_number):
@@ -428,7 +415,7 @@ class Site:
                 return update(None)
             return self._carried(plan, told.sum.run).make(told, history, update, durable=durable)
 
-        durable = loaded.terms is not None or plan.aggregation.secure
+        durable = loaded.sums.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)
 
     def _update(
@@ -443,7 +430,7 @@ class Site:
         carry: Carry | None,
     ) -> Written:
         """Train the update of the round into a file, after the charge."""
-        plan, terms, round_number = loaded.plan, loaded.terms, told.sum.round
+        plan, terms, round_number = loaded.plan, loaded.sums.terms, told.sum.round
         noise = None
         if terms is not None:
             rounds, policy = self._demands(told.sum.run).rounds(plan), self._admission.policy()
@@ -454,14 +441,11 @@ class Site:
             noise = self._noise(round_number)
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
-        own, size = replace(own, factor=own.factor * self._scale), loaded.model.layout.size
-
-        blocks, left = training_layout(plan, size).blocks, None
+        own = replace(own, factor=own.factor * self._scale)
+        blocks, left = loaded.sums.training.blocks, None
         if blocks is not None and bounds is not None and carry is not None:
             left = remainders(carry, bounds, blocks)
-        code = code_for(
-            plan, terms, size, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left
-        )
+        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left)
         task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(task, weights, path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cloister.aggregation import keys, masks, shamir
 from cloister.aggregation.secure_sum import ring_dtype, traffic
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.protocol.plan import Plan
 from cloister.protocol.threshold import Parameters
 
@@ -51,7 +51,7 @@ def cost(plan: Plan, parameters: int, trained: int) -> Cost:
         parameters: Parameters of its model, as `lm.model.Counts` has them, like what follows.
         trained: Those that are trained.
     """
-    layout = training_layout(plan, trained)
+    layout = Sums(plan, trained).training
     up = layout.length * plan.aggregation.ring_bits // 8
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
@@ -116,7 +116,7 @@ def secure_cost(plan: Plan, trained: int) -> SecureCost | None:
     if not plan.aggregation.secure:
         return None
     n, found = plan.cohort.size(), plan.threshold()
-    length = training_layout(plan, trained).length
+    length = Sums(plan, trained).training.length
     element_s, agreement_s, sharing_s = _unit_costs(plan, found)
     sent, received = traffic(found, _NAME)
     return SecureCost(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import errno
-import math
 import socket
 import ssl
 from functools import partial
@@ -169,10 +168,10 @@ def coordinator_bytes(plan: Plan) -> int:
     Raises:
         ModelError: the plan's model does not exist.
     """
-    from cloister.aggregation.sums import training_layout
+    from cloister.aggregation.sums import Sums
     from cloister.lm.model import count_parameters
 
     everything, trained = count_parameters(plan)
-    update = math.ceil(training_layout(plan, trained).length * plan.aggregation.ring_bits / 8)
+    update = Sums(plan, trained).update_bytes
     kept = plan.server.keep_checkpoints + 2
     return 12 * trained * kept + 4 * everything + plan.cohort.size() * update

@@ -48,7 +48,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.protocol.errors import (
     CloisterError,
     EncodingError,
@@ -829,7 +829,7 @@ def most_bytes_of(plan: Plan, parameters: int) -> int:
         plan: The plan.
         parameters: Trained parameters of its model.
     """
-    layout = training_layout(plan, parameters)
+    layout = Sums(plan, parameters).training
     return max(layout.length * np.dtype(layout.ring.dtype).itemsize, CHUNK)
 
 

@@ -41,11 +41,10 @@ from cloister.aggregation.average import CLIPPED, WEIGHT
 from cloister.aggregation.median import median
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
-from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS, training_layout
+from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
 from cloister.privacy.correlated import CorrelatedRow
 from cloister.privacy.noise import NoiseStream
 from cloister.privacy.site_noise import SiteMechanism
-from cloister.protocol.cohort import draw_of
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages import TRAIN
 from cloister.server import journal as steps
@@ -169,8 +168,7 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
     Raises:
         QuorumError: too few sites finished, of enough that do not refuse.
     """
-    plan, draw = party.plan, draw_of(party.plan, TRAIN)
-    needed = plan.quorum(draw.sizes[group])
+    plan, draw, needed = party.plan, party.sums.draw(TRAIN), party.sums.quorum(TRAIN, group)
     refusing = sorted(party.refused.intersection(cohort))
     if len(cohort) - len(refusing) < needed:
         return Refusing(number, tuple(refusing))
@@ -232,6 +230,6 @@ def _next_scales(context: RoundContext, total: Total, mean: Floats) -> Scales | 
     plan, scales = context.party.plan, context.scales
     if scales is None:
         return None
-    counters, heaviest = total.opened.counters, training_layout(plan, mean.size).heaviest
+    counters, heaviest = total.opened.counters, context.party.sums.training.heaviest
     weight = counters[WEIGHT] / heaviest
     return scales.after(plan, mean, total.sites, weight, counters.get(CLIPPED))

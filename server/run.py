@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cloister.aggregation.rotation import Floats
 from cloister.aggregation.scales import Scales
+from cloister.aggregation.sums import Sums
 from cloister.lm.confusion import Confusion
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.layout import Vector, params_sha256
@@ -20,7 +21,7 @@ from cloister.lm.model import LanguageModel, load_model, save_pretrained
 from cloister.privacy.correlated import Blt, CorrelatedNoise, CorrelatedRow
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import participation, terms_of
+from cloister.privacy.terms import participation
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import QuorumError, SpoiledError
@@ -140,18 +141,17 @@ def run(
             clip = done.detail.get("clip") or clip
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
-        terms = terms_of(plan, model.layout.size)
+        sums = Sums.over(plan, model.layout, b"" if base is None else vector_hash(base))
+        terms = sums.terms
         party = Party(
-            plan,
+            sums,
             run_identity,
             roster,
-            model.layout,
             members,
             journal,
             KeptAttempt(_private(folder.attempt)),
             observe,
             clock,
-            b"" if base is None else vector_hash(base),
             Spending(terms, run_identity, folder.ledger, dataset=dataset) if terms else None,
             left_out={
                 entry.detail["site"]: entry.detail["reason"]

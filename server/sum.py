@@ -45,12 +45,11 @@ from cloister.aggregation.scales import Scales
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_sum import ring_dtype
 from cloister.aggregation.span import Piece, check_received, manifest_digest
-from cloister.aggregation.sums import contract_for, layout_for
-from cloister.lm.layout import Layout, Vector
+from cloister.aggregation.sums import Sums
+from cloister.lm.layout import Vector
 from cloister.privacy.ledger import Entry as Charged
 from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.balance import balanced
-from cloister.protocol.cohort import draw_of
 from cloister.protocol.digest import instructions_digest, vector_hash
 from cloister.protocol.errors import (
     CloisterError,
@@ -102,21 +101,18 @@ M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
 class Party:
     """The coordinator's side of a run's sums."""
 
-    plan: Plan
+    sums: Sums
+    """What the run's sums are made of."""
     run: str
     """Identity of the run."""
     roster: Roster | None
     """The sites' identities; None where the plan sums in clear."""
-    layout: Layout
-    """Layout of the trained parameters."""
     members: Members
     journal: Journal
     kept: KeptAttempt
     """What is kept of the attempt that is under way."""
     observe: Observer
     clock: Callable[[], float] = time.monotonic
-    base_hash: bytes = b""
-    """Hash of the frozen parameters that the sites use; empty: those of the plan."""
     spending: Spending | None = None
     """The coordinator's privacy ledger; None without a privacy unit."""
     refused: set[str] = field(default_factory=set)
@@ -135,6 +131,11 @@ class Party:
     audit_log: AuditLog = NO_AUDIT_LOG
     """Has a line for each refusal, release and charge before its effect."""
 
+    @property
+    def plan(self) -> Plan:
+        """The run's plan."""
+        return self.sums.plan
+
     def record(self, what: What, number: int, attempt: int, told: Mapping[str, str]) -> None:
         """Write a line of the audit log for each site, with its detail; the site `""` is the coordinator."""
         if self.audit_log:
@@ -145,7 +146,7 @@ class Party:
     def cohort(self, purpose: Purpose, number: int) -> tuple[str, ...]:
         """The sites that are drawn for a round: from the whole roster, so that each site can repeat the draw."""
         known = self.roster.names if self.roster else self.members.sites
-        return draw_of(self.plan, purpose).cohort(known, number)
+        return self.sums.draw(purpose).cohort(known, number)
 
     def groups(self, purpose: Purpose, number: int) -> tuple[tuple[str, ...], ...]:
         """The groups of a round's cohort, each the cohort of a sum; without `aggregation.groups` one, the whole.
@@ -153,7 +154,7 @@ class Party:
         Raises:
             QuorumError: in clear, too few sites have joined for one of them.
         """
-        draw = draw_of(self.plan, purpose)
+        draw = self.sums.draw(purpose)
         if draw.groups == 1:
             return (self.cohort(purpose, number),)
         if self.roster is not None:
@@ -313,8 +314,8 @@ def _ask(party: Party, purpose: Purpose, number: int, step: Step, asking: Iterab
 def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | Failed]:
     """The attempts at one sum."""
     plan, journal, number, purpose = party.plan, party.journal, wanted.round, wanted.purpose
-    draw, cohort = draw_of(plan, purpose), party.groups(purpose, number)[wanted.group]
-    number_of_group = wanted.group + 1 if draw.groups > 1 else 0
+    groups = party.groups(purpose, number)
+    cohort, number_of_group = groups[wanted.group], wanted.group + 1 if len(groups) > 1 else 0
     steps_of_sites = _local_steps(party, wanted, cohort)
     if steps_of_sites:
         wanted = replace(wanted, steps=steps_of_sites)
@@ -338,7 +339,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         else:
             able = [site for site in party.present(cohort) if site not in unopened | doubted]
             sites = unmasking.detail["survivors"] if unmasking else able
-            needed = len(sites) if unmasking else plan.quorum(draw.sizes[wanted.group])
+            needed = len(sites) if unmasking else party.sums.quorum(purpose, wanted.group)
             # 1. Journal the attempt.
             attempt = journal.count(wanted.step(steps.BEGUN), number) + 1
             detail: dict[str, Any] = {"cohort": sites, "needed": needed, "fresh": told.fresh}
@@ -467,7 +468,7 @@ class _Plain:
         """As in `Total`."""
         self.too_stale = 0
         """Updates that exceeded `cohort.staleness`."""
-        self.sum_layout: SumLayout = layout_for(wanted.purpose, party.plan, party.layout.size)
+        self.sum_layout: SumLayout = party.sums.layout(wanted.purpose)
         self.behind = True
         """As in `Total`."""
         self.bounds = wanted.scales.bounds if wanted.scales else None
@@ -657,16 +658,7 @@ class _Masked(_Plain):
         """
         party, wanted = self.party, self.wanted
         assert party.roster is not None, "a plan that sums securely needs a roster"
-        layout = party.layout
-        contract = contract_for(
-            wanted.purpose,
-            party.plan,
-            party.roster,
-            party.run,
-            layout.size,
-            layout.digest() + layout.source + party.base_hash.hex(),
-            wanted.group,
-        )
+        contract = party.sums.contract(wanted.purpose, party.run, party.roster, wanted.group)
         coordinator = SecureCoordinator(
             contract, wanted.round, self.attempt, self.digest, needed=needed, fresh=self.told.fresh
         )

@@ -36,7 +36,7 @@ from scipy.fft import next_fast_len
 
 from cloister.aggregation.average import PlainSum
 from cloister.aggregation.scales import Scales
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.config import SiteConfig
 from cloister.clients.site import Site
 from cloister.lm.layout import Vector
@@ -205,7 +205,7 @@ class RecordGame:
         base = np.empty(0, np.float32) if self.base is None else self.base
         join = Join(run, plan.to_json(), bytes(32), base_hash, base)
         different = int(differ([site.join(join) for site in sites]))
-        layout, weights = training_layout(plan, self.start.size), self.start
+        layout, weights = Sums(plan, self.start.size).training, self.start
         scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
         for number in range(1, rounds + 1):
             about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)

@@ -16,7 +16,7 @@ import pytest
 
 from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.span import manifest_of
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -163,7 +163,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
 
     party.channel.turn, party.channel.tamper = turn, keep
     party.go()
-    layout = training_layout(party.plan, party.layout.size)
+    layout = Sums(party.plan, party.layout.size).training
     every_weight, every_age = set(), set()
     for event in party.of(RoundDone):
         total, weights, ages = np.zeros(layout.size), 0.0, []
@@ -195,7 +195,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
 def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:
     party = Run(tmp_path, *ASYNC, "cohort.buffer=3", "run.rounds=1")
     liar = party.names[0]
-    layout = training_layout(party.plan, party.layout.size)
+    layout = Sums(party.plan, party.layout.size).training
 
     def lie(step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution) and reply.site == liar:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.resident import Resident
 from cloister.clients.serve import serve
@@ -333,7 +333,7 @@ def test_a_kept_update_belongs_to_its_list(secure: bool, tmp_path: Path) -> None
 def test_the_update_of_a_site_is_scaled_by_its_steps(tmp_path: Path) -> None:
     """By the mean of the list over its own number; the same steps are taken."""
     federation = Federation(tmp_path, tiny(*WEIGHTED, *CLEAR))
-    layout = training_layout(federation.plan, federation.layout.size)
+    layout = Sums(federation.plan, federation.layout.size).training
     opened = []
     for numbers in ((2, 2, 2, 2), (2, 8, 8, 2)):
         site = federation.joined(state=str(tmp_path / f"{numbers}"))
@@ -368,7 +368,7 @@ def test_sites_of_equal_data_count_alike_whatever_their_steps(tmp_path: Path) ->
         steps: LocalSteps = ()
         if name == "balanced":
             steps = (("site-000", 2), ("site-001", 8), ("site-002", 2), ("site-003", 8))
-        layout = training_layout(federation.plan, federation.layout.size)
+        layout = Sums(federation.plan, federation.layout.size).training
         for index in range(2):
             vector = whole(federation.joined(index).contribute(federation.request(steps=steps)))
             means.append(layout.open(vector.copy(), 1).mean)
@@ -431,7 +431,13 @@ class Coordinator:
             members = Members(federation.channel, federation.plan, RUN, lambda _: None, roster=roster)
             kept = KeptAttempt(federation.folder / "attempt")
             yield Party(
-                federation.plan, RUN, roster, federation.layout, members, journal, kept, lambda _event: None
+                Sums.over(federation.plan, federation.layout, b""),
+                RUN,
+                roster,
+                members,
+                journal,
+                kept,
+                lambda _event: None,
             )
 
     def sum(self, party: Party, number: int = 1) -> Total:

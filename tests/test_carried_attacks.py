@@ -16,7 +16,7 @@ from cloister.aggregation.average import SumLayout
 from cloister.aggregation.rotation import ROTATED, hadamard_transform, signs
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure_site import SecureSite
-from cloister.aggregation.sums import contract_for, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.carried import Carried
 from cloister.clients.kept import Kept, update_path
 from cloister.clients.resident import Resident
@@ -77,7 +77,7 @@ class Rounds:
     ) -> tuple[SecureCoordinator, dict[str, Inbox]]:
         """The steps of a round until these sites hold each other's shares."""
         plan, layout = self.federation.plan, self.federation.layout
-        contract = contract_for(TRAIN, plan, self.federation.roster, RUN, layout.size, layout.digest())
+        contract = Sums(plan, layout.size, layout.digest()).contract(TRAIN, RUN, self.federation.roster)
         digest = instructions_digest(told)
         coordinator = SecureCoordinator(contract, told.sum.round, attempt, digest, fresh=True)
         for site in sites:
@@ -129,7 +129,7 @@ class Rounds:
 
     @property
     def layout(self) -> SumLayout:
-        return training_layout(self.federation.plan, self.federation.layout.size)
+        return Sums(self.federation.plan, self.federation.layout.size).training
 
     def integers(self, vector: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         layout = self.layout

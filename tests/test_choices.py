@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cloister.aggregation.sums import evaluation_layout
+from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.lm.confusion import Confusion
 from cloister.lm.data import NOT_LEARNED, load_prepared, prepare, save_prepared
@@ -426,6 +426,6 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], line: str) -> Non
 
 
 def test_the_counters_of_an_evaluation_are_those_of_the_choices() -> None:
-    layout = evaluation_layout(plan_of())
+    layout = Sums(plan_of(), 0).evaluation
     assert len(layout.counters) == len(set(layout.names)) == 4 + 9
-    assert len(evaluation_layout(plan_of("data.choices=[]")).counters) == 4
+    assert len(Sums(plan_of("data.choices=[]"), 0).evaluation.counters) == 4

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cloister.aggregation.sums import evaluation_layout, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.dpsgd import PrivateTrainer, method_for
 from cloister.lm.confusion import Confusion
@@ -595,9 +595,9 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], line: str) -> Non
 
 
 def test_the_heaviest_site_and_the_counters_are_those_of_texts() -> None:
-    assert training_layout(plan_of(), 10).heaviest == 6 * 8
-    assert training_layout(plan_of("data.task=generate", "data.classes=[]"), 10).heaviest == 6 * 8 * 16
-    layout = evaluation_layout(plan_of())
+    assert Sums(plan_of(), 10).training.heaviest == 6 * 8
+    assert Sums(plan_of("data.task=generate", "data.classes=[]"), 10).training.heaviest == 6 * 8 * 16
+    layout = Sums(plan_of(), 0).evaluation
     assert len(layout.counters) == len(set(layout.names)) == 4 + 9
     counts = {name: 2**40 + index for index, name in enumerate(layout.names)}
     total = 3 * layout.ring.encode_counters([counts[name] for name in layout.names])

@@ -18,7 +18,7 @@ from cloister.aggregation.compression import BlockCode, Kept
 from cloister.aggregation.ring import Ring
 from cloister.aggregation.rotation import ROTATED, hadamard_transform, rotated_blocks, signs
 from cloister.aggregation.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
-from cloister.aggregation.sums import evaluation_layout, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.feedback import kept_in, remainders, stored
 from cloister.protocol.blocks import BLOCK, tile
 from cloister.protocol.digest import instructions_digest
@@ -409,18 +409,18 @@ def test_plans_that_can_be_compressed() -> None:
         ["cohort.sites=63"],
     ):
         plan = parse("", [*EIGHT_BITS, *settings])
-        layout = training_layout(plan, ROTATED + 1)
+        layout = Sums(plan, ROTATED + 1).training
         assert (layout.size, layout.values) == (2 * ROTATED, ROTATED + 1)
-        assert evaluation_layout(plan).blocks is None
+        assert Sums(plan, 0).evaluation.blocks is None
     many = ["cohort.sites=630", "cohort.fraction=0.1"]
     assert (
-        training_layout(parse("", [*EIGHT_BITS, *many]), 1).ring.levels == 2
+        Sums(parse("", [*EIGHT_BITS, *many]), 1).training.ring.levels == 2
     )  # by the cohort, not by the federation
 
 
 def test_without_compression_nothing_changes() -> None:
     plan = parse("")
     assert plan.aggregation.compression is None
-    layout = training_layout(plan, 7)
+    layout = Sums(plan, 7).training
     assert layout == SumLayout(Ring(32, 1.0, 8), 7, layout.counters, plan.most_tokens())
     assert layout.names == (WEIGHT, "tokens", "loss", "clipped")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.doctor import site_bytes
 from cloister.clients.proxy import proxy_of_supernode
 from cloister.protocol.address import free_port
@@ -501,7 +501,7 @@ def test_wrong_paths_are_refused(parties: Rehearsal, tmp_path: Path) -> None:
 def test_the_space_that_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.lm.model.count_parameters", lambda _plan: (3000, 1000))
     plan = parse('local.optimizer_state = "keep"')
-    coded = training_layout(plan, 1000).length * plan.aggregation.ring_bits // 8
+    coded = Sums(plan, 1000).training.length * plan.aggregation.ring_bits // 8
     assert coded >= 4000
     assert site_bytes(plan) == 8 * 1000 + 2 * coded + 16 * 1000
     assert coordinator_bytes(plan) == 12 * 1000 * (2 + 2) + 4 * 3000 + 8 * coded

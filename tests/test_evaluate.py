@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cloister.aggregation.sums import TOKENS, evaluation_layout
+from cloister.aggregation.sums import TOKENS, Sums
 from cloister.lm.data import NOT_LEARNED, Sequences, next_tokens
 from cloister.lm.evaluate import HeldOut, evaluate, subset
 from cloister.lm.model import LanguageModel, load_model
@@ -253,7 +253,7 @@ def test_a_site_evaluates_on_the_subset_in_every_round(tmp_path: Path) -> None:
     for most in (2, 100_000):
         settings = ["aggregation.secure=false", f"server.evaluation_sequences={most}"]
         federation = Federation(tmp_path / str(most), tiny(*settings))
-        site, layout = federation.joined(), evaluation_layout(federation.plan)
+        site, layout = federation.joined(), Sums(federation.plan, 0).evaluation
         first, later = (
             whole(site.contribute(federation.request(purpose=EVALUATE, number=number))) for number in (0, 1)
         )

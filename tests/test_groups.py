@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cloister.aggregation.median import median
 from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.sums import contract_for
+from cloister.aggregation.sums import Sums
 from cloister.cli.display import LiveDisplay
 from cloister.clients.site import Site
 from cloister.privacy.claims import assumptions, mechanism
@@ -411,7 +411,7 @@ def test_a_coordinator_cannot_put_a_site_into_another_group(tmp_path: Path) -> N
     federation, plan = case.federation, case.plan
     layout = federation.layout
     victim, (mate, *_) = case.groups()[0][0], case.groups()[1]
-    contract = contract_for(TRAIN, plan, federation.roster, RUN, layout.size, layout.digest(), group=1)
+    contract = Sums(plan, layout.size, layout.digest()).contract(TRAIN, RUN, federation.roster, group=1)
     other = SecureCoordinator(contract, 1, 1, instructions_digest(federation.told()))
     assert victim not in other.attempt.cohort
     sites = {name: federation.joined(federation.names.index(name)) for name in (victim, mate)}

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.aggregation.span import manifest_of
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.attempt import Attempts
 from cloister.clients.kept import Written
@@ -380,7 +380,7 @@ def test_a_site_with_nothing_to_train_on_gives_noise_alone(
     vector = whole(site.answer(sites.federation.request()))
     assert "NO RECORD IS TRAINED ON" in caplog.text
     if unit is CENTRAL:
-        layout = training_layout(sites.federation.plan, sites.federation.layout.size)
+        layout = Sums(sites.federation.plan, sites.federation.layout.size).training
         assert not layout.open(vector, 1).mean.any()  # to which the coordinator adds noise
     else:
         assert stream.sigmas

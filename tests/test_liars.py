@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cloister.aggregation import keys
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.kept import Written
 from cloister.clients.site import Site
 from cloister.protocol.errors import QuorumError, SpoiledError
@@ -96,7 +96,7 @@ def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
 def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
     """Let a site say that its weight is larger, in the vector that it masks."""
     opener = federation.channel.sites[name]
-    layout = training_layout(federation.plan, federation.layout.size)
+    layout = Sums(federation.plan, federation.layout.size).training
 
     def site() -> Site:
         liar: Any = opener()

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cloister.aggregation.sums import contract_for, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.release import Finished, code_for, contribution
 from cloister.lm.layout import Layout
@@ -119,10 +119,11 @@ def test_a_site_takes_gradients_and_moments_and_less_after_them(tmp_path: Path) 
 
 
 def of_noise() -> float:
-    plan = parse(TINY, SKELLAM)
-    terms = terms_of(plan, D)
     code = code_for(
-        plan, terms, D, rounding=seed_of(1), clip_norm=1.0, noise=NoiseStream.from_declared_seed(1)
+        Sums(parse(TINY, SKELLAM), D),
+        rounding=seed_of(1),
+        clip_norm=1.0,
+        noise=NoiseStream.from_declared_seed(1),
     )
     update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
     return beside(lambda: contribution(code, update), D)
@@ -138,13 +139,13 @@ def test_noise_of_a_site_is_added_where_its_vector_is() -> None:
 
 def of_a_round(tmp_path: Path, settings: list[str]) -> float:
     plan = parse(TINY, [*settings, "aggregation.secure=false"])
-    layout, sum_layout = Layout(("weights",), ((D,),)), training_layout(plan, D)
+    layout, sum_layout = Layout(("weights",), ((D,),)), Sums(plan, D).training
     vector = np.ones(sum_layout.length, sum_layout.ring.dtype)
     counters = dict.fromkeys(sum_layout.names, 1)
     vector[D:] = sum_layout.tail(counters, np.zeros(sum_layout.extra, np.int64))
     identities = {f"site-{number:03d}": new_identity() for number in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
-    contract = contract_for(TRAIN, plan, roster, RUN, D, layout.digest())
+    contract = Sums(plan, D, layout.digest()).contract(TRAIN, RUN, roster)
 
     def site(name: str) -> VectorSite:
         attempts = Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {})
@@ -155,7 +156,14 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
         members = Members(channel, plan, RUN, lambda _failure: None, roster=roster)
         kept = KeptAttempt(tmp_path / "attempt")
         party = Party(
-            plan, RUN, roster, layout, members, journal, kept, lambda _event: None, clock=lambda: 0.0
+            Sums.over(plan, layout, b""),
+            RUN,
+            roster,
+            members,
+            journal,
+            kept,
+            lambda _event: None,
+            clock=lambda: 0.0,
         )
         terms = terms_of(plan, D)
         context = RoundContext(

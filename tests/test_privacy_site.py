@@ -17,7 +17,7 @@ import torch
 
 from cloister.aggregation.average import WEIGHT
 from cloister.aggregation.span import manifest_of
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.admission import Admission
 from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
@@ -144,12 +144,12 @@ def test_a_contribution_has_no_room_for_tokens_losses_or_clipped_counts(
 ) -> None:
     federation = federate(settings)
     vector = whole(federation.joined().contribute(asked(federation)))
-    layout = training_layout(federation.plan, federation.model.size)
+    layout = Sums(federation.plan, federation.model.size).training
     assert layout.names == ("weight",)
     assert vector.shape == (federation.model.size + layout.ring.limbs,)
     assert layout.ring.decode_counters(vector[federation.model.size :]) == [1]
     open_plan = tiny("aggregation.secure=false")
-    assert training_layout(open_plan, federation.model.size).length > vector.size
+    assert Sums(open_plan, federation.model.size).training.length > vector.size
 
 
 @pytest.mark.parametrize(
@@ -611,7 +611,7 @@ def test_a_clipping_norm_out_of_range_is_refused_before_anything_is_charged(
 def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federate, clip: float) -> None:
     federation = federate(CENTRAL)
     vector = whole(federation.joined().contribute(federation.request(clip=clip)))
-    layout = training_layout(federation.plan, federation.model.size)
+    layout = Sums(federation.plan, federation.model.size).training
     assert float(np.linalg.norm(layout.open(vector, 1).mean.astype(np.float64))) <= 1.001
 
 
@@ -731,7 +731,7 @@ def test_a_site_without_an_update_sends_zeros_in_the_count_too(
             return update
 
         monkeypatch.setattr(Trainer, "train", overflow)
-    layout = training_layout(federation.plan, federation.model.size)
+    layout = Sums(federation.plan, federation.model.size).training
     opened = layout.open(whole(site.contribute(federation.request())).copy(), 1)
     assert (opened.mean.size, opened.counters) == (federation.model.size + 1, {WEIGHT: 1})
     assert not opened.mean.any()  # in this plan the coordinator adds the noise

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.sums import contract_for, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.cli.display import LineDisplay, LiveDisplay, describe
 from cloister.clients.attempt import Attempts, Live, Member
 from cloister.clients.attempt_files import AttemptFiles
@@ -121,7 +121,7 @@ class Sites:
         self.folder, self.plan, self.step, self.which = folder, plan, step, which
         self.lies = 0
         """Lies that there are to tell in that step."""
-        contract = contract_for(TRAIN, plan, ROSTER, RUN, LAYOUT.size, LAYOUT.digest())
+        contract = Sums(plan, LAYOUT.size, LAYOUT.digest()).contract(TRAIN, RUN, ROSTER)
         live: Live = {}
         for name in NAMES:
             AttemptFiles.create(folder / name, folder)
@@ -143,7 +143,7 @@ class Sites:
 
     def vector(self) -> RingVector:
         """The vector of each site: an update of zeros, learned from one token."""
-        layout = training_layout(self.plan, LAYOUT.size)
+        layout = Sums(self.plan, LAYOUT.size).training
         values, _ = layout.encode(MODEL, 1, seed_of(0))
         return np.concatenate([values, layout.tail(dict.fromkeys(layout.names, 1))])
 
@@ -165,7 +165,14 @@ class Sites:
             members = Members(self.channel, self.plan, RUN, hear, roster=roster)
             kept = KeptAttempt(self.folder / "attempt")
             party = Party(
-                self.plan, RUN, roster, LAYOUT, members, journal, kept, self.events.append, clock=lambda: 0.0
+                Sums.over(self.plan, LAYOUT, b""),
+                RUN,
+                roster,
+                members,
+                journal,
+                kept,
+                self.events.append,
+                clock=lambda: 0.0,
             )
             total = sum_over(party, Wanted(TRAIN, 1, MODEL))
             self.journaled = [(entry.step, entry.detail) for entry in journal.entries()]

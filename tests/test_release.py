@@ -22,7 +22,7 @@ from cloister.aggregation import masks
 from cloister.aggregation.average import WEIGHT, PlainSum, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.sums import contract_for, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.feedback import Remainders, remainders
@@ -60,7 +60,7 @@ def exit_of(size: int) -> tuple[SiteMechanism, SumLayout]:
     terms = terms_of(plan, size)
     assert terms is not None
     assert terms.mechanism is not None
-    return terms.mechanism, training_layout(plan, size)
+    return terms.mechanism, Sums(plan, size).training
 
 
 def assert_deviation(samples: npt.NDArray[Any], sigma: float) -> None:
@@ -93,7 +93,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     record = parse(
         "", [*SITE[:2], "privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.1"]
     )
-    layout = training_layout(record, 7)
+    layout = Sums(record, 7).training
     one, other = (
         contribution(InClear(layout, seed_of(0), weighted=False), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
@@ -101,7 +101,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     assert np.array_equal(one, other)
     assert one.size == 7 + layout.ring.limbs
     # Without privacy both are in it.
-    layout = training_layout(parse(""), 7)
+    layout = Sums(parse(""), 7).training
     one, other = (
         contribution(InClear(layout, seed_of(0), weighted=True), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (4000, 99.0))
@@ -120,14 +120,14 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         "",
         [*SITE, f"aggregation.ring_bits={bits}", "aggregation.dropouts=0.25", "privacy.noise_multiplier=1.5"],
     )
-    terms, layout = terms_of(plan, SIZE), training_layout(plan, SIZE)
+    terms, layout = terms_of(plan, SIZE), Sums(plan, SIZE).training
     assert terms is not None
     mechanism = terms.mechanism
     assert mechanism is not None
     names = [f"site-{number}" for number in range(8)]
     identities = {name: new_identity() for name in names}
     roster = Roster.of(Card.of(name, identities[name]) for name in names)
-    contract = contract_for(TRAIN, plan, roster, "0123", SIZE, "layout")
+    contract = Sums(plan, SIZE, "layout").contract(TRAIN, "0123", roster)
     model = bytes(32)
     coordinator = SecureCoordinator(contract, 1, 1, model)
     attempts = {
@@ -243,8 +243,7 @@ def code_of(kind: str, size: int, bits: int) -> Code:
         changes += [*SITE, "privacy.noise_multiplier=1.5", f"privacy.trusted_coordinator={central}"]
         changes += ["privacy.adaptive={count_noise=2.0}"] if adaptive else []
     plan = parse("", changes)
-    terms = terms_of(plan, size)
-    return code_for(plan, terms, size, rounding=seed_of(7), clip_norm=0.3, noise=SECRET.child(kind))
+    return code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.3, noise=SECRET.child(kind))
 
 
 def update_of(size: int, scale: float, seed: int) -> Finished:
@@ -285,7 +284,7 @@ def test_spans_of_a_compressed_update_give_the_same_bytes_and_leave_the_same(tmp
     """The last span ends with the padding; each rank reads and writes its own part of what is left out."""
     size = 2 * BLOCK + 17
     plan = parse("", ["aggregation.ring_bits=8", "aggregation.compression={}"])
-    blocks = training_layout(plan, size).blocks
+    blocks = Sums(plan, size).training.blocks
     assert blocks is not None
     bounds = np.geomspace(0.01, 0.03, blocks.blocks).astype(np.float32)
 
@@ -296,10 +295,10 @@ def test_spans_of_a_compressed_update_give_the_same_bytes_and_leave_the_same(tmp
         after.mkdir()
         carry = Carry(tmp_path / f"{base}" if base else None, after)
         left = remainders(carry, bounds, blocks)
-        code = code_for(plan, None, size, rounding=seed_of(7), clip_norm=0.0, noise=None, remainders=left)
+        code = code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.0, noise=None, remainders=left)
         update = update_of(size, 0.01, number)
         vector = Ranks(tile(size, parts)).contribution(code, update) if parts else contribution(code, update)
-        assert vector.size == training_layout(plan, size).length
+        assert vector.size == Sums(plan, size).training.length
         return vector.tobytes() + left.after.read_bytes()
 
     sent(1, 0, 0)
@@ -385,10 +384,10 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
 
     def mean_of(*settings: str) -> tuple[Floats, list[bytes]]:
         plan = parse("", ["aggregation.secure=false", *settings])
-        total = PlainSum(training_layout(plan, 3))
+        total = PlainSum(Sums(plan, 3).training)
         sent = []
         for number, (count, value) in enumerate(zip(tokens, values, strict=True)):
-            code = code_for(plan, None, 3, rounding=seed_of(number), clip_norm=0.0, noise=None)
+            code = code_for(Sums(plan, 3), rounding=seed_of(number), clip_norm=0.0, noise=None)
             sent.append(contribution(code, Finished(np.full(3, value, np.float32), count, 1.0)))
             total.add([(0, sent[-1])])
         opened = total.open()
@@ -409,7 +408,7 @@ def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
     settings = ["aggregation.compression={}", "aggregation.ring_bits=8", "aggregation.temperature=2"]
     plan = parse("", settings)
     left = Remainders(np.ones(1, np.float32), None, tmp_path / "after")
-    code = code_for(plan, None, 3, rounding=seed_of(0), clip_norm=0.0, noise=None, remainders=left)
+    code = code_for(Sums(plan, 3), rounding=seed_of(0), clip_norm=0.0, noise=None, remainders=left)
     counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
     expected = weight_of(256, plan.most_labels(), 2.0)
     assert counters[code.layout.names.index(WEIGHT)] == expected > 256

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from cloister.aggregation.average import SumLayout
-from cloister.aggregation.sums import TOKENS, training_layout
+from cloister.aggregation.sums import TOKENS, Sums
 from cloister.protocol.roster import new_identity, save_identity
 from cloister.protocol.soundness import load
 from cloister.server.folder import RunFolder, read_plan
@@ -46,7 +46,7 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
-    layout = training_layout(read_plan(folder), 13_648)
+    layout = Sums(read_plan(folder), 13_648).training
     updates = list(folder.glob("sites/*/state/update-00003.ring"))
     assert len(updates) == 4
     assert rows[-1]["tokens"] == sum(tokens_of_update(path, layout) for path in updates)

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from cloister.aggregation import keys
 from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.sums import contract_for, count_of_loss, training_layout
+from cloister.aggregation.sums import Sums, count_of_loss
 from cloister.clients import attempt_files
 from cloister.clients.config import read_config
 from cloister.clients.kept import ROUNDING_KEY, Kept, update_path
@@ -116,7 +116,7 @@ class Attack:
         self.sites = [federation.joined(index, **config) for index in range(plan.cohort.sites)]
         layout = federation.layout
         model = layout.digest() + layout.source
-        contract = contract_for(purpose, plan, federation.roster, RUN, layout.size, model)
+        contract = Sums(plan, layout.size, model).contract(purpose, RUN, federation.roster)
         digest = instructions_digest(federation.told(purpose=purpose, clip=clip, number=number))
         self.coordinator = SecureCoordinator(contract, number, attempt, digest)
 
@@ -181,7 +181,7 @@ def test_a_site_gives_nothing_in_clear_whatever_plan_a_message_carries(federatio
             site.contribute(federation.request(purpose=purpose))
     # Without the guard the same message opens the site's own update.
     vector = whole(without_guard(federation).contribute(federation.request(plan=clear)))
-    assert np.abs(training_layout(clear, federation.layout.size).open(vector, 1).mean).max() > 0
+    assert np.abs(Sums(clear, federation.layout.size).training.open(vector, 1).mean).max() > 0
 
 
 def test_a_site_whose_people_end_sums_in_clear_gives_nothing_in_clear_from_then_on(
@@ -662,7 +662,7 @@ def test_a_site_holds_the_coordinator_to_the_plans_quorum(
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), 1e300])
 def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> None:
     """A non-finite or huge loss gives no error, because an error would reveal it."""
-    ring = training_layout(parse(""), 1).ring
+    ring = Sums(parse(""), 1).training.ring
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
     assert count_of_loss(1.5) == 3 * 2**19

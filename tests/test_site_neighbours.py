@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm, skellam
 
 from cloister.aggregation.average import PlainSum
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy.audit import distinguish
 from cloister.privacy.noise import NoiseStream
@@ -61,7 +61,7 @@ class Worlds:
         assert terms is not None
         assert terms.mechanism is not None
         self.mechanism = terms.mechanism
-        self.layout = training_layout(self.plan, SIZE)
+        self.layout = Sums(self.plan, SIZE).training
         self.rounds, self.sites = self.plan.run.rounds, self.plan.cohort.size()
         self.delta = terms.delta
         self.stated = terms.epsilon(self.rounds)

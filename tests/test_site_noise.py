@@ -22,7 +22,7 @@ from scipy import stats
 
 from cloister.aggregation.average import PlainSum, SumLayout
 from cloister.aggregation.ring import RingVector
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.release import Finished, Protected, contribution
 from cloister.privacy import site_noise
 from cloister.privacy.accounting import spent
@@ -56,7 +56,7 @@ class Federation:
         assert terms.mechanism is not None
         self.size, self.terms = size, terms
         self.mechanism: SiteMechanism = terms.mechanism
-        self.layout: SumLayout = training_layout(self.plan, size)
+        self.layout: SumLayout = Sums(self.plan, size).training
 
     def vector(
         self, update: npt.NDArray[Any], clip: float = 1.0, who: str = "site", *, silent: bool = False
@@ -769,7 +769,7 @@ def test_the_largest_sum_does_not_wrap_or_the_plan_is_refused(
     if not central:
         assert mechanism.variance * honest >= (z * mechanism.scale) ** 2 * (1 - 1e-12)
     # Sites and coordinator decode with the scale that was coded with.
-    assert training_layout(plan, dimension).ring.scale == pytest.approx(mechanism.scale, rel=1e-12)
+    assert Sums(plan, dimension).training.ring.scale == pytest.approx(mechanism.scale, rel=1e-12)
 
 
 def test_a_finer_code_would_wrap() -> None:

@@ -24,7 +24,7 @@ from cloister.aggregation import keys
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.span import Piece, manifest_digest, manifest_of
-from cloister.aggregation.sums import contract_for, training_layout
+from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Attempts, Live, Member
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.work import masking
@@ -101,7 +101,7 @@ class Run:
         self.plan = parse("", [f"cohort.sites={sites}", "cohort.quorum=0.5", "local.steps=1", *settings])
         self.names = NAMES[:sites]
         self.roster = Roster.of(Card.of(name, IDENTITIES[name]) for name in self.names)
-        self.contract = contract_for(TRAIN, self.plan, self.roster, RUN, LAYOUT.size, LAYOUT.digest())
+        self.contract = Sums(self.plan, LAYOUT.size, LAYOUT.digest()).contract(TRAIN, RUN, self.roster)
         self.minimum = 3
         """Fewest sites that each site sums with."""
         for name in self.names:
@@ -113,10 +113,9 @@ class Run:
         self.journal = Journal(folder / "journal")
         members = Members(self.channel, self.plan, RUN, lambda _failure: None, roster=self.roster)
         self.party = Party(
-            self.plan,
+            Sums.over(self.plan, LAYOUT, b""),
             RUN,
             self.roster,
-            LAYOUT,
             members,
             self.journal,
             KeptAttempt(folder / "attempt"),
@@ -141,7 +140,7 @@ class Run:
         )
 
     def vector(self, name: str) -> RingVector:
-        layout = training_layout(self.plan, LAYOUT.size)
+        layout = Sums(self.plan, LAYOUT.size).training
         counters = {"tokens": 100 + NAMES.index(name), "loss": 7}
         values, clipped = layout.encode(update_of(name), counters["tokens"], seed_of(NAMES.index(name)))
         tail = layout.tail({"weight": counters["tokens"], "clipped": clipped, **counters})
@@ -811,7 +810,7 @@ def test_a_silent_site_is_a_dropout_of_its_step_and_takes_no_time_of_the_others(
 
 def lie_in(run: Run, liar: str, counter: str, total: int) -> None:
     """Let a site send what makes the total of a counter over all sites of the run this number."""
-    honest, layout = run.vector, training_layout(run.plan, LAYOUT.size)
+    honest, layout = run.vector, Sums(run.plan, LAYOUT.size).training
     start = layout.size + layout.names.index(counter) * layout.ring.limbs
     limbs = slice(start, start + layout.ring.limbs)
 
@@ -868,7 +867,7 @@ def test_with_uniform_weights_the_total_weight_is_the_number_of_sites(
     open_run: Callable[..., Run], total: int
 ) -> None:
     run = open_run(6, "aggregation.weighting=uniform")
-    layout = training_layout(run.plan, LAYOUT.size)
+    layout = Sums(run.plan, LAYOUT.size).training
 
     def vector(name: str) -> RingVector:
         tail = dict.fromkeys(layout.names, 0) | {"weight": 1}
@@ -1132,10 +1131,10 @@ def test_the_cohort_is_the_draw_and_absent_sites_are_dropouts(open_run: Callable
 
 def test_more_sites_than_the_ring_has_room_for_are_refused(open_run: Callable[..., Run]) -> None:
     run = open_run(6)
-    layout = training_layout(run.plan, LAYOUT.size)
+    layout = Sums(run.plan, LAYOUT.size).training
     small = dataclasses.replace(layout, ring=dataclasses.replace(layout.ring, terms=5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "layout_for", lambda *_: small)
+        patch.setattr(Sums, "training", small)
         assert run.sum() == sums.Failed(3, bound=False)
     (failed, *_) = [event for event in run.events if isinstance(event, AttemptFailed)]
     assert failed.reason == "sites in the cohort is 6: expected at most 5, for which the ring has room"

@@ -13,7 +13,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from cloister.aggregation.sums import training_layout
+from cloister.aggregation.sums import Sums
 from cloister.privacy import terms as terms_module
 from cloister.privacy.accounting import calibrate, composed
 from cloister.privacy.clip import rounded_l2
@@ -259,7 +259,7 @@ def test_another_process_calibrates_to_the_same() -> None:
 
 def test_the_sum_has_one_counter_under_privacy_and_one_more_value_under_adaptive_clipping() -> None:
     for base, more in ((RECORD, 0), (SITE, 0), ([*SITE, ADAPTIVE], 1), ([*CENTRAL, ADAPTIVE], 1)):
-        layout = training_layout(parse("", [*base, "privacy.noise_multiplier=1.9"]), DIMENSION)
+        layout = Sums(parse("", [*base, "privacy.noise_multiplier=1.9"]), DIMENSION).training
         assert layout.names == ("weight",)
         assert (layout.size, layout.extra) == (DIMENSION, more)
         assert layout.length == DIMENSION + more + layout.ring.limbs
