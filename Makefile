@@ -1,5 +1,6 @@
 # make simulate   train a language model across eight simulated sites
-# make test       run the tests
+# make test       run the tests that take seconds
+# make test-slow  run the rest: whole runs, meshes and audits, about a tenth of the tests
 # make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions
@@ -14,13 +15,18 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test test-deployment test-hour check proto peers clean
+.PHONY: simulate test test-slow test-deployment test-hour check proto peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
+SUITE = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(SUITE) -m 'not slow' $(PYTEST)
+
+test-slow: $(READY)
+	$(SUITE) -m slow $(PYTEST)
 
 test-deployment: $(READY)
 	$(BIN)/python -m pytest -v tests/deployment_*.py $(PYTEST)

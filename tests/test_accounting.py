@@ -78,6 +78,7 @@ def test_the_check_of_an_upper_bound_finds_a_grid_that_rounds_down(monkeypatch: 
     assert found.epsilon < spent([Gaussian(z, 1_000)], delta).epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "rate", "steps"), GRID)
 def test_opacus_agrees(z: float, rate: float, steps: int) -> None:
     from opacus.accountants import PRVAccountant, RDPAccountant
@@ -113,6 +114,7 @@ def easier(z: float, rate: float, steps: int) -> list[Event]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.floats(1, 20), st.floats(1e-4, 0.05), st.integers(1, 1_000))
 def test_more_noise_costs_less_and_more_steps_cost_more(z: float, rate: float, steps: int) -> None:
@@ -296,6 +298,7 @@ def worst(z: float, steps: int, *branches: tuple[float, Parts, Parts]) -> float:
     return max(composed_epsilon(list(each), z, steps, 1e-5) for each in (branches, swapped))
 
 
+@pytest.mark.slow
 def test_four_records_of_one_owner_cost_what_the_reference_says() -> None:
     """What the unit `owner` avoids: one record is drawn as one owner is, and four of one owner each on its own."""
     step = SampledGaussian(1.0, 0.01, 500)
@@ -318,6 +321,7 @@ def test_a_group_of_units_in_sums_over_all_sites_has_so_many_times_the_sensitivi
     assert spent([noise], 1e-5, group=3).epsilon == spent(thrice, 1e-5).epsilon
 
 
+@pytest.mark.slow
 def test_the_renyi_bound_of_a_group_is_one_too() -> None:
     step = [SampledGaussian(8.0, 0.2, 50)]
     assert spent(step, 1e-5, group=2).epsilon < spent(step, 1e-5, "rdp", group=2).epsilon
@@ -335,6 +339,7 @@ def test_a_group_where_several_units_were_charged_is_refused() -> None:
         spent([Gaussian(1.0, 1), SampledGaussian(1.0, 0.1, 1)], 1e-5, group=2)
 
 
+@pytest.mark.slow
 def test_for_a_record_a_step_on_owners_replaces_what_is_drawn() -> None:
     """One record may change its owner's gradient from any vector of norm C to any other."""
     records, owners = SampledGaussian(1.0, 0.01, 1), SampledGaussian(1.0, 0.01, 400, "owner")
@@ -351,6 +356,7 @@ def test_for_a_record_a_step_on_owners_replaces_what_is_drawn() -> None:
     assert renyi.epsilon > mixed.epsilon
 
 
+@pytest.mark.slow
 def test_for_an_owner_a_release_for_sites_has_twice_the_sensitivity() -> None:
     owners = SampledGaussian(1.0, 0.01, 100, "owner")
     mixed = spent([owners, Gaussian(6.0, 4)], 1e-5)
@@ -395,6 +401,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(EVENTS)
 @settings(max_examples=15, deadline=None)
 def test_any_events_have_a_renyi_bound(events: list[Event]) -> None:
@@ -412,6 +419,7 @@ def test_an_unknown_accountant_is_refused() -> None:
         spent([], 1e-5, "prv")  # type: ignore[arg-type]  # that is the test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "accountant", "build"),
     [

@@ -145,6 +145,7 @@ def test_a_buffer_of_all_sites_is_a_synchronous_round_to_the_last_bit(tmp_path: 
     assert [event.mean_staleness for event in buffered.of(RoundDone)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> None:
     """Against numpy, from the vectors as they arrived and the models as they were saved. One site is slow: its first
     update is two rounds old, and its second one three."""
@@ -211,6 +212,7 @@ def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:
     assert "weight is" in party.of(SiteFailed)[0].reason
 
 
+@pytest.mark.slow
 def test_what_is_dropped_in_an_attempt_that_failed_is_counted(tmp_path: Path) -> None:
     """The buffer is one short: of the other three sites one is down until the next attempt."""
     party = Run(tmp_path, *ASYNC, "cohort.buffer=3", "cohort.staleness=0", "run.rounds=2")
@@ -260,6 +262,7 @@ def killed(path: Path) -> None:
     Run(path).go(die_at(lambda event: isinstance(event, SiteAnswered) and event.round == 2))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_round(tmp_path: Path) -> None:
     """With a buffer of all sites the weights are those of a run that was not killed: the updates in the buffer are
     lost, and sites send the ones that they have kept, or train from the same model."""
@@ -275,6 +278,7 @@ def test_a_killed_run_goes_on_from_its_last_round(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_stale_updates_goes_on(tmp_path: Path) -> None:
     Run(tmp_path / "run", *ASYNC, "cohort.buffer=1", "run.rounds=4")
     kill_while(killed, tmp_path / "run")
@@ -283,6 +287,7 @@ def test_a_killed_run_with_stale_updates_goes_on(tmp_path: Path) -> None:
     assert [event.round for event in party.of(RoundDone)] == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_round_does_not_wait_for_a_slow_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real processes; the hardware of one site of three is ten times slower. The run says what it has summed."""
     plan = tmp_path / "plan.toml"
@@ -316,6 +321,7 @@ def test_a_round_does_not_wait_for_a_slow_site(tmp_path: Path, capsys: pytest.Ca
     assert rows == {name: sum(name in each for each in summed) for name in (slow, *fast)}
 
 
+@pytest.mark.slow
 def test_a_site_that_is_killed_holds_no_round_on_the_exchange(tmp_path: Path) -> None:
     """Real sites in processes of their own; one dies when it has trained for round 1, and sends its update later."""
     made = Run(tmp_path / "made", *ASYNC, "cohort.sites=3", "cohort.buffer=2", "run.rounds=3")

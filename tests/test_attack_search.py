@@ -154,6 +154,7 @@ def test_shares_made_under_other_keys_are_not_opened() -> None:
 # All checks are in place.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "colluders", "tolerance", "covered", "opening"),
     [(4, 1, QUARTER, 30_000, 150), (5, 2, QUARTER, 80_000, 250), (5, 0, RING_5, 10**8, 1)],
@@ -168,6 +169,7 @@ def test_no_attempt_opens_less_than_promised(
     assert outcome.played >= outcome.opening >= opening
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "colluders", "tolerance", "models", "opening"),
     [
@@ -235,6 +237,7 @@ class ForgetsTheModel(SecureSite):
             super()._check_earlier(survivors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "model", "expected"),
     [
@@ -323,6 +326,7 @@ def tell_all(attempts: Sequence[Decisions], told: Told) -> tuple[int, str]:
     return opened, ""
 
 
+@pytest.mark.slow
 def test_no_sampled_stories_open_less_than_promised() -> None:
     sums: list[int] = []
 
@@ -358,6 +362,7 @@ def values(*symbols: Symbol, rounds: int = 2, **rules: Any) -> Found:
     return Values(Rules(**rules), symbols, rounds).search()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("symbols", "rounds", "states", "sums"),
     [((CARRIED, FRESH, OTHERWISE), 2, 85, 430), ((CARRIED, FRESH), 3, 480, 2000)],

@@ -194,6 +194,7 @@ flips = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(attempts=st.integers(1, 3), flips=flips, size=st.just(8192) | st.integers(0, 9000))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_makes_a_site_refuse_and_forget_nothing(
@@ -261,6 +262,7 @@ def test_a_slot_of_an_earlier_time_is_damage(folder: Path) -> None:
         read(folder)
 
 
+@pytest.mark.slow
 @given(place=st.integers(0, 10**4), flip=st.integers(0, 255), cut=st.booleans())
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_attempt_that_is_damaged_is_over(

@@ -69,6 +69,7 @@ def test_the_p_value_is_the_formula_in_fractions(guesses: int, data: st.DataObje
     assert found == pytest.approx(float(expected), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0.5, 0.999))
 def test_for_pure_privacy_all_correct_has_a_closed_form(guesses: int, confidence: float) -> None:
@@ -100,6 +101,7 @@ def test_the_p_value_covers_mechanisms_that_use_their_delta(
     assert delta + (1 - delta) * binom.sf(correct - 1, guesses, right) <= covered
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 400), st.integers(0, 400), st.floats(0, 1e-3), st.data())
 def test_more_right_guesses_never_lower_the_bound(
@@ -114,6 +116,7 @@ def test_more_right_guesses_never_lower_the_bound(
         assert audit.p_value(correct, guesses, m, fewer * (1 - 1e-6), delta) < 0.05 + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
 def test_the_bound_is_below_the_truth_in_95_of_100_runs(sigma: float) -> None:
     """Of 300 audits at 95 %, 15 may err; 28 or more would with probability 0.001."""

@@ -88,6 +88,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
     sync_to_disk(True)
 
 
+@pytest.mark.slow
 def test_joins_charges_and_releases_are_logged_at_both_ends(audited: Audited) -> None:
     names = audited.federation.names
     joins = [("join", name, 0, 0) for name in names]

@@ -621,6 +621,7 @@ def test_a_speed_is_the_median_of_the_newest_rounds() -> None:
     assert measured.get("a") == 3.0
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_steps_of_its_round(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

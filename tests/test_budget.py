@@ -47,6 +47,7 @@ def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> N
     assert answer == found(capsys, f"--unit record --noise-multiplier 0.6 --sampling-rate {rate} --steps 60")
 
 
+@pytest.mark.slow
 def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--noise-multiplier 1 --sampling-rate 0.01 --steps 500"
     owner = found(capsys, f"--unit owner {options}")

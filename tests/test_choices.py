@@ -261,6 +261,7 @@ def test_the_figures_are_shown_where_the_loss_is(secure: Made, capsys: pytest.Ca
 # --- under a privacy unit ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_private_adapter_is_evaluated_on_public_records_alone(private: Made) -> None:
     assert "1 with a completion that is not in data.choices" in private.told
     module, tokenizer = load_saved(private.run / "final")

@@ -658,6 +658,7 @@ def after_a_round(event: Event) -> bool:
     return isinstance(event, RoundDone)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_head_of_an_undisturbed_one(
     full: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -718,6 +719,7 @@ def test_losses_of_the_sites_records_are_refused_under_a_unit(
     assert "server.evaluation is '': expected public records or \"none\" with a privacy unit" in line
 
 
+@pytest.mark.slow
 def test_a_private_run_is_evaluated_on_public_records_alone(private: Made) -> None:
     figures = private.answer["classification"]
     public = [json.loads(line) for line in (private.run / "sites" / "public.jsonl").read_text().splitlines()]
@@ -763,6 +765,7 @@ def test_a_private_adapter_and_its_head_load_with_peft_and_merged_without_it(
         assert words in card
 
 
+@pytest.mark.slow
 def test_the_shipped_plan_learns_from_real_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A smaller model and fewer steps of it, on passages of the Python manual and the standard library."""
     settings = (

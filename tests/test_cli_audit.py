@@ -178,6 +178,7 @@ def ran(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> tuple[i
     return code, json.loads(out) if out else {}, err
 
 
+@pytest.mark.slow
 def test_an_audit_takes_noise_and_terms_from_where_a_run_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_an_audit_takes_noise_and_terms_from_where_a_run_has_them(
 # --- unit record ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_audit_of_honest_steps_raises_no_alarm(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, err = ran(capsys, record)
     assert (code, err, found["alarm"]) == (0, "", False)
@@ -374,6 +376,7 @@ def test_noise_that_repeats_inside_a_release_raises_an_alarm(
     assert NOISE not in result["row"]["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "found"),
     [
@@ -465,6 +468,7 @@ def test_a_claim_that_the_guesses_refute_raises_an_alarm(
     assert "is claimed" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_honest_steps_raise_no_alarm(
     seed: int, record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -476,6 +480,7 @@ def test_honest_steps_raise_no_alarm(
     assert min(check.p for check in found.checks) > 1e-4
 
 
+@pytest.mark.slow
 def test_fewer_steps_are_held_against_their_own_claim(
     record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -511,6 +516,7 @@ def test_canaries_follow_what_a_round_trains(
     )
 
 
+@pytest.mark.slow
 def test_the_real_records_stay_and_canaries_need_no_backward_pass(
     record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +568,7 @@ def test_only_noise_and_canaries_are_left_to_see(
 # --- unit site --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "overrides"),
     [((SITE,), ()), ((SITE,), CENTRAL), ((SITE, ADAPTIVE), ())],
@@ -661,6 +668,7 @@ def test_noise_that_repeats_inside_a_round_raises_an_alarm(
     assert NOISE not in result["row"]["problem"]
 
 
+@pytest.mark.slow
 def test_a_hundredth_of_the_noise_of_sites_is_missed(
     site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -783,6 +791,7 @@ def test_what_cannot_be_audited_is_refused_in_one_line(
     assert "expected a run with charges in its ledger" in refusal(capsys, bare)
 
 
+@pytest.mark.slow
 def test_what_a_person_reads_says_both_figures(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(record), "--canaries", "20", "--steps", "2"]) == 0
     out, _ = capsys.readouterr()

@@ -38,6 +38,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_it_changes_the_run_the_same_under_masks_as_in_clear(
     feature: str, manual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

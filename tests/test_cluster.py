@@ -98,6 +98,7 @@ def flower(two: TwoNodes) -> Iterator[list[str]]:
     gc.collect()  # what Ray leaves, inside the test that ignores its warnings
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and_stay(
     whole: dict[str, Any],
     small_plan: Path,
@@ -177,6 +178,7 @@ def asking(grid: Grid, timeout_s: float, content: RecordDict | None = None) -> l
     return list(grid.send_and_receive(messages, timeout=timeout_s))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str], tmp_path: Path) -> None:
     app = ServerApp()
     busy: dict[str, int] = {}
@@ -201,6 +203,7 @@ def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str], tm
     assert all(ended(process, PATIENCE_S) for process in busy.values())
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -> None:
     app = ServerApp()
     replies: list[Message] = []
@@ -214,6 +217,7 @@ def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -
     assert all("LookupError: no such app" in str(reply.error.reason) for reply in replies)
 
 
+@pytest.mark.slow
 def test_as_many_sites_work_at_once_as_there_are_workers(
     two: TwoNodes, flower: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +278,7 @@ def digest(reply: Message) -> object:
     return fields, array.dtype, array.shape, array.stype, bytes(array.data)
 
 
+@pytest.mark.slow
 def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception(
     two: TwoNodes, flower: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +304,7 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
 # What is sent.
 
 
+@pytest.mark.slow
 def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
     two: TwoNodes, flower: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +408,7 @@ def test_a_cluster_of_another_ray_is_refused(
     assert "Ray: 1.0.0" in line
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_run_folder_is_refused(
     small_plan: Path,
     flower: list[str],
@@ -418,6 +425,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_node_is_refused_for_its_software_a_late_change_and_a_lock_that_does_not_hold(
     two: TwoNodes, flower: list[str], tmp_path: Path
 ) -> None:
@@ -445,6 +453,7 @@ def test_a_node_is_refused_for_its_software_a_late_change_and_a_lock_that_does_n
                 assert f"a lock that is taken here ({lock}) does not hold there" in refused()
 
 
+@pytest.mark.slow
 def test_workers_are_counted_by_gpus_where_a_node_has_some_else_by_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -59,6 +59,7 @@ def check(facts: dict[str, Any], run: Path) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_half_of_the_weights_are_zero(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_8_bits_are_smaller_and_nearly_as_good(
     assert facts["after"]["loss"] == pytest.approx(facts["before"]["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_smaller_model_learns_from_public_text(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_connection_that_ends_without_an_answer_is_one_line(tmp_path: Path) ->
     served.close()
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_no_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends: a terminal that was suspended while it follows a run holds nothing for longer."""
     monkeypatch.setattr(control, "_SILENCE_S", 1)

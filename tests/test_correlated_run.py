@@ -586,6 +586,7 @@ def killed_at(plan: str, out: Path, moment: str) -> None:
         simulate(RunFolder.create(out, plan_from_json(plan)), lambda _: None, workers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["shares asked for", "checkpoint in place"])
 def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -> None:
     source = write_records(tmp_path / "records.jsonl")
@@ -690,6 +691,7 @@ def test_the_figures_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp
     assert "independent: 4.24" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_the_audit_plays_all_rounds_of_it(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     case = begin(NOTHING)
     case.go()

@@ -78,6 +78,7 @@ def three(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, printed
 
 
+@pytest.mark.slow
 def test_three_runs_on_one_dataset_are_composed(three: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, printed = three
     ledger = folder / "over.sqlite"
@@ -266,6 +267,7 @@ def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
     assert "(bytes)" in min(said)
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_charge_no_release_twice(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +347,7 @@ def limited(rounds: int) -> str:
     return f"simulation.greatest_epsilon={epsilon_of(rounds) * 1.0001}"
 
 
+@pytest.mark.slow
 def test_two_simulations_at_the_same_time_stay_within_one_limit(tmp_path: Path) -> None:
     """The other run takes the last round that fits, after the coordinator of this one has found room for it."""
     ledger = tmp_path / "over.sqlite"
@@ -364,6 +367,7 @@ def test_two_simulations_at_the_same_time_stay_within_one_limit(tmp_path: Path) 
     assert (stop.round, stop.dataset, stop.epsilon) == (2, "ward", epsilon_of(3))
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_check_the_limit_gets_no_update_beyond_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +382,7 @@ def test_a_coordinator_that_does_not_check_the_limit_gets_no_update_beyond_it(
     assert other.go().rounds == 2
 
 
+@pytest.mark.slow
 def test_a_site_that_trains_again_is_charged_again_and_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +441,7 @@ def test_a_crash_between_the_two_ledgers_charges_the_dataset_once(
     assert len(federation.entries()) == 1
 
 
+@pytest.mark.slow
 def test_correlated_noise_is_charged_once_whenever_sites_begin(tmp_path: Path) -> None:
     ledger = tmp_path / "over.sqlite"
     settings = [setting for setting in CENTRAL if "secure" not in setting]

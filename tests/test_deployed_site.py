@@ -33,6 +33,7 @@ def site(tmp_path: Path) -> Path:
     return folders[0] / "site.toml"
 
 
+@pytest.mark.slow
 def test_a_site_that_takes_no_messages_ends_as_a_failure(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a defect; its service manager starts it again. It would look well to the coordinator's SuperLink otherwise."""
 

@@ -114,6 +114,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield bind
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str
 ) -> None:

@@ -679,6 +679,7 @@ def moved_by_the_unit(n: int, at_a_time: int, device: torch.device = CPU) -> flo
     return float(np.linalg.norm(with_it - without)) / CLIP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "at_a_time"), [(4097, 1), (4097, 64), (16385, 64)])
 def test_rounding_lets_no_unit_move_the_sum_by_more_than_the_clip(n: int, at_a_time: int) -> None:
     assert 1 - 1e-5 < moved_by_the_unit(n, at_a_time) <= 1
@@ -689,6 +690,7 @@ def test_rounding_lets_no_unit_move_the_sum_by_more_on_a_gpu() -> None:
     assert 1 - 1e-5 < moved_by_the_unit(4097, 64, torch.device("cuda")) <= 1
 
 
+@pytest.mark.slow
 def test_in_a_sum_in_float32_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
     class InFloat32(ClippedSum):
         def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

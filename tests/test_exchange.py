@@ -252,6 +252,7 @@ def test_a_coordinator_that_starts_again_gets_what_was_taken_without_a_second_up
                 assert restarted.connected()[0].received == 0, "it was uploaded again"
 
 
+@pytest.mark.slow
 def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
     site = Answering(vector=random_vector(32))
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
@@ -263,6 +264,7 @@ def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> N
             opens.join()
 
 
+@pytest.mark.slow
 def test_the_deadline_begins_when_the_site_has_the_model(tmp_path: Path) -> None:
     site, trained = Answering(), threading.Event()
 
@@ -382,6 +384,7 @@ def memory() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_sites(tmp_path: Path) -> None:
     vector = np.arange(2**24, dtype=np.uint32)  # 64 MiB, one array for all sites of this process
     model = np.zeros(4, np.float32)

@@ -286,6 +286,7 @@ with ExchangeChannel("r", new_certificate(["n"]), folder, sites=1, most_bytes=9,
 """
 
 
+@pytest.mark.slow
 def test_tls_1_2_is_refused_in_the_environment_for_it(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", LISTEN, str(tmp_path)],
@@ -529,6 +530,7 @@ def test_a_welcomed_site_that_says_nothing_ends(tmp_path: Path, monkeypatch: pyt
         assert raised.value.details() == "timeout: nothing was received"
 
 
+@pytest.mark.slow
 def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)
     monkeypatch.setattr(exchange, "HANDSHAKE_S", 1.0)
@@ -644,6 +646,7 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
                 each.close()
 
 
+@pytest.mark.slow
 def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> None:
     draw = random.Random(7)
     hello = FromSite(hello=Hello(version=VERSION, token=bytes(48))).SerializeToString()
@@ -680,6 +683,7 @@ def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> Non
         assert {each.name for each in channel.connected()} == {"site-1", "site-2"}
 
 
+@pytest.mark.slow
 def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

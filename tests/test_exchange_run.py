@@ -89,6 +89,7 @@ def federation(small_plan: Path, tmp_path: Path) -> Federation:
     return Federation(tmp_path, load(small_plan))
 
 
+@pytest.mark.slow
 def test_sites_that_are_killed_at_every_step_lose_nothing(
     federation: Federation, whole: dict[str, Any]
 ) -> None:
@@ -121,6 +122,7 @@ def test_sites_that_are_killed_at_every_step_lose_nothing(
     assert sent == [(plan.run.rounds + 1) * 4 * parameters] * plan.cohort.sites
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_at_every_step_loses_nothing(
     federation: Federation, whole: dict[str, Any]
 ) -> None:
@@ -184,6 +186,7 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
     return federation, undisturbed
 
 
+@pytest.mark.slow
 def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_killed(tmp_path: Path) -> None:
     federation, undisturbed = killed_at_both_ends(tmp_path, *FOUR_ROUNDS)
     for config, state in zip(federation.configs, undisturbed.folders.values(), strict=True):
@@ -193,6 +196,7 @@ def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_ki
         assert [path.parent.name for path in kept] == ["00003", "00004"]
 
 
+@pytest.mark.slow
 def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_full_model_loads_and_has_the_loss_of_the_run(
     assert not any(name in text for name in ("site-000", "site-003", "patient"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
 def test_an_adapter_loads_with_peft_and_merged_without_it_and_both_have_the_loss_of_the_run(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

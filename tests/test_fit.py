@@ -250,6 +250,7 @@ def epoch(_uniform: Samples, step: int) -> Samples:
     return np.where(np.random.default_rng(28).permutation(UNITS) % STEPS == step, 0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [0.003, Q, 0.5, 0.99])
 def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
     trials = 60

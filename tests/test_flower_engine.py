@@ -50,6 +50,7 @@ def strangers_answer(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_ctrl_c_stops_the_run_and_all_its_processes(
     small_plan: Path, tmp_path: Path, ray_folder: Path
@@ -93,6 +94,7 @@ def processes_of(folder: Path) -> list[str]:
     return [line for line in lines if str(folder) in line]
 
 
+@pytest.mark.slow
 @needs_ray
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning")

@@ -173,6 +173,7 @@ def test_a_base_that_rounding_changed_is_saved_with_its_adapter(tmp_path: Path) 
         assert saved_loss(final, some(), dtype=dtype) == evaluate(model.module, some(), 4, CPU).loss
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_loss_of_what_it_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], small_plan: Path
 ) -> None:

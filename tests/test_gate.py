@@ -70,6 +70,7 @@ def test_a_round_within_the_bounds_goes_through(run: Run) -> None:
     assert rows[1]["refused"] == ""
 
 
+@pytest.mark.slow
 def test_a_refused_round_leaves_the_momentum_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run with good rounds before; the next round trains from that model."""
     real = Gate.of_model
@@ -99,6 +100,7 @@ def test_a_refused_round_leaves_the_bounds_of_compressed_updates_as_they_were(ru
         assert (after[name] == tensor).all()
 
 
+@pytest.mark.slow
 def test_the_report_and_the_card_say_that_sites_were_poisoned(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +120,7 @@ def test_the_report_and_the_card_say_that_sites_were_poisoned(
     assert "attackers" not in not_covered(tmp_path / "poisoned")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_said_and_charged(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

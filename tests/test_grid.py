@@ -105,6 +105,7 @@ def test_deadline_kills_stragglers_and_keeps_what_was_answered(open_grid: Open, 
     assert len(ask(grid, "who")) == 2
 
 
+@pytest.mark.slow
 def test_deadline_drops_what_was_not_begun(open_grid: Open, events: Events) -> None:
     grid = open_grid(6)
     warm(grid)
@@ -113,6 +114,7 @@ def test_deadline_drops_what_was_not_begun(open_grid: Open, events: Events) -> N
     assert events.empty()
 
 
+@pytest.mark.slow
 def test_ttl_is_a_deadline_of_its_own(open_grid: Open, events: Events) -> None:
     grid = open_grid(2, workers=1)
     ask(grid, "who")

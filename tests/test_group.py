@@ -18,6 +18,7 @@ def rows(events: list[Event], delta: float = 1e-5, largest: float = 10.0) -> dic
     return group.epsilons(events, delta, spent(events, delta).epsilon, largest)
 
 
+@pytest.mark.slow
 def test_figures_are_the_accountants_from_a_coarser_grid_and_never_below() -> None:
     found = rows([STEPS])
     assert list(found) == [1, 2, 5, 10, 100]

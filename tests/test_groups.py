@@ -249,18 +249,21 @@ def test_the_model_moves_by_the_median_of_the_groups_means(tmp_path: Path) -> No
     assert done.update_norm == pytest.approx(np.linalg.norm(moved), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_in_clear_the_model_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     masked = Case(tmp_path / "masked", "run.rounds=1").run()
     clear = Case(tmp_path / "clear", "run.rounds=1", "aggregation.secure=false").run()
     assert [done.params_sha256 for done in masked] == [done.params_sha256 for done in clear]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [CENTRAL, SKELLAM])
 def test_groups_are_summed_with_the_noise_of_the_unit_site(tmp_path: Path, settings: list[str]) -> None:
     done = Case(tmp_path, *settings).run()
     assert [each.groups for each in done if isinstance(each, RoundDone)] == [(1, 2, 3), (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_groups_of_unequal_size_take_their_own_local_steps_and_evaluate_together(tmp_path: Path) -> None:
     settings = (
         "cohort.sites=14",
@@ -305,6 +308,7 @@ def test_sites_of_all_groups_are_asked_together(tmp_path: Path) -> None:
     assert sorted(trained) == sorted(case.federation.names)
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_finish_is_left_out_and_half_of_them_end_the_round(tmp_path: Path) -> None:
     """Sites that have answered for a list of survivors answer for no other."""
     case = Case(tmp_path)
@@ -328,6 +332,7 @@ def _two_down(case: Case, site: str, step: str, request: Request) -> bool:
     return any(site in group[:2] for group in groups)
 
 
+@pytest.mark.slow
 def test_a_group_with_too_few_sites_stops_the_run_and_the_others_are_not_asked_again(tmp_path: Path) -> None:
     case = Case(tmp_path, "run.rounds=1")
     lost = set(case.groups()[2][:2])
@@ -488,6 +493,7 @@ def test_adaptive_clipping_moves_by_the_median_of_the_groups(tmp_path: Path) -> 
 # --- poison -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_poisoned_site_ruins_the_mean_and_not_the_median(tmp_path: Path) -> None:
     """One of twelve sites in one of three groups; distances are from the model of an honest run without groups."""
     whole = Case(tmp_path / "honest", *ONE_ROUND, "aggregation.groups=1")
@@ -512,6 +518,7 @@ class Killed(BaseException):
     """The coordinator's process ends here."""
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_after_any_entry_of_the_journal_goes_on(tmp_path: Path) -> None:
     """With the attempts of all groups, at the steps where they are, and the same weights."""
     whole = Case(tmp_path / "whole")
@@ -550,6 +557,7 @@ def killed(plan: Path, out: Path) -> None:
         simulate(RunFolder.create(out, load(plan)), lambda _event: None, workers=1)
 
 
+@pytest.mark.slow
 def test_a_simulation_that_is_killed_between_its_groups_goes_on_to_the_same_weights(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def test_imports_follow_the_architecture(path: Path) -> None:
     assert not wrong_imports(path.relative_to(ROOT).as_posix(), imported(path))
 
 
+@pytest.mark.slow
 def test_no_file_imports_in_a_circle() -> None:
     names = {path: "cloister." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules()}
     graph = {names[path]: imported(path) & set(names.values()) for path in names}

@@ -215,6 +215,7 @@ MALFORMED: st.SearchStrategy[bytes] = st.one_of(
 )
 
 
+@pytest.mark.slow
 @UNITS
 @pytest.mark.parametrize("format_", ["text", "messages"])
 def test_no_record_decides_what_a_site_answers(

@@ -797,6 +797,7 @@ def can_trace() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_trace(), reason="no strace, or no right to trace")
 def test_a_process_killed_at_every_write_and_sync_of_a_commit_leaves_a_whole_ledger(tmp_path: Path) -> None:
     """Exactly at each: strace kills the process as it enters its n-th such system call."""

@@ -155,6 +155,7 @@ def test_rounds_that_a_liar_spoils_count_however_many_good_ones_are_between(tmp_
     assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_knows_the_complaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site accuses one other in the first round, and a second one in the second, which another process runs."""
     federation = Federation(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WAIT_S = 120.0
 
 PROGRAM = """
@@ -43,6 +45,7 @@ def test_each_message_is_one_object_with_what_is_known() -> None:
     assert "ZeroDivisionError" in str(fourth["exception"])
 
 
+@pytest.mark.slow
 def test_a_refusal_to_start_is_logged_too(tmp_path: Path) -> None:
     start = (
         "-m",

@@ -112,6 +112,7 @@ def of_a_site(tmp_path: Path) -> float:
     return beside(lambda: next(sites).contribute(request), federation.layout.size)
 
 
+@pytest.mark.slow
 def test_a_site_takes_gradients_and_moments_and_less_after_them(tmp_path: Path) -> None:
     """Its weights and the global model in the request are there before. When it makes the update, gradients are gone;
     when it clips and releases it, so are the moments."""
@@ -129,6 +130,7 @@ def of_noise() -> float:
     return beside(lambda: contribution(code, update), D)
 
 
+@pytest.mark.slow
 def test_noise_of_a_site_is_added_where_its_vector_is() -> None:
     """One vector is what leaves, the other the clipped update."""
     assert 2 - REUSED < apart(of_noise) < 2 + SLACK
@@ -183,6 +185,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
             return beside(go, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [["server.optimizer=fedavg"], ["server.optimizer=nesterov"], ["server.optimizer=adam"], CENTRAL],
@@ -220,6 +223,7 @@ def of_a_run(tmp_path: Path) -> tuple[float, float, float]:
     return started, done, held[Started]
 
 
+@pytest.mark.slow
 def test_a_run_holds_one_copy_of_the_model(tmp_path: Path) -> None:
     """From its start and after a round, beside the accumulator; and where it goes on from a checkpoint."""
     started, done, resumed = apart(of_a_run, tmp_path)

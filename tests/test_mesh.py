@@ -193,6 +193,7 @@ def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
 # --- the same round ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ALL, ids=["plain", "divided"])
 @on_all
 def test_ranks_train_as_one_process(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
@@ -244,6 +245,7 @@ def test_packed_records_and_checkpointing(mesh: Mesh, folder: Path) -> None:
     assert np.linalg.norm(whole.vector - other.vector) > 0.01 * np.linalg.norm(whole.vector)
 
 
+@pytest.mark.slow
 def test_a_stage_in_the_middle_has_blocks_only(folder: Path) -> None:
     """And two ranks share the weights of each stage."""
     job, whole = one_process(folder, "llama", "model.config.num_hidden_layers=4", *DIVIDED)
@@ -312,6 +314,7 @@ def test_what_a_rank_will_hold_is_known_before_it_starts(mesh: Mesh, folder: Pat
     assert [each.part.parameters for each in found] == [each.elements for each in on(mesh, folder).held]
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_takes_part(folder: Path) -> None:
     plans = [(*LLAMA, f"local.batch_size={rows}") for rows in (1, 2)]
     jobs = [one_process(folder, *plan)[0] for plan in plans]
@@ -330,6 +333,7 @@ def test_bfloat16_changes_little(folder: Path) -> None:
         assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_checkpointing_compilation_and_weights_that_were_gathered_before(folder: Path) -> None:
     """Activations are computed again, each block is compiled once, and a round does not use the weights of an
     evaluation before it."""
@@ -362,6 +366,7 @@ def test_checkpointing_compilation_and_weights_that_were_gathered_before(folder:
 # --- kept optimizer state ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kept_moments_go_on_on_any_other_mesh(folder: Path, tmp_path: Path) -> None:
     """The moments of each round are those of the newest one, whatever mesh that had, and each is written once."""
     job, first = one_process(folder, "llama", KEEP)
@@ -409,6 +414,7 @@ def test_another_number_of_processes_is_refused(folder: Path) -> None:
         run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
 
 
+@pytest.mark.slow
 def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
     with pytest.raises(ModelError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):

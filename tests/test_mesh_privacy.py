@@ -202,6 +202,7 @@ def names(mesh: Mesh) -> list[str]:
 EACH = [pytest.param(mesh, name, id=f"{by_degrees(mesh)}-{name}") for mesh in MESHES for name in names(mesh)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "name"), EACH)
 def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, folder: Path) -> None:
     job, found = jobs_for(mesh, folder)[name], on(mesh, folder).rounds[name]
@@ -220,6 +221,7 @@ def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, fol
     assert {part.method for part in found} == {"opacus" if hooked or "hooks" in name else "reference"}
 
 
+@pytest.mark.slow
 def test_shards_with_unequal_rows_of_a_unit_make_as_many_passes_through_a_pipeline(folder: Path) -> None:
     """Of five rows, one shard has two and the other three, more than there are stages; each pass gathers weights."""
     settings = ("local.steps=1", "local.batch_size=5", "privacy.sampling_rate=1")

@@ -190,6 +190,7 @@ def run(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_report_names_the_owner_as_the_unit(run: Path) -> None:
     report = gather(run)
     assert report.unit == "owner"

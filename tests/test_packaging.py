@@ -6,10 +6,13 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = {"tests", "benchmarks", "docs"}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_package_and_nothing_else_at_the_top(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs")

@@ -408,6 +408,7 @@ opened(Path({folder!r})).call("hang", "tell_and_sum")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_site_and_its_ranks_with_one_traceback(folder: Path, events: Events) -> None:
     """In a process that multiprocessing has not started, as Flower's or Ray's; its fork server ends too."""
     command = [sys.executable, "-c", SITE.format(folder=str(folder))]

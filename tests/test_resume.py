@@ -57,6 +57,7 @@ KILLS: dict[str, Moment | Entry] = {
 """In the order in which a run comes to them."""
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(
     small_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_killed_run_leaves_no_process_no_socket_and_no_warning(
     assert "warn" not in printed.lower()
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_what_is_imported(small_plan: Path, tmp_path: Path) -> None:
     """The coordinator and the fork server of its workers import at the same time; here neither would ever end."""
     package = tmp_path / "endless" / "transformers"
@@ -134,6 +136,7 @@ def killed(plan: Path, out: Path, kill: Moment | Entry) -> None:
         simulate(folder, observe, workers=1)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_goes_on_to_the_same_weights(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +158,7 @@ def interrupted(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_spent_is_counted_too(
     whole: dict[str, Any], interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +297,7 @@ def test_a_damaged_checkpoint_is_named(
     assert "restore the file from a backup" in line
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_checkpointing_loses_nothing(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

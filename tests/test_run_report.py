@@ -117,6 +117,7 @@ def remade(folder: Path, change: Callable[[Entry], Charge]) -> None:
 # runs as they were
 
 
+@pytest.mark.slow
 def test_a_private_run_claims_what_an_independent_accountant_finds(record: Path) -> None:
     report = gather(record)
     reference = PLDAccountant()
@@ -145,6 +146,7 @@ def test_a_private_run_claims_what_an_independent_accountant_finds(record: Path)
     assert all(row.loss is not None and 0 < row.loss < 8 for row in report.rounds)
 
 
+@pytest.mark.slow
 def test_several_units_are_bounded_by_the_charges_of_the_run(record: Path, site: Path) -> None:
     for folder, words in ((record, "texts"), (site, "sites")):
         report = gather(folder)
@@ -313,6 +315,7 @@ def forgetful(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
@@ -365,6 +368,7 @@ def test_charges_of_other_runs_are_not_of_this_one(copy: Path) -> None:
     assert after.ledger.head != before.ledger.head
 
 
+@pytest.mark.slow
 def test_the_own_ledger_of_a_site_that_counts_more_is_believed(copy: Path) -> None:
     before = gather(copy)
     own = copy / "sites" / "site-001" / "state" / "ledger.sqlite"

@@ -72,6 +72,7 @@ def expected(parties: Parties, lasts: Mapping[str, int]) -> masks.Ring | None:
     return parties.plain_sum(sorted(left(Step.UPDATE)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     n=st.integers(3, 9),
@@ -126,6 +127,7 @@ def test_dropouts_at_all_steps_above_64_sites() -> None:
     np.testing.assert_array_equal(parties.run(pattern), plain)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(n=st.integers(65, 72), seed=st.integers(0, 2**32), data=st.data())
 def test_every_tolerated_dropout_pattern_above_64_sites(n: int, seed: int, data: st.DataObject) -> None:

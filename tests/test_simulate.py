@@ -90,6 +90,7 @@ def test_the_final_model_loads_with_transformers_and_writes(
     assert ran(capsys, *arguments)[1] == out
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_change_the_weights(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_the_number_of_workers_does_not_change_the_weights(
 # Where evaluation happens, dropouts, refusals
 
 
+@pytest.mark.slow
 def test_the_coordinator_evaluates_where_it_has_records(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +132,7 @@ def test_the_secure_sum_does_not_change_the_weights(
     assert found(capsys, "simulate", str(small_plan), *clear)["params_sha256"] == whole["params_sha256"]
 
 
+@pytest.mark.slow
 def test_dropouts_by_the_plan_leave_the_weights_of_those_who_stay(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +148,7 @@ def test_dropouts_by_the_plan_leave_the_weights_of_those_who_stay(
     assert results[0]["params_sha256"] == results[1]["params_sha256"]
 
 
+@pytest.mark.slow
 def test_dropouts_at_every_step_do_not_end_a_run(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +175,7 @@ def test_a_run_whose_sites_never_reveal_shares_stops_and_says_so(
     assert len({row["params_sha256"] for row in rows}) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_a_dropout(small_plan: Path, tmp_path: Path) -> None:
     failed: list[str] = []
     working: list[str] = []
@@ -352,6 +357,7 @@ BY_UNIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", BY_UNIT)
 def test_private_runs_are_the_same_where_the_noise_is_declared_and_only_there(
     unit: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

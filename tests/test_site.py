@@ -890,6 +890,7 @@ def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(fede
 # A power cut, and what is lost with a disk.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["power cut", "killed, then power cut"])
 def test_a_join_is_on_disk_before_it_is_answered(
     federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
@@ -963,6 +964,7 @@ def test_the_difference_of_two_sums_is_an_update_if_sites_forget_what_they_joine
     Attack(federation, attempt=2).carry_through((federation.names[-1],))
 
 
+@pytest.mark.slow
 def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:
     """It has pinned the run, so it may have answered in it."""
     attack = Attack(federation)

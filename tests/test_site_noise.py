@@ -338,6 +338,7 @@ def test_no_update_makes_a_site_fail(longest: float, clip: float) -> None:
     assert np.linalg.norm(values / mechanism.scale) == pytest.approx(min(1.0, norm / clip), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_mean_is_right_on_average() -> None:
     """Rounding is stochastic and noise has mean 0: over many releases the sum is that of the clipped updates."""
     federation = Federation(
@@ -577,6 +578,7 @@ def test_a_count_with_the_noise_of_a_coordinate_is_found(
         assert_of_its_own(count, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [SITE, CENTRAL], ids=["site", "central"])
 @pytest.mark.parametrize("quantile", [0.3, 0.7])
 def test_the_clipping_norm_comes_to_the_quantile_of_the_norms(base: list[str], quantile: float) -> None:
@@ -713,6 +715,7 @@ def largest_sum(mechanism: SiteMechanism, n: int) -> float:
     return n * term + 12 * math.sqrt(n * mechanism.variance)
 
 
+@pytest.mark.slow
 @given(
     n=st.integers(3, 300),
     quorum=st.floats(0.5, 1),

@@ -126,6 +126,7 @@ def test_a_sum_of_sites_is_charged_before_it_is_opened(
     assert seen == [[]]
 
 
+@pytest.mark.slow
 def test_records_are_charged_before_any_site_is_asked_to_train(begin: Begin) -> None:
     case = begin(RECORD, "run.rounds=2")
     seen: list[list[tuple[int, str]]] = []
@@ -139,6 +140,7 @@ def test_records_are_charged_before_any_site_is_asked_to_train(begin: Begin) -> 
     assert seen == [rounds(1), rounds(1, 2)]
 
 
+@pytest.mark.slow
 @UNITS
 def test_a_ledger_that_cannot_be_written_opens_nothing(
     begin: Begin, settings: list[str], monkeypatch: pytest.MonkeyPatch
@@ -170,6 +172,7 @@ def test_a_ledger_that_cannot_be_written_opens_nothing(
     assert sorted(case.charged()) == rounds(1, 2, 3)
 
 
+@pytest.mark.slow
 def test_records_are_charged_at_each_site_that_was_asked_and_sites_where_they_are_in_the_sum(
     begin: Begin,
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_second_attempt_is_the_same_release_and_is_charged_once(begin: Begin) 
 # Epsilon.
 
 
+@pytest.mark.slow
 @UNITS
 def test_epsilon_is_the_accountants_of_the_rounds_that_were_done(begin: Begin, settings: list[str]) -> None:
     case = begin(settings)
@@ -245,6 +249,7 @@ def budget(settings: list[str], rounds_paid: int) -> str:
     return f"privacy.budget={privacy_of(settings).epsilon(rounds_paid) * 1.0001}"
 
 
+@pytest.mark.slow
 @UNITS
 def test_the_round_that_would_exceed_the_budget_is_not_begun(
     begin: Begin, settings: list[str], monkeypatch: pytest.MonkeyPatch
@@ -271,6 +276,7 @@ def test_the_round_that_would_exceed_the_budget_is_not_begun(
     assert on.epsilon > stop.budget
 
 
+@pytest.mark.slow
 def test_a_target_is_enough_for_every_round(begin: Begin) -> None:
     settings = [entry for entry in RECORD if "noise_multiplier" not in entry]
     case = begin(settings, "privacy.target_epsilon=4.0")
@@ -280,6 +286,7 @@ def test_a_target_is_enough_for_every_round(begin: Begin) -> None:
     assert 4.0 * 0.99 <= outcome.epsilon <= 4.0
 
 
+@pytest.mark.slow
 def test_a_round_that_was_charged_is_finished_also_at_the_end_of_the_budget(begin: Begin) -> None:
     case = begin(RECORD, budget(RECORD, 2))
     crash_at(case, 2)
@@ -292,6 +299,7 @@ def test_a_round_that_was_charged_is_finished_also_at_the_end_of_the_budget(begi
     assert case.charged() == rounds(1, 2)
 
 
+@pytest.mark.slow
 def test_a_run_whose_sites_refuse_ends_with_the_model_it_has(begin: Begin) -> None:
     """The sites' own budgets stop it, where the plan has none."""
     case = begin(RECORD, "cohort.attempts=1")
@@ -436,6 +444,7 @@ class Nth:
         return self._left == 0
 
 
+@pytest.mark.slow
 def test_after_kill_9_every_release_has_a_charge_and_no_round_two(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.jsonl")
     plan = changed(tiny(*RECORD, *QUICK), "simulation", source=str(records))

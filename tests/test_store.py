@@ -77,6 +77,7 @@ def test_a_simulated_site_uses_them_and_reads_no_file(
     assert site.sequences(federation.plan) > 0
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> None:
     """Those read their own files and share nothing; the simulated ones share sequences, and agree once on a secret."""
     found = []

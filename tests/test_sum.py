@@ -187,6 +187,7 @@ def expected(names: Iterable[str]) -> dict[str, Any]:
     return {"mean": mean, "tokens": int(weights.sum())}
 
 
+@pytest.mark.slow
 @given(
     bits=st.sampled_from([16, 32]),
     sites=st.integers(7, 9),  # of which two may drop out

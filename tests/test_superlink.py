@@ -49,6 +49,7 @@ def coordinator(folder: Path) -> Iterator[Callable[[str], str]]:
         thread.join(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_site_that_was_removed_comes_back(tmp_path: Path) -> None:
     names = ("north", "east", "south", "west")
     requests = [make_request(tmp_path / name, name, "a person", NOW.date())[0] for name in names]

@@ -86,6 +86,7 @@ def ranks() -> list[Any]:
     return [each for each in multiprocessing.active_children() if each.name.startswith("cloister rank")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], RECORD], ids=["not private", "records"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_give_the_update_of_one_process(
@@ -113,6 +114,7 @@ def test_ranks_give_the_update_of_one_process(
     assert np.array_equal(one[size:][:2], several[size:][:2]), "weight and tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
@@ -147,6 +149,7 @@ def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
     assert len(set(kept[0])) > 100, "there is noise in it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["replicate", "shard"])
 def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
     mesh: str, tmp_path: Path, open_site: Callable[..., Site]
@@ -168,6 +171,7 @@ def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
     assert len(set(remainder[len(federation.scales()) :])) > 20
 
 
+@pytest.mark.slow
 def test_a_site_that_changes_its_mesh_goes_on_with_its_moments(
     tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
@@ -186,6 +190,7 @@ def test_a_site_that_changes_its_mesh_goes_on_with_its_moments(
     assert states[0] == states[1] == ["00001", "00002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["Train", "Mask"])
 def test_a_killed_rank_costs_no_attempt_and_no_charge_for_a_kept_update(
     moment: str, tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
@@ -222,6 +227,7 @@ def test_a_killed_rank_costs_no_attempt_and_no_charge_for_a_kept_update(
     assert len(federation.entries()) == (1 if moment == "Mask" else 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
     tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +291,7 @@ def test_what_a_mesh_cannot_train_is_refused_when_the_site_joins(
         open_site(federation, mesh, secure=federation.plan.aggregation.secure)
 
 
+@pytest.mark.slow
 def test_a_federation_trains_on_three_meshes(
     whole: dict[str, Any], small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +313,7 @@ def test_a_federation_trains_on_three_meshes(
     assert np.linalg.norm(several - one) <= 1e-4 * np.linalg.norm(one - start)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_into_one_rank_is_trained_and_released_by_two(tmp_path: Path) -> None:
     """In a process whose memory allocator returns what is freed: otherwise fragments decide what fits."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
@@ -338,6 +346,7 @@ def test_another_update_is_not_masked_in_its_place(
         attack.contribute(site, inbox, clip=1.0)
 
 
+@pytest.mark.slow
 def test_ranks_build_on_the_base_that_the_site_was_given_and_on_no_other(
     tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:

@@ -240,6 +240,7 @@ def test_a_party_on_another_machine_derives_the_same(base: list[str]) -> None:
     assert vars(again) == vars(terms_of(plan, DIMENSION)) == vars(terms_of(other, DIMENSION))
 
 
+@pytest.mark.slow
 def test_another_process_calibrates_to_the_same() -> None:
     plan = parse("", [*SITE, ADAPTIVE, "privacy.target_epsilon=30.0"])
     code = (

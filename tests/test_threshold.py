@@ -81,6 +81,7 @@ def suits(n: int, dropouts: int, colluders: int, k: int) -> int | None:
     return t if t <= k - lost else None
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(65, 220), st.floats(0, 0.3), st.floats(0, 0.3))
 def test_parameters_are_exactly_the_least_that_suit(n: int, dropouts: float, colluders: float) -> None:

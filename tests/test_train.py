@@ -276,6 +276,7 @@ def weights_sha256(model: LanguageModel) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_weights_and_the_same_bits(tmp_path: Path) -> None:
     """One new interpreter for both: it loads a model with an adapter, and trains one without."""
     plan, adapted = plan_of("gpt2", "local.threads=2"), plan_of("gpt2", "model.adapter.scheme=ffa-lora")

@@ -102,6 +102,7 @@ def facts_of(run: Path) -> dict[int, dict[str, Any]]:
 # Without a privacy unit.
 
 
+@pytest.mark.slow
 def test_a_grid_is_pruned_and_goes_on_after_ctrl_c(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def killed_search(plan: Path, search: Path, out: Path) -> None:
         tuning.tune(folder, Engine(workers=1), lambda _trial: None)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_after_kill_9(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_search_goes_on_after_kill_9(
         assert load(plan).local.learning_rate != read_plan(out / "trials" / name).local.learning_rate
 
 
+@pytest.mark.slow
 def test_settings_depend_on_the_seed_and_not_on_interruptions(tmp_path: Path) -> None:
     """Random settings are those of the search's seed, whole numbers and choices among them."""
     fields = (
@@ -288,6 +291,7 @@ def price() -> float:
     return spent([SELECTION], 1e-3).epsilon
 
 
+@pytest.mark.slow
 def test_only_the_best_trial_of_a_private_search_is_left(
     searched: tuple[Path, str, dict[int, float | None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -426,6 +430,7 @@ def test_a_private_search_whose_result_is_gone_does_not_run_again_for_its_price(
     assert len(read_history(searched[0].parent / "over.sqlite").entries) == 1
 
 
+@pytest.mark.slow
 def test_a_private_search_stops_where_sites_fail_and_goes_on(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +455,7 @@ def test_a_private_search_stops_where_sites_fail_and_goes_on(
     assert len(read_history(ledger).entries) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reached", [0, 1])
 def test_an_error_of_a_private_search_does_not_say_which_trial_it_is_of(
     private: Path,

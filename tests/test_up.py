@@ -107,6 +107,7 @@ def rehearsed(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Rehearsed(files, outcome, ended)
 
 
+@pytest.mark.slow
 def test_a_deployment_ends_with_the_weights_of_a_simulation(
     rehearsed: Rehearsed, simulated: dict[str, Any]
 ) -> None:
@@ -305,6 +306,7 @@ def bundle(marker: Path) -> Fab:
     return Fab(hashlib.sha256(built).hexdigest(), built, {})
 
 
+@pytest.mark.slow
 def test_a_bundle_with_code_is_not_run_at_any_site(rehearsed: Rehearsed, tmp_path: Path) -> None:
     """A coordinator sends every site messages of each kind in a run whose bundle has a module."""
     marker, api = tmp_path / "marker", Api.of(rehearsed)
@@ -358,6 +360,7 @@ def test_without_the_secret_no_task_is_taken(rehearsed: Rehearsed) -> None:
     assert (site / "state" / "flower" / "secret").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_a_supernode_that_is_not_in_the_federation_does_not_connect(
     rehearsed: Rehearsed, tmp_path: Path
 ) -> None:
@@ -391,6 +394,7 @@ def test_the_superlink_tells_a_site_that_its_clock_is_wrong(rehearsed: Rehearsed
     assert not refuses_clock(f"127.0.0.1:{free_port()}", root, now + hour), "it does not answer"
 
 
+@pytest.mark.slow
 def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) -> None:
     """As on a full disk. It would be away for the length of a deadline, where others wait for what it could refuse."""
     site, look = rehearsed.sites()[0], threading.Event()
@@ -407,6 +411,7 @@ def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) ->
     assert not rehearsed.ended
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_is_started_again(tmp_path: Path) -> None:
     """The child is `cloister --help`, which ends at once, again and again."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()

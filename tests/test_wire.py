@@ -441,6 +441,7 @@ def test_a_field_of_any_other_value_is_refused_or_another_message(
     refused_or_itself((kind,), [pack(*values), *vectors])
 
 
+@pytest.mark.slow
 @given(values=st.lists(anything, max_size=6), kind=st.sampled_from(KINDS))
 @settings(max_examples=200, deadline=None)
 def test_values_that_were_never_a_message_are_refused_or_another_message(

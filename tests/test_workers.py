@@ -137,6 +137,7 @@ def shared_memory() -> set[str]:
     return {name for name in names if not name.startswith("sem.")}
 
 
+@pytest.mark.slow
 def test_workers_and_what_they_started_end_when_the_coordinator_is_killed(
     tmp_path: Path, events: Events
 ) -> None:
@@ -152,6 +153,7 @@ def test_workers_and_what_they_started_end_when_the_coordinator_is_killed(
     assert shared_memory() <= before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_coordinator_and_its_workers(tmp_path: Path, events: Events) -> None:
     code = COORDINATOR.format(
         folder=str(tmp_path), action="hang", then="with grid:\n    list(grid.send_and_receive(messages))"
@@ -167,6 +169,7 @@ def test_ctrl_c_ends_the_coordinator_and_its_workers(tmp_path: Path, events: Eve
     assert all(ended(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_coordinator_that_forgets_to_close_still_exits(tmp_path: Path, events: Events) -> None:
     code = COORDINATOR.format(
         folder=str(tmp_path), action="hang", then="grid.push_messages(messages)\ngrid.pull_messages([])"
