@@ -30,10 +30,10 @@ from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.carried import Carried
 from cloister.clients.config import SiteConfig
-from cloister.clients.feedback import remainders
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.release import code_for
 from cloister.clients.resident import Loaded, Resident
+from cloister.clients.residual import residuals
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
 from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
@@ -451,8 +451,8 @@ class Site:
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         blocks, left = loaded.sums.training.blocks, None
         if blocks is not None and bounds is not None and carry is not None:
-            left = remainders(carry, bounds, blocks)
-        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left)
+            left = residuals(carry, bounds, blocks)
+        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, residuals=left)
         task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(self._simulated.task(task), weights, path)

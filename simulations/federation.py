@@ -24,8 +24,8 @@ from flwr.serverapp import Grid
 from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.device_mesh import mesh_for
 from cloister.clients.kept import DECLARED_ROUNDING, base_path, save_vector
-from cloister.clients.places import mesh_for
 from cloister.clients.resident import Resident
 from cloister.clients.site import Simulated, Site
 from cloister.lm import saved
