@@ -1,7 +1,7 @@
-"""The code of an update in few bits: rotated blocks, a scale for each, stochastic rounding, and a remainder.
+"""The code of an update in few bits: rotated blocks, a scale for each, stochastic rounding, and a residual.
 
 An update x of d values is cut into blocks of S = 2^14, the last padded with zeros. With L = `ring.levels` (15 for 8
-sites and 8 bits: 31 values), the bound B_j of block j, its rotation R (`rotation.py`), and the remainder r that the
+sites and 8 bits: 31 values), the bound B_j of block j, its rotation R (`rotation.py`), and the residual r that the
 site has kept from its last sum, a site of weight w_i sends
 
     z = R(w_i / w_max x)_j L / B_j + r_j,        q = floor(clip(z, -L, L) + u),        r' = z - q,
@@ -11,10 +11,10 @@ cannot leave the ring, and decodes as R^-1(B_j / L sum q) / (sum_i w_i / w_max).
 
 r' is what q leaves out, rounding and clip together. The site adds it before it codes its next update (error feedback:
 Seide et al. 2014; Karimireddy et al. 2019, "Error feedback fixes SignSGD"), so that over rounds nothing is lost: the
-sum of what was sent differs from the sum of what should have been by one remainder. r' is cut at M = max(1, L / 4)
+sum of what was sent differs from the sum of what should have been by one residual. r' is cut at M = max(1, L / 4)
 steps, and kept in as many bits as the ring has, in integers of M / 127 or M / 32767 steps. It is cut at M steps of the
-new bounds once more when it is added. So whatever the bounds were, a remainder moves a value by a quarter of L, or by
-one step. Remainders that filled the range would make what sites send constants, and a sum of constants and one other
+new bounds once more when it is added. So whatever the bounds were, a residual moves a value by a quarter of L, or by
+one step. Residuals that filled the range would make what sites send constants, and a sum of constants and one other
 vector shows that vector.
 
 Draws are keyed by the offset, as in `ring.py`: element e takes bytes 2 e and 2 e + 1 of the keystream of AES-256-CTR
@@ -36,7 +36,7 @@ from cloister.protocol.blocks import BLOCK, Span
 from cloister.protocol.errors import UpdateError
 
 
-class Remainder(Protocol):
+class Residual(Protocol):
     """What a code leaves out: integers by slices, in memory or in a file."""
 
     def __getitem__(self, part: slice, /) -> npt.NDArray[np.signedinteger[Any]]:
@@ -47,7 +47,7 @@ class Remainder(Protocol):
 
 
 MOST_KEPT = 1 / 4
-"""Share of the L steps of a bound beyond which a remainder is cut. One step, which rounding may leave, is not."""
+"""Share of the L steps of a bound beyond which a residual is cut. One step, which rounding may leave, is not."""
 
 _STEP = 2**17
 """Elements that are coded at once: with 2^15 it takes a fifth longer (docs/performance.md)."""
@@ -60,7 +60,7 @@ assert BLOCK % ROTATED == 0, "spans have whole rotated blocks"
 class Kept:
     """What a site's last code has left out."""
 
-    remainder: Remainder
+    residual: Residual
     """Of the n × ROTATED elements of the blocks that are coded."""
     bounds: Floats
     """(n,) float32: the bounds with which it was made."""
@@ -92,12 +92,12 @@ class BlockCode:
 
     @property
     def most_kept(self) -> float:
-        """M: steps beyond which a remainder is cut."""
+        """M: steps beyond which a residual is cut."""
         return max(1.0, MOST_KEPT * self.ring.levels)
 
     @property
     def unit(self) -> float:
-        """Steps in 1 of a remainder."""
+        """Steps in 1 of a residual."""
         return float(self.most_kept / (2 ** (self.ring.bits - 1) - 1))
 
     def coded(self, span: Span) -> Span:
@@ -115,7 +115,7 @@ class BlockCode:
         factor: float = 1.0,
         kept: Kept | None = None,
         out: RingVector | None = None,
-        remainder: Remainder | None = None,
+        residual: Residual | None = None,
     ) -> tuple[RingVector, int]:
         """Code `factor` × values, plus what was kept.
 
@@ -127,7 +127,7 @@ class BlockCode:
             factor: w_i / w_max, in [0, 1].
             kept: r of the blocks under `values`; None: none.
             out: (n × ROTATED,) ring integers to write into, for the n blocks under `values`.
-            remainder: Where r' is written to, n × ROTATED elements; None: it is not kept.
+            residual: Where r' is written to, n × ROTATED elements; None: it is not kept.
 
         Returns:
             (n × ROTATED,) ring integers, and the number of them that were clipped.
@@ -165,7 +165,7 @@ class BlockCode:
                 x *= sign
             hadamard_transform(x, z, into[block : block + count])
             if kept is not None:
-                extra[:] = kept.remainder[begin : begin + length].reshape(count, ROTATED)
+                extra[:] = kept.residual[begin : begin + length].reshape(count, ROTATED)
                 extra *= again[block : block + count, None]
                 if smaller:
                     np.clip(extra, -cut, cut, out=extra)
@@ -185,12 +185,12 @@ class BlockCode:
                 # In float32, the sum of thousands of steps and of nearly 1 may be the next step.
                 np.minimum(whole, levels, out=whole)
             signed[begin : begin + length] = whole  # whole numbers in range: the cast is exact
-            if remainder is not None:
+            if residual is not None:
                 left_out -= whole
                 left_out *= left
                 left_out[beyond] = left_out[beyond].clip(-most, most)
                 np.rint(left_out, out=left_out)
-                remainder[begin : begin + length] = left_out
+                residual[begin : begin + length] = left_out
         return coded, clipped
 
     def decode(self, total: RingVector, bounds: Floats, factor: float = 1.0) -> Floats:

@@ -13,7 +13,7 @@ matrices of 128. No product has more than 2^18 multiplications, up to which Open
 more than they save. Each block is multiplied by itself, wherever it is in a vector, so it is the same in any span.
 
 Refused: a rotation over the whole vector, of which no rank of a mesh has all; other signs in each round, with which the
-rotated remainder of one round could not be added to the next.
+rotated residual of one round could not be added to the next.
 """
 
 from __future__ import annotations

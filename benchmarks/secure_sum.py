@@ -22,7 +22,7 @@ neighbours, which is the graph here. The mean is checked in every round.
 
 (e) `bits`, with `--case bits` alone: a masked round of 9 sites with 1e7 coordinates, compressed to 8 bits against 32
 bits, in turns. `parts`: seconds of processor time of all sites and the coordinator in one process, without transport:
-coding (with the rotation, and the remainders that are read and written), the files of the updates, masks, hashes, the
+coding (with the rotation, and the residuals that are read and written), the files of the updates, masks, hashes, the
 sum of the masked vectors, its unmasking, and decoding; `part_ratio` compares their totals. `bytes_up` is one vector.
 `round_s` and `round_ratio`: seconds of whole rounds on `LocalGrid`, as in (b).
 """
@@ -62,10 +62,10 @@ from cloister.aggregation.span import check_received, manifest_digest, manifest_
 from cloister.aggregation.sums import Sums
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.feedback import remainders
 from cloister.clients.kept import write_pieces
 from cloister.clients.release import Code, Finished, code_for, contribution
 from cloister.clients.resident import Resident
+from cloister.clients.residual import residuals
 from cloister.clients.site import Site
 from cloister.lm.data import Sequences
 from cloister.lm.model import load_model
@@ -577,7 +577,7 @@ def _coded(
     after = folder / f"{number}"
     after.mkdir()
     carry = Carry(folder / f"{number - 1}" if number > 1 else None, after)
-    return contribution(code(remainders=remainders(carry, scales.bounds, blocks)), finished)
+    return contribution(code(residuals=residuals(carry, scales.bounds, blocks)), finished)
 
 
 def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float], int]:
@@ -615,7 +615,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
                 assert layout.blocks is not None
                 coded = partial(_coded, folder, layout.blocks, code, scales, finished)
                 coded(1)
-                vector = timed("code", coded, 2)  # which has a remainder to add
+                vector = timed("code", coded, 2)  # which has a residual to add
             timed("files", write_pieces, folder / "update", [(0, vector)])
             site.receive(inboxes[name])
             timed("masks", site.mask, vector, instructions=MODEL)

@@ -44,8 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
+from cloister.clients.device_mesh import mesh_for
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.places import mesh_for
 from cloister.clients.rank import Place
 from cloister.clients.ranks import Ranks
 from cloister.lm.corpus import corpus_records

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from cloister.clients.holdings import Holding, holdings
-from cloister.clients.places import is_here, memory_of, mesh_for
+from cloister.clients.device_mesh import is_here, memory_of, mesh_for
+from cloister.clients.memory_estimate import RankMemory, estimated_memory
 from cloister.lm.mesh import Mesh
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan import MeshSection, Plan
@@ -31,7 +31,7 @@ class Devices:
     mesh: Mesh
     names: list[str]
     """The device of each rank."""
-    ranks: list[Holding]
+    ranks: list[RankMemory]
 
     @classmethod
     def of(cls, plan: Plan, section: MeshSection, device: str) -> Devices:
@@ -46,7 +46,7 @@ class Devices:
             ModelError: the mesh does not fit the model.
         """
         mesh, names = mesh_for(plan, section, device, elsewhere=True)
-        return cls(plan, section, mesh, names, holdings(plan, mesh))
+        return cls(plan, section, mesh, names, estimated_memory(plan, mesh))
 
     @property
     def absent(self) -> list[str]:
@@ -74,21 +74,21 @@ class Devices:
     def as_json(self) -> dict[str, object]:
         """All figures, those of each rank apart; null where the device is absent."""
         listed = []
-        for rank, (name, holding) in enumerate(zip(self.names, self.ranks, strict=True)):
+        for rank, (name, memory) in enumerate(zip(self.names, self.ranks, strict=True)):
             sizes = {
-                f"{key}_bytes": value for key, value in asdict(holding.part).items() if key != "parameters"
+                f"{key}_bytes": value for key, value in asdict(memory.part).items() if key != "parameters"
             }
             listed.append(
                 {
                     "rank": rank,
                     "device": name,
                     "coordinates": self._place(rank),
-                    "parameters": holding.part.parameters,
+                    "parameters": memory.part.parameters,
                     **sizes,
-                    "span": [holding.span.start, holding.span.stop],
-                    "update_bytes": holding.update,
-                    "coded_bytes": holding.coded,
-                    "needed_bytes": holding.needed(name),
+                    "span": [memory.span.start, memory.span.stop],
+                    "update_bytes": memory.update,
+                    "coded_bytes": memory.coded,
+                    "needed_bytes": memory.needed(name),
                     "memory_bytes": memory_of(name) if is_here(name) else None,
                 }
             )
@@ -124,8 +124,8 @@ class Devices:
     def _kinds(self) -> list[list[int]]:
         """The ranks, those with equal parts of the model together."""
         kinds: dict[tuple[object, ...], list[int]] = {}
-        for rank, (holding, name) in enumerate(zip(self.ranks, self.names, strict=True)):
-            kinds.setdefault((holding.part, memory_of(name) if is_here(name) else None), []).append(rank)
+        for rank, (memory, name) in enumerate(zip(self.ranks, self.names, strict=True)):
+            kinds.setdefault((memory.part, memory_of(name) if is_here(name) else None), []).append(rank)
         return list(kinds.values())
 
     def _column(self, ranks: list[int]) -> Iterator[tuple[str, str]]:

@@ -103,10 +103,10 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _site(path: Path, arguments: argparse.Namespace) -> int:
     """Show or probe a site by the file that its process writes."""
-    from cloister.clients.alive import DEAD_S, alive_path
     from cloister.clients.config import read_config
+    from cloister.clients.heartbeat import DEAD_S, heartbeat_path
 
-    file = alive_path(read_config(path))
+    file = heartbeat_path(read_config(path))
     try:
         seen, age = json.loads(file.read_bytes()), time.time() - file.stat().st_mtime
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
     if seen is None:
         problem = "its process does not run"
     elif age > DEAD_S:
-        problem = f"its process has given no sign of life for {age:.0f} s"
+        problem = f"its process has written no heartbeat for {age:.0f} s"
     elif seen["supernode_answered_s"] > DEAD_S:
         problem = f"its SuperNode has not answered for {seen['supernode_answered_s']:.0f} s"
     else:

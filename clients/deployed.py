@@ -22,11 +22,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cloister.clients.alive import alive_path
 from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.config import SiteConfig, read_config
 from cloister.clients.enrolment import read_installed
 from cloister.clients.exchange import ExchangeSite
+from cloister.clients.heartbeat import heartbeat_path
 from cloister.clients.kept import Kept
 from cloister.clients.resident import Resident
 from cloister.clients.site import Site
@@ -45,8 +45,8 @@ from cloister.protocol.storage import lock, write_bytes
 
 _log = logging.getLogger(__name__)
 
-_ALIVE_S = 5.0
-"""Seconds between two signs of life."""
+_HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats."""
 _END_S = 5.0
 """Seconds for which a request that is handled may still go on when the site is stopped."""
 
@@ -187,7 +187,7 @@ class DeployedSite:
         ]
         self._answered_at = time.monotonic()
         self._unshown = False
-        """Whether the last sign of life could not be written."""
+        """Whether the last heartbeat could not be written."""
 
     def run(self, stopped: threading.Event) -> bool:
         """Serve until `stopped` is set.
@@ -219,7 +219,7 @@ class DeployedSite:
             )
             serving.start()
             try:
-                while not stopped.wait(_ALIVE_S):
+                while not stopped.wait(_HEARTBEAT_S):
                     if not serving.is_alive():
                         raise EngineError(
                             "messages of the SuperNode", expected="a thread that takes them; it failed"
@@ -231,7 +231,7 @@ class DeployedSite:
                 if stay is not None:
                     stay.end(_END_S)
                 serving.join(_END_S)
-                alive_path(self._config()).unlink(missing_ok=True)
+                heartbeat_path(self._config()).unlink(missing_ok=True)
         resident.close()
         return (stay is None or stay.over) and not serving.is_alive()
 
@@ -272,7 +272,7 @@ class DeployedSite:
         self._answered_at = time.monotonic()
 
     def _show(self, supernode: int) -> None:
-        """Write a sign of life for `cloister status`, if the SuperNode has answered."""
+        """Write a heartbeat for `cloister status`, if the SuperNode has answered."""
         stay = self._stay
         running = stay is not None and not stay.over
         seen = {
@@ -283,7 +283,7 @@ class DeployedSite:
             "connected": stay is not None and running and stay.connected,
         }
         try:
-            write_bytes(alive_path(self._config()), json.dumps(seen).encode(), durable=False)
+            write_bytes(heartbeat_path(self._config()), json.dumps(seen).encode(), durable=False)
         except StorageError as error:  # the site goes on, and answers what it can: others wait for no dropout
             if not self._unshown:
                 _log.warning("%s", error)

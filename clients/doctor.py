@@ -144,7 +144,7 @@ class SiteDoctor:
 
     def _devices(self) -> str:
         """As `cloister site check` does, but without a plan nothing is known of the model."""
-        from cloister.clients.places import devices_of, memory_of, mesh_for, places_on
+        from cloister.clients.device_mesh import devices_for_ranks, devices_of, memory_of, mesh_for
         from cloister.lm.mesh import Mesh
 
         config = self._config
@@ -154,7 +154,7 @@ class SiteDoctor:
         else:
             mesh = Mesh(*(getattr(config.mesh, degree.name) or 1 for degree in fields(Mesh)))
             names = devices_of(config.device)
-            there = places_on(names, mesh.size)
+            there = devices_for_ranks(names, mesh.size)
             if mesh.size > len(there):
                 raise ModelError(
                     "mesh",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.forms import POLICY, new_settings, with_values
+from cloister.clients.templates import POLICY, new_settings, with_values
 from cloister.protocol.certificates import certificate_to_pem, check_authority, read_certificate
 from cloister.protocol.document import read_document
 from cloister.protocol.errors import RosterError, StorageError
@@ -94,9 +94,9 @@ def make_request(
     if not os.path.lexists(supernode_file):
         make_supernode_key(supernode_file, durable=durable)
     identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
-    for form, text in (("site.toml", new_settings(name)), ("policy.toml", POLICY)):
-        if not os.path.lexists(folder / form):
-            write_bytes(folder / form, text.encode(), durable=durable)
+    for template, text in (("site.toml", new_settings(name)), ("policy.toml", POLICY)):
+        if not os.path.lexists(folder / template):
+            write_bytes(folder / template, text.encode(), durable=durable)
     if not os.path.lexists(path):
         made = Request.of(name, identity, supernode, contact, day)
         write_bytes(path, made.to_toml().encode(), durable=durable)

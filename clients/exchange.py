@@ -57,9 +57,9 @@ from cloister.protocol.invitation import Invitation, prove
 from cloister.protocol.messages import Failed
 from cloister.protocol.refusal import printable
 from cloister.protocol.transfer import (
-    ALIVE_S,
     CHUNK,
     HANDSHAKE_S,
+    HEARTBEAT_S,
     MESSAGE,
     SILENT_S,
     STALL_S,
@@ -333,13 +333,13 @@ class ExchangeSite:
 
     def _pulse(self) -> None:
         """Show the coordinator that the site is alive, and end what has stopped."""
-        wait_s = min(ALIVE_S, HANDSHAKE_S / 2)
+        wait_s = min(HEARTBEAT_S, HANDSHAKE_S / 2)
         said_at = 0.0
         while not self._stopped.wait(wait_s):
             now = time.monotonic()
             with self._changed:
                 stalled = [each for each in self._moving if now - each.at > each.limit_s]
-                if self._session is not None and now - said_at >= ALIVE_S - wait_s / 2:
+                if self._session is not None and now - said_at >= HEARTBEAT_S - wait_s / 2:
                     said_at = now
                     self._session.unsent.put(FromSite(alive=Alive()))
             for each in stalled:

@@ -19,7 +19,6 @@ from cloister.aggregation import masks
 from cloister.aggregation.secure_site import Seeds
 from cloister.clients.dpsgd import PrivateTrainer
 from cloister.clients.kept import read_base
-from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place
 from cloister.clients.release import Clipped
 from cloister.clients.work import Task, train
@@ -32,6 +31,7 @@ from cloister.privacy.terms import terms_of
 from cloister.protocol.blocks import Span
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import ModelError
+from cloister.protocol.segments import SharedVector
 from cloister.protocol.soundness import from_json
 
 

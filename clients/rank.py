@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from io import TextIOWrapper
 from typing import Any, TypeGuard
 
 import torch
@@ -24,10 +22,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # missing
 from torch.distributed.device_mesh import DeviceMesh
 
 from cloister.clients.peers import connections
-from cloister.clients.pipe import Pipe, packed
 from cloister.lm.mesh import Mesh, build
 from cloister.protocol.errors import CloisterError, one_line
-from cloister.protocol.fork_server import begin
+from cloister.protocol.fork_server import begin, redirect
+from cloister.protocol.segments import Channel, packed
 
 # Not a limit on a rank's work: peers may compute for hours between two collectives. `Ranks.call` has the timeout.
 _COLLECTIVE_TIMEOUT = timedelta(days=30)
@@ -89,8 +87,10 @@ def main(theirs: socket.socket) -> None:  # pragma: no cover - in a rank's proce
     """
     begin()
     _, (rendezvous, *output), _, _ = socket.recv_fds(theirs, 1, 3)
-    _redirect(output)
-    pipe, work = Pipe(theirs), _Work(rendezvous)
+    redirect(*output)
+    for fd in output:
+        os.close(fd)
+    pipe, work = Channel(theirs), _Work(rendezvous)
     with suppress(ConnectionError):  # the site's process ends
         while True:
             command: Any = None
@@ -151,13 +151,3 @@ def _travels(error: Exception) -> TypeGuard[CloisterError]:  # pragma: no cover 
         with suppress(Exception):  # whatever its attributes raise
             return isinstance(pickle.loads(pickle.dumps(error)), CloisterError)
     return False
-
-
-def _redirect(output: Sequence[int]) -> None:  # pragma: no cover - in a rank's process
-    """Let standard output and standard error go to other files."""
-    for stream, number, fd in zip((sys.stdout, sys.stderr), (1, 2), output, strict=True):
-        stream.flush()
-        os.dup2(fd, number)
-        os.close(fd)
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)

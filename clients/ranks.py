@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, util
+from multiprocessing import connection, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +27,11 @@ from typing import Any, Generic, Self, TypeVar
 
 from cloister.clients import peers
 from cloister.clients import rank as rank_process
-from cloister.clients.pipe import Frame, Pipe, packed
 from cloister.clients.rank import Answered, Begin, Place
 from cloister.lm.mesh import Mesh
 from cloister.protocol import fork_server
 from cloister.protocol.errors import RankError
+from cloister.protocol.segments import Channel, Frame, packed
 
 Command = TypeVar("Command")
 Answer = TypeVar("Answer")
@@ -48,7 +47,7 @@ class _Rank:
 
     name: str
     process: ForkServerProcess
-    pipe: Pipe
+    pipe: Channel
 
 
 class Ranks(Generic[Command, Answer]):
@@ -158,7 +157,10 @@ class Ranks(Generic[Command, Answer]):
             needs_main = b"_main__" in self._factory
             with fork_server.running(self._preload, needs_main=needs_main):
                 for number, device in enumerate(self._devices):
-                    self._ranks.append(self._launched(f"rank {number} of {len(self)} on {device}", files))
+                    name = f"rank {number} of {len(self)} on {device}"
+                    process, ours = fork_server.start(rank_process.main, name=name)
+                    self._ranks.append(_Rank(name, process, Channel(ours)))
+                    socket.send_fds(ours, [b"\0"], files)
         environment = dict(os.environ)
         told = [
             packed(Begin(number, len(self), device, self._mesh, self._threads, environment, self._factory))
@@ -166,20 +168,6 @@ class Ranks(Generic[Command, Answer]):
         ]
         found: list[Any] = self._exchange(told, CONNECT_SECONDS, "one that connects to its peers")
         peers.check([rank.name for rank in self._ranks], found)
-
-    def _launched(self, name: str, files: Sequence[int]) -> _Rank:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = get_context("forkserver").Process(
-                target=rank_process.main, args=(theirs,), name=f"cloister {name}"
-            )
-            try:
-                socket.send_fds(ours, [b"\0"], files)
-                process.start()
-            except BaseException:
-                ours.close()
-                raise
-        return _Rank(name, process, Pipe(ours))
 
     def _exchange(self, frames: Sequence[Frame], timeout_s: float | None, expected: str) -> list[Answer]:
         """Send each rank its frame and wait for all answers.
@@ -260,12 +248,11 @@ def _end_all(ranks: list[_Rank], patience: float = 0.0) -> None:
     deadline = time.monotonic() + patience
     for rank in ranks:
         rank.pipe.close()  # idle ranks exit at this; all of them at the same time
-    for rank in ranks:
+    for (
+        rank
+    ) in ranks:  # before any is waited for: one that sees the end of a peer would raise an error of its own
         rank.process.join(max(0.0, deadline - time.monotonic()))
-        assert rank.process.pid is not None
-        with suppress(ProcessLookupError):  # it did not lead a group yet, or the group is empty
-            os.killpg(rank.process.pid, signal.SIGKILL)
-        rank.process.kill()
+        fork_server.kill(rank.process)
     while ranks:
         process = ranks.pop().process
         process.join()

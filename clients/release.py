@@ -22,8 +22,7 @@ import numpy as np
 from cloister.aggregation.average import CLIPPED, WEIGHT, SumLayout, weight_of
 from cloister.aggregation.ring import RingVector
 from cloister.aggregation.sums import LOSS, TOKENS, Sums, count_of_loss
-from cloister.clients import feedback
-from cloister.clients.feedback import Remainders
+from cloister.clients.residual import Residuals, kept_in, stored
 from cloister.lm.layout import Vector
 from cloister.privacy.clip import Gather, alone
 from cloister.privacy.noise import NoiseStream
@@ -169,7 +168,7 @@ class Compressed:
     """As in `InClear`."""
     weighted: bool
     """As in `InClear`."""
-    remainders: Remainders
+    residuals: Residuals
     """The bounds of the round, and the files of what is left out."""
     temperature: float = 1.0
     """As in `InClear`."""
@@ -182,7 +181,7 @@ class Compressed:
         gather: Gather = alone,
         out: RingVector | None = None,
     ) -> tuple[RingVector, Clipped]:
-        """The ring integers of one span; its remainder is written.
+        """The ring integers of one span; its residual is written.
 
         Args:
             values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
@@ -200,18 +199,18 @@ class Compressed:
         span = code.coded(Span(offset, offset + values.size))
         factor = self._weight(tokens) / self.layout.heaviest
         with (
-            feedback.kept_in(self.remainders.before, code, span) as kept,
-            feedback.stored(self.remainders.after, code, span, os.O_WRONLY) as remainder,
+            kept_in(self.residuals.before, code, span) as kept,
+            stored(self.residuals.after, code, span, os.O_WRONLY) as residual,
         ):
             coded, clipped = code.encode(
                 values,
-                self.remainders.bounds,
+                self.residuals.bounds,
                 self.rounding,
                 offset,
                 factor=factor,
                 kept=kept,
                 out=out,
-                remainder=remainder,
+                residual=residual,
             )
         return coded, Clipped(values=clipped)
 
@@ -234,7 +233,7 @@ def code_for(
     rounding: bytes,
     clip_norm: float,
     noise: NoiseStream | None,
-    remainders: Remainders | None = None,
+    residuals: Residuals | None = None,
 ) -> Code:
     """The code of the updates of a plan.
 
@@ -243,7 +242,7 @@ def code_for(
         rounding: Secret seed of the rounding.
         clip_norm: C of the round, if the unit is the site.
         noise: A stream that nothing else uses, if there is a privacy unit.
-        remainders: With `aggregation.compression`, the scales of the round and the files of what is left out.
+        residuals: With `aggregation.compression`, the scales of the round and the files of what is left out.
     """
     plan, terms, layout = sums.plan, sums.terms, sums.training
     if terms is not None and terms.mechanism is not None:
@@ -251,8 +250,8 @@ def code_for(
         return Protected(layout, terms.mechanism, clip_norm, noise)
     weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
-        assert remainders is not None, "a plan with compression has scales and remainders"
-        return Compressed(layout, rounding, weighted, remainders, temperature)
+        assert residuals is not None, "a plan with compression has scales and residuals"
+        return Compressed(layout, rounding, weighted, residuals, temperature)
     return InClear(layout, rounding, weighted, temperature)
 
 

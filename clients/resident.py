@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Live
+from cloister.clients.device_mesh import mesh_for, several
 from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.places import mesh_for, several
 from cloister.clients.work import Here, Work
 from cloister.lm.data import Prepared
 from cloister.lm.layout import Vector

@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +30,10 @@ from cloister.clients.attempt import Attempts
 from cloister.clients.attempt_files import AttemptFiles
 from cloister.clients.carried import Carried
 from cloister.clients.config import SiteConfig
-from cloister.clients.feedback import remainders
 from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.release import code_for
 from cloister.clients.resident import Loaded, Resident
+from cloister.clients.residual import residuals
 from cloister.clients.spending import Spending
 from cloister.clients.work import Task, masking
 from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
@@ -79,18 +79,34 @@ Noise = Callable[[int], NoiseStream]
 """Returns, for a round, a stream that no other training uses."""
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation, or an audit, gives a site; a deployed site has the defaults, and shares nothing."""
+
+    noise: Noise = lambda _round: NoiseStream.fresh()
+    """Source of the site's noise; a repeatable simulation has another."""
+    bases: Path | None = None
+    """Folder of the base models of all sites; None: the site's state folder."""
+    dataset: DatasetLedger | None = None
+    """The ledger over runs that all sites charge."""
+    sequences: Callable[[], Prepared | None] = lambda: None
+    """Gives the site's sequences, if they were made for all sites together; picklable."""
+    agreements: Agreements | None = None
+    """The secrets that sites in this process have agreed on."""
+    task: Callable[[Task], Task] = lambda task: task
+    """The task of an update as this site does it: a poisoned site changes it."""
+
+
+DEPLOYED = Simulated()
+
+
 class Site:
     """Answers the coordinator's requests.
 
     Args:
         config: The site's configuration.
         resident: The state that the process has in memory for its sites.
-        noise: Source of the site's noise; a repeatable simulation passes another.
-        bases: Folder of base models; by default the state folder.
-        dataset: In a simulation, the ledger over runs that all sites charge.
-        sequences: In a simulation, gives the site's sequences, if they were made for all sites together.
-        agreements: In a simulation, the secrets that sites in this process have agreed on.
-        scale: In a simulation, what a poisoned site multiplies its updates by.
+        simulated: What a simulation gives the site.
         audit_log: Has a line for each join, refusal, release and charge before its effect.
         clock: Seconds, for how long a training takes.
     """
@@ -100,26 +116,18 @@ class Site:
         config: SiteConfig,
         resident: Resident,
         *,
-        noise: Noise = lambda _round: NoiseStream.fresh(),
-        bases: Path | None = None,
-        dataset: DatasetLedger | None = None,
-        sequences: Callable[[], Prepared | None] = lambda: None,
-        agreements: Agreements | None = None,
-        scale: float = 1.0,
+        simulated: Simulated = DEPLOYED,
         audit_log: AuditLog = NO_AUDIT_LOG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.name = config.name
         self._resident = resident
-        self._noise = noise
-        self._made_before = sequences
-        self._agreements = agreements
-        self._scale = scale
+        self._simulated = simulated
         self._audit_log = audit_log
         self._clock = clock
-        self._kept = Kept(config.folder, bases or config.folder)
-        self._spending = Spending(config, dataset)
+        self._kept = Kept(config.folder, simulated.bases or config.folder)
+        self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
 
     def answer(self, request: Request) -> Reply:
@@ -284,7 +292,7 @@ class Site:
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
         history = partial(self._history, loaded.plan, sum_id)
-        return Attempts(folder, contract, member, loaded.live, history, self._agreements)
+        return Attempts(folder, contract, member, loaded.live, history, self._simulated.agreements)
 
     def _history(self, plan: Plan, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""
@@ -322,7 +330,7 @@ class Site:
 
         Under a privacy unit this may be called only after the charge: how long it takes depends on the records.
         """
-        made_before = self._made_before()
+        made_before = self._simulated.sequences()
         if made_before is not None:
             return made_before
         preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
@@ -344,8 +352,8 @@ class Site:
         if not loaded.work.elsewhere:
             return partial(self._prepared, loaded)
         self._prepared(loaded)  # so that they are on disk
-        if self._made_before() is not None:
-            return partial(_made, self._made_before)
+        if self._simulated.sequences() is not None:
+            return partial(_made, self._simulated.sequences)
         preparation = preparation_of(self.config, loaded.plan, loaded.model.tokenizer)
         return partial(load_prepared, prepared_path(preparation.folder, preparation.key()))
 
@@ -438,17 +446,16 @@ class Site:
             if self._audit_log:
                 head = f"head of the ledger {paid.hash.hex()}"
                 self._audit_log.record(self._fact("charge", told.sum, head, tries))
-            noise = self._noise(round_number)
+            noise = self._simulated.noise(round_number)
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
-        own = replace(own, factor=own.factor * self._scale)
         blocks, left = loaded.sums.training.blocks, None
         if blocks is not None and bounds is not None and carry is not None:
-            left = remainders(carry, bounds, blocks)
-        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, remainders=left)
+            left = residuals(carry, bounds, blocks)
+        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, residuals=left)
         task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
         started = self._clock()
-        written = loaded.work.update(task, weights, path)
+        written = loaded.work.update(self._simulated.task(task), weights, path)
         return replace(written, seconds=self._clock() - started)
 
     def _fact(self, what: What, about: SumId, detail: str, tries: int) -> Fact:

@@ -18,7 +18,6 @@ from cloister.aggregation.secure_site import SecureSite
 from cloister.aggregation.span import Manifest, Piece
 from cloister.clients.kept import Written
 from cloister.clients.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained, Write
-from cloister.clients.pipe import SharedVector
 from cloister.clients.ranks import Ranks
 from cloister.clients.work import Task
 from cloister.lm.data import Prepared
@@ -29,6 +28,7 @@ from cloister.protocol.blocks import Span, tile
 from cloister.protocol.digest import vector_hash
 from cloister.protocol.errors import StepError
 from cloister.protocol.plan import Plan
+from cloister.protocol.segments import SharedVector
 from cloister.protocol.storage import allocate
 
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, compared, identity, to_examples
 from cloister.lm.records import Record, Unusable, fingerprint, owner_of, read_each, read_records
-from cloister.protocol.errors import DataError, PlanError
+from cloister.protocol.errors import DataError
 from cloister.protocol.plan import DataSection, Plan, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
 
@@ -155,20 +155,9 @@ class UnitRule:
 
 
 def unit_rule(data: DataSection, privacy: PrivacySection) -> UnitRule | None:
-    """The unit rule of a plan; None unless `privacy.unit` is `record` or `owner`.
-
-    Raises:
-        PlanError: `privacy.record` is `window` and `data.format` is not `text`.
-    """
+    """The unit rule of a plan; None unless `privacy.unit` is `record` or `owner`."""
     if not privacy.dpsgd:
         return None
-    if privacy.record == "window" and data.format != "text":
-        raise PlanError(
-            "privacy.record",
-            privacy.record,
-            expected=f"'record', because data.format is {data.format!r}: 'window' is only valid with 'text'",
-            fix="set privacy.record = 'record'",
-        )
     if privacy.unit == "owner":
         return UnitRule(privacy.record, privacy.windows, data.owner, privacy.records)
     return UnitRule(privacy.record, privacy.windows)
@@ -353,15 +342,7 @@ def save_prepared(folder: Path, prepared: Prepared) -> None:
             "parts": {},
         }
         for name, part in prepared.parts():
-            arrays: dict[str, NDArray[Any] | None] = {
-                "tokens": part.tokens,
-                "labels": part.labels,
-                "positions": part.positions,
-                "starts": part.starts,
-                "shares": part.shares,
-                "answers": part.answers,
-            }
-            present = {kind: array for kind, array in arrays.items() if array is not None}
+            present = {kind: array for kind, array in vars(part).items() if isinstance(array, np.ndarray)}
             for kind, array in present.items():
                 np.save(temporary / f"{name}-{kind}.npy", array)
             about["parts"][name] = {"n_bytes": part.n_bytes, "rows": len(part), "arrays": list(present)}
@@ -383,15 +364,7 @@ def load_prepared(folder: Path) -> Prepared:
             part = about["parts"][name]
             mode: Any = "r" if part["rows"] else None  # an empty array cannot be memory-mapped
             arrays = {kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode=mode) for kind in part["arrays"]}
-            parts[name] = Sequences(
-                arrays["tokens"],
-                arrays["labels"],
-                arrays.get("positions"),
-                int(part["n_bytes"]),
-                arrays.get("starts"),
-                arrays.get("shares"),
-                arrays.get("answers"),
-            )
+            parts[name] = Sequences(**{"positions": None, **arrays}, n_bytes=int(part["n_bytes"]))
         return Prepared(
             parts["train"],
             parts["held_out"],

@@ -49,7 +49,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     inner = getattr(model, model.base_model_prefix)
     blocks = len(inner.layers)
     # The last stage, which has the output layer, gets no more blocks than the others; and blocks do not rise again from
-    # stage to stage after they have fallen, which `clients/holdings.py` relies on.
+    # stage to stage after they have fallen, which `clients/memory_estimate.py` relies on.
     fewest, more = divmod(blocks, stages)
     first, end = (edge * fewest + min(edge, more) for edge in (stage, stage + 1))
     for index in range(blocks):

@@ -370,7 +370,14 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     amplified = (
         "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."
     )
+    kept: tuple[str, ...] = ()
     if privacy.correlated is not None:
+        kept = (
+            (
+                "The coordinator kept the key of the noise secret, and used the noise of each round for one sum only, "
+                "also after a crash: its run folder was not replaced by an earlier copy."
+            ),
+        )
         counting = (
             "Epsilon is that of the whole run, and is charged in full in a site's first round: a site that took part "
             f"in fewer rounds, or a run that ended early, costs no less. {own}"
@@ -379,25 +386,10 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
             "The cohorts are a public partition of the roster that is taken in turn, so drawing them does not make "
             "epsilon smaller. Each site checked that its own rounds were as few and as far apart as the plan states."
         )
-        kept = (
-            "The coordinator kept the key of the noise secret, and used the noise of each round for one sum only, also "
-            "after a crash: its run folder was not replaced by an earlier copy."
-        )
-        return (
-            f"The coordinator drew the noise {key}. It disclosed no sum without noise.",
-            kept,
-            (
-                "Norms, sums and noise are floating-point numbers, and the noise is not an exact sample of its "
-                "distribution. The guarantee is for real arithmetic; the loss that rounding adds is not counted."
-            ),
-            zeros,
-            amplified,
-            counting,
-            runs,
-        )
     if privacy.trusted_coordinator:
         return (
             f"The coordinator drew the noise {key}. It disclosed no sum without noise.",
+            *kept,
             (
                 "Norms, sums and noise are floating-point numbers, and the noise is not an exact sample of its "
                 "distribution. The guarantee is for real arithmetic; the loss that rounding adds is not counted."

@@ -26,18 +26,20 @@ LARGEST_EPSILON = 10.0
 UNCLAIMED_DELTA = 1e-2
 """No guarantee is claimed from it on: delta is, roughly, the probability that the bound fails."""
 
-_PARTS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class RoundRow:
-    """A finished round, or one that was given up and released nothing."""
+class _Strict:
+    """A part of a report, of which every field is read as it is declared."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class RoundRow(_Strict):
+    """A finished round, or one that was given up and released nothing."""
 
     round: Count
     """Its number, from 1."""
@@ -50,10 +52,8 @@ class RoundRow:
 
 
 @dataclass(frozen=True)
-class SiteRow:
+class SiteRow(_Strict):
     """What one site did in the run."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     name: str
     """The site's name."""
@@ -68,10 +68,8 @@ class SiteRow:
 
 
 @dataclass(frozen=True)
-class SecureSum:
+class SecureSum(_Strict):
     """The secure sum of a round with the whole cohort."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     sites: Count
     """n: sites in a cohort, or in a group of it."""
@@ -91,10 +89,8 @@ class SecureSum:
 
 
 @dataclass(frozen=True)
-class LedgerRow:
+class LedgerRow(_Strict):
     """One charge."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     number: Count
     """Its place in the ledger."""
@@ -111,10 +107,8 @@ class LedgerRow:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(_Strict):
     """The list of charges, and whether its hash chain verifies."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     rows: tuple[LedgerRow, ...]
     """Every charge of the run, in order."""
@@ -122,17 +116,13 @@ class Ledger:
     """Hash of the last row, in hex. A copy of it kept elsewhere shows whether the ledger was changed later."""
     verified: bool
     """Whether the hash chain verifies from the first row to the head and agrees with the plan and the journal."""
-    refuting: NonNegative | None = None
-    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
     problem: str = ""
     """Why it does not verify; empty if it does."""
 
 
 @dataclass(frozen=True)
-class DatasetRow:
+class DatasetRow(_Strict):
     """What the run's dataset has spent over all runs that charged it in one ledger (`cloister.privacy.dataset`)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     name: str
     """The dataset's name in the ledger."""
@@ -151,10 +141,8 @@ class DatasetRow:
 
 
 @dataclass(frozen=True)
-class GroupRow:
+class GroupRow(_Strict):
     """What holds for several units together, such as several records of one person."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     units: Annotated[int, Field(ge=1)]
     """How many."""
@@ -163,10 +151,8 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class AuditRow:
+class AuditRow(_Strict):
     """What an audit with canaries found (`cloister.privacy.audit`)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     canaries: Count
     """Canaries, each included by a fair coin."""
@@ -189,14 +175,12 @@ class AuditRow:
 
 
 @dataclass(frozen=True)
-class RunReport:
+class RunReport(_Strict):
     """Everything that the page shows.
 
     Raises:
         CloisterError: a claim is incomplete, or smaller than what a round or a site spent.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PARTS
 
     run: str
     """Name of the run."""

@@ -35,7 +35,7 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """Environment of Flower's processes: they report to no third party."""
 
 _BEAT_S = 15.0
-"""Seconds between two signs of life of a task; Flower gives it up after about four times as many."""
+"""Seconds between two heartbeats of a task; Flower gives it up after about four times as many."""
 _TAKE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 

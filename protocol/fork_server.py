@@ -13,9 +13,12 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from multiprocessing import connection, forkserver, get_context, parent_process, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from socket import socket, socketpair
 from types import ModuleType
 
 from cloister.protocol.errors import EngineError, one_line
@@ -65,6 +68,65 @@ def begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def start(target: Callable[..., None], *arguments: object, name: str) -> tuple[ForkServerProcess, socket]:
+    """Start a process in the context of `running`.
+
+    Args:
+        target: Its main function; its first argument is the process's end of a pair of sockets.
+        arguments: The other arguments, picklable.
+        name: The name of the process, after that of the project.
+
+    Returns:
+        The process, and the other end.
+    """
+    ours, theirs = socketpair()
+    with theirs:
+        process = get_context("forkserver").Process(
+            target=target, args=(theirs, *arguments), name=f"cloister {name}"
+        )
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+def redirect(*output: int) -> None:
+    """Let standard output and standard error of this process go to two open files."""
+    for stream, number, fd in zip((sys.stdout, sys.stderr), (1, 2), output, strict=True):
+        stream.flush()
+        os.dup2(fd, number)
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def kill(process: ForkServerProcess) -> None:
+    """Kill a process that `start` has started, and every process that it has started; does not wait for their end."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):  # it did not lead a group yet, or the group is empty
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+def end(process: ForkServerProcess, patience: float = 0.0) -> str:
+    """End a process that `start` has started, and every process that it has started.
+
+    Args:
+        process: The process.
+        patience: Seconds that it has to exit by itself before it is killed.
+
+    Returns:
+        How it ended, such as "exited with status 7".
+    """
+    process.join(patience)
+    code = process.exitcode
+    kill(process)
+    process.join()
+    process.close()
+    return ending(-signal.SIGKILL if code is None else code)
 
 
 def ending(status: int) -> str:

@@ -446,7 +446,7 @@ def _check_groups(plan: Plan) -> Iterator[_Refusal]:
         (
             plan.aggregation.compression is not None,
             "aggregation.compression",
-            "no compression with aggregation.groups: scales and remainders are made for the mean over all sites",
+            "no compression with aggregation.groups: scales and residuals are made for the mean over all sites",
         ),
     ):
         if refused:

@@ -211,8 +211,10 @@ def lock(path: Path, expected: str) -> IO[bytes]:
         raise disk_refusal(path, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
+        if not isinstance(error, BlockingIOError):
+            raise disk_refusal(path, error) from error
         raise StorageError(str(path.parent), expected=expected) from None
     return file
 

@@ -42,8 +42,8 @@ STREAMS = 4
 
 HANDSHAKE_S = 10.0
 """Seconds in which a connection must have proved who it is."""
-ALIVE_S = 15.0
-"""Seconds between two signs of life of a site; firewalls and proxies end connections that are idle for 60."""
+HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats of a site; firewalls and proxies end connections that are idle for 60."""
 SILENT_S = 60.0
 """Seconds after which an end whose peer has said nothing ends the session."""
 STALL_S = 120.0

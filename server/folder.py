@@ -1,36 +1,7 @@
-"""The run folder: every file and folder of a run, each named here and nowhere else.
-
-plan.json          the plan, canonical
-journal.sqlite     the steps that were begun and done
-attempt/           what is needed to go on with the attempt that is under way
-ledger.sqlite      the privacy that was spent, as the coordinator counts it
-noise.json         the key of a trusted coordinator's noise, until the run is finished
-public.safetensors the model after public training
-metrics.jsonl      one line for each round
-tensorboard/       the same as TensorBoard events
-checkpoints/       the global model, one safetensors file a round
-final/             the last model, for `from_pretrained`
-compressed/        a smaller copy of it, if `cloister compress` wrote it
-report.html, report.json  the privacy report, if `cloister report` wrote it
-audit.json         the result of an audit of the run
-
-A deployed run also has:
-
-deployment.json    what the run began with: the version of its federation, its transport
-events.jsonl       every event of the run, with its time
-coordinator.log    the standard error of the run's process
-spool/             vectors that sites have uploaded and that are not summed yet
-
-A simulation also has:
-
-sites/             the sites' own folders, their roster, and the records that no site has
-sites.json         each site's held-out loss before and after the run
-workers.log        the standard error of the worker processes
-"""
+"""The run folder: every file and folder of a run, each named here and nowhere else."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
 import shutil
@@ -43,7 +14,17 @@ from typing import IO, Any
 from cloister.protocol import soundness
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.plan import Plan
-from cloister.protocol.storage import write_bytes
+from cloister.protocol.storage import lock, write_bytes
+
+
+class _Inside:
+    """A name in a folder: the attribute of an object with a `path` is the path of that name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: SitesFolder | RunFiles, _: object = None) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
@@ -52,20 +33,12 @@ class SitesFolder:
 
     path: Path
 
-    @property
-    def roster(self) -> Path:
-        """The roster of all sites."""
-        return self.path / "roster.toml"
-
-    @property
-    def public_records(self) -> Path:
-        """The records that no site has."""
-        return self.path / "public.jsonl"
-
-    @property
-    def sequences(self) -> Path:
-        """The token sequences of all sites (`simulations/store.py`)."""
-        return self.path / "sequences"
+    roster = _Inside("roster.toml")
+    """The roster of all sites."""
+    public_records = _Inside("public.jsonl")
+    """The records that no site has."""
+    sequences = _Inside("sequences")
+    """The token sequences of all sites (`simulations/store.py`)."""
 
     def site(self, name: str) -> Path:
         """The folder of a site."""
@@ -99,120 +72,56 @@ class RunFiles:
 
     path: Path
 
-    @property
-    def plan_file(self) -> Path:
-        """The plan, as canonical JSON."""
-        return self.path / "plan.json"
-
-    @property
-    def journal(self) -> Path:
-        """The journal."""
-        return self.path / "journal.sqlite"
-
-    @property
-    def attempt(self) -> Path:
-        """The folder of the attempt that is under way."""
-        return self.path / "attempt"
-
-    @property
-    def ledger(self) -> Path:
-        """The coordinator's privacy ledger."""
-        return self.path / "ledger.sqlite"
-
-    @property
-    def noise(self) -> Path:
-        """The key of the noise that a trusted coordinator adds."""
-        return self.path / "noise.json"
-
-    @property
-    def public(self) -> Path:
-        """The model after public training."""
-        return self.path / "public.safetensors"
-
-    @property
-    def metrics_file(self) -> Path:
-        """The metrics, one line of JSON for each round."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        """The folder of the final model."""
-        return self.path / "final"
-
-    @property
-    def compressed(self) -> Path:
-        """The folder of a smaller copy of the final model."""
-        return self.path / "compressed"
-
-    @property
-    def report_page(self) -> Path:
-        """The privacy report as a page."""
-        return self.path / "report.html"
-
-    @property
-    def report_data(self) -> Path:
-        """The privacy report as JSON."""
-        return self.path / "report.json"
-
-    @property
-    def audit(self) -> Path:
-        """The result of an audit."""
-        return self.path / "audit.json"
-
-    @property
-    def deployment(self) -> Path:
-        """What a deployed run began with."""
-        return self.path / "deployment.json"
-
-    @property
-    def federation(self) -> Path:
-        """The coordinator's folder of the federation, in a rehearsal."""
-        return self.path / "federation"
-
-    @property
-    def events(self) -> Path:
-        """The events of a deployed run, one line of JSON for each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def coordinator_log(self) -> Path:
-        """The standard error of a deployed run's process."""
-        return self.path / "coordinator.log"
-
-    @property
-    def spool(self) -> Path:
-        """The folder of a deployed run's uploads."""
-        return self.path / "spool"
+    plan_file = _Inside("plan.json")
+    """The plan, as canonical JSON."""
+    journal = _Inside("journal.sqlite")
+    """The steps that were begun and done."""
+    attempt = _Inside("attempt")
+    """The folder of what is needed to go on with the attempt that is under way."""
+    ledger = _Inside("ledger.sqlite")
+    """The coordinator's privacy ledger."""
+    noise = _Inside("noise.json")
+    """The key of the noise that a trusted coordinator adds, until the run is finished."""
+    public = _Inside("public.safetensors")
+    """The model after public training."""
+    metrics_file = _Inside("metrics.jsonl")
+    """The metrics, one line of JSON for each round."""
+    tensorboard = _Inside("tensorboard")
+    """The folder of TensorBoard events."""
+    checkpoints = _Inside("checkpoints")
+    """The folder of checkpoints of the global model, one safetensors file a round."""
+    final = _Inside("final")
+    """The folder of the last model, for `from_pretrained`."""
+    compressed = _Inside("compressed")
+    """The folder of a smaller copy of it, if `cloister compress` wrote it."""
+    report_page = _Inside("report.html")
+    """The privacy report as a page, if `cloister report` wrote it."""
+    report_data = _Inside("report.json")
+    """The privacy report as JSON."""
+    audit = _Inside("audit.json")
+    """The result of an audit."""
+    deployment = _Inside("deployment.json")
+    """What a deployed run began with: the version of its federation, its transport."""
+    federation = _Inside("federation")
+    """The coordinator's folder of the federation, in a rehearsal."""
+    events = _Inside("events.jsonl")
+    """The events of a deployed run with their times, one line of JSON for each."""
+    coordinator_log = _Inside("coordinator.log")
+    """The standard error of a deployed run's process."""
+    spool = _Inside("spool")
+    """The folder of a deployed run's uploads that are not summed yet."""
 
     @property
     def sites(self) -> SitesFolder:
-        """The folder of a simulation's sites."""
+        """The folder of a simulation's sites, with their roster and the records that no site has."""
         return SitesFolder(self.path / "sites")
 
-    @property
-    def site_outcomes(self) -> Path:
-        """Each simulated site's held-out loss before and after the run."""
-        return self.path / "sites.json"
-
-    @property
-    def workers_log(self) -> Path:
-        """The standard error of a simulation's worker processes."""
-        return self.path / "workers.log"
-
-    @property
-    def lock(self) -> Path:
-        """The file that is locked by the process that works in the folder."""
-        return self.path / ".lock"
+    site_outcomes = _Inside("sites.json")
+    """Each simulated site's held-out loss before and after the run."""
+    workers_log = _Inside("workers.log")
+    """The standard error of a simulation's worker processes."""
+    lock = _Inside(".lock")
+    """The file that is locked by the process that works in the folder."""
 
     def resume_command(self, federation: str = "FEDERATION") -> str:
         """The command that continues the run.
@@ -262,28 +171,8 @@ class RunFolder(RunFiles):
             RunFolderError: the folder is not empty or cannot be made.
         """
         files = RunFiles(path)
-        try:
-            if files.plan_file.exists():
-                raise RunFolderError(
-                    str(path),
-                    expected="a new folder, and this one holds another run",
-                    fix=f"continue it with `{files.resume_command()}`, or choose another --out",
-                )
-            made = not path.exists()
-            if not made and (not path.is_dir() or any(path.iterdir())):
-                raise RunFolderError(
-                    str(path),
-                    expected="a new or empty folder, and this one holds other files",
-                    fix="choose another --out",
-                )
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFolderError(
-                str(path),
-                expected=f"a folder that can be made ({error.strerror})",
-                fix="choose another --out",
-            ) from error
-        folder = cls(path, plan, _locked(files), made=made)
+        made = make_folder(path, files.plan_file.name, "run", files.resume_command)
+        folder = cls(path, plan, locked(path, "run"), made=made)
         try:
             write_bytes(files.plan_file, plan.to_json().encode())
         except StorageError as error:  # nothing can be resumed without a plan
@@ -301,7 +190,7 @@ class RunFolder(RunFiles):
             RunFolderError: it is not a run folder, or another process works in it.
         """
         plan = read_plan(path)
-        return cls(path, plan, _locked(RunFiles(path)))
+        return cls(path, plan, locked(path, "run"))
 
     def __enter__(self) -> RunFolder:
         return self
@@ -394,23 +283,52 @@ def read_plan(path: Path, parse: Callable[[bytes], Plan] = soundness.from_json) 
         ) from error
 
 
-def _locked(files: RunFiles) -> IO[bytes]:
+def make_folder(path: Path, file: str, what: str, command: Callable[[], str]) -> bool:
+    """Make the folder of a new run or search.
+
+    Args:
+        path: The folder.
+        file: The file that such a folder has from its beginning.
+        what: What the folder is of: `run` or `search`.
+        command: Gives the command that continues another one that is there.
+
+    Returns:
+        Whether there was no folder before.
+
+    Raises:
+        RunFolderError: the folder is not empty or cannot be made.
+    """
     try:
-        lock = files.lock.open("wb")
+        if (path / file).exists():
+            raise RunFolderError(
+                str(path),
+                expected=f"a new folder, and this one holds another {what}",
+                fix=f"continue it with `{command()}`, or choose another --out",
+            )
+        made = not path.exists()
+        if not made and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(
+                str(path),
+                expected="a new or empty folder, and this one holds other files",
+                fix="choose another --out",
+            )
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(
-            str(files.path),
-            expected=f"a folder that can be written to ({error.strerror})",
-            fix="correct its permissions",
+            str(path),
+            expected=f"a folder that can be made ({error.strerror})",
+            fix="choose another --out",
         ) from error
+    return made
+
+
+def locked(path: Path, what: str) -> IO[bytes]:
+    """Lock the folder of a run or search until the returned file is closed or this process ends.
+
+    Raises:
+        RunFolderError: another process works in it, or it cannot be written to.
+    """
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise RunFolderError(str(files.path), expected="a run that no other process is working on") from None
-    except OSError as error:
-        lock.close()
-        raise RunFolderError(
-            str(files.path), expected=f"a file system that can lock a file ({error.strerror})"
-        ) from error
-    return lock
+        return lock(RunFiles(path).lock, f"a {what} that no other process is working on")
+    except StorageError as error:
+        raise RunFolderError(error.field, expected=error.expected, fix=error.fix) from error

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from cloister.aggregation.average import PlainSum
 from cloister.aggregation.scales import Scales
 from cloister.aggregation.sums import Sums
 from cloister.clients.config import SiteConfig
-from cloister.clients.site import Site
+from cloister.clients.site import Simulated, Site
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
 from cloister.privacy.accounting import composed, epsilon_of
@@ -128,16 +128,14 @@ class RecordGame:
         )
         first, second = TrainedBy(planted), TrainedBy(partial(Repeating, observed=observed))
         name = self.site.name
-        site = Site(
-            self._config("first", records=True), first, noise=partial(noises, name), bases=self.folder
-        )
-        repeated = Site(
-            self._config("second", records=False),
-            second,
+        simulated = Simulated(noise=partial(noises, name), bases=self.folder)
+        site = Site(self._config("first", records=True), first, simulated=simulated)
+        empty = replace(
+            simulated,
             noise=partial(noises, f"{name} without records"),
-            bases=self.folder,
             sequences=lambda: prepared(plan, 0),
         )
+        repeated = Site(self._config("second", records=False), second, simulated=empty)
         different = self._play((site, repeated), plan, rounds_played, observed)
         charged = self._charged(site)
         claimed = epsilon_of(charged, terms.delta, terms.accountant)

@@ -21,7 +21,7 @@ from cloister.aggregation.median import median
 from cloister.aggregation.rotation import Floats
 from cloister.clients.config import SiteConfig
 from cloister.clients.serve import serve
-from cloister.clients.site import Site
+from cloister.clients.site import Simulated, Site
 from cloister.lm.data import Prepared, Sequences
 from cloister.lm.layout import Vector
 from cloister.lm.model import LanguageModel
@@ -249,7 +249,8 @@ class Federation:
             )
             save_identity(identities[name], identity)
             member = _Member(name, plan, turn, update, noised, noises)
-            sites.append(Site(config, resident, noise=member.noise, bases=folder, sequences=member.sequences))
+            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences)
+            sites.append(Site(config, resident, simulated=simulated))
         channel = _InProcess(sites)
         with RunFolder.create(folder / "run", plan) as out:
             kept = Checkpoints(out.checkpoints, self.model.layout, plan.server.keep_checkpoints)

@@ -24,10 +24,10 @@ from flwr.serverapp import Grid
 from cloister.aggregation.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.config import SiteConfig, read_config
+from cloister.clients.device_mesh import mesh_for
 from cloister.clients.kept import DECLARED_ROUNDING, base_path, save_vector
-from cloister.clients.places import mesh_for
 from cloister.clients.resident import Resident
-from cloister.clients.site import Site
+from cloister.clients.site import Simulated, Site
 from cloister.lm import saved
 from cloister.lm.corpus import corpus_records
 from cloister.lm.data import Prepared, check_usable
@@ -64,7 +64,7 @@ from cloister.simulations.partition import (
     write_records,
     write_sites,
 )
-from cloister.simulations.poison import altered, scale_of
+from cloister.simulations.poison import altered, multiplied, scale_of
 from cloister.simulations.process import peak_rss, return_freed_memory
 
 _RUN_ID = 1
@@ -308,17 +308,15 @@ def open_site(
         agreements: The secrets that its sites have agreed on.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
-    noise = partial(noise_of, plan, config.name)
-    return Site(
-        config,
-        resident,
-        noise=noise,
+    simulated = Simulated(
+        noise=partial(noise_of, plan, config.name),
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
         agreements=agreements,
-        scale=scale_of(plan, index),
+        task=partial(multiplied, scale_of(plan, index)),
     )
+    return Site(config, resident, simulated=simulated)
 
 
 def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:

@@ -13,8 +13,10 @@ Which sites are poisoned is drawn from the run's seed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from cloister.clients.work import Task
 from cloister.protocol.plan import Plan, PoisonSection
 from cloister.simulations.faults import drawn
 
@@ -36,6 +38,11 @@ def scale_of(plan: Plan, site: int) -> float:
     if poison is None or site not in poisoned(plan):
         return 1.0
     return -poison.factor if poison.kind == "sign-flip" else poison.factor
+
+
+def multiplied(factor: float, task: Task) -> Task:
+    """A site's task with an update that is `factor` times as large."""
+    return replace(task, own=replace(task.own, factor=task.own.factor * factor))
 
 
 def altered(plan: Plan, site: int, records: Iterable[Record]) -> Iterable[Record]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import math
-import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -169,8 +168,7 @@ class _PrunedError(CloisterError):
 def _work(theirs: Connection, path: Path, plan_json: str, engine: Engine, log: Path) -> None:
     fork_server.begin()
     with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+        fork_server.redirect(file.fileno(), file.fileno())
     from cloister.protocol.soundness import from_json
 
     plan = from_json(plan_json)

@@ -41,8 +41,8 @@ from cloister.privacy.terms import Terms
 from cloister.protocol.errors import BudgetError, CloisterError, EngineError, PlanError, RunFolderError
 from cloister.protocol.plan import Plan
 from cloister.protocol.soundness import from_json
-from cloister.protocol.storage import lock, write_bytes
-from cloister.server.folder import RunFiles, RunFolder
+from cloister.protocol.storage import write_bytes
+from cloister.server.folder import RunFiles, RunFolder, locked, make_folder
 from cloister.server.history import reached
 from cloister.server.journal import FINISHED
 from cloister.server.outcome import finish, outcome
@@ -91,11 +91,11 @@ class Found:
 class SearchFolder:
     """The folder of a search, in which this process alone works until it closes it; a context manager."""
 
-    def __init__(self, path: Path, plan: Plan, search: Search, locked: IO[bytes]) -> None:
+    def __init__(self, path: Path, plan: Plan, search: Search, lock: IO[bytes]) -> None:
         self.path = path
         self.plan = plan
         self.search = search
-        self._lock = locked
+        self._lock = lock
         self._drawn = path / "drawn"
 
     @classmethod
@@ -111,30 +111,11 @@ class SearchFolder:
         if plan.privacy.unit != "none":
             plan = searches.private_plan(plan, search, secrets.token_hex(16))
             price(plan)
-        try:
-            if (path / "search.json").exists():
-                raise RunFolderError(
-                    str(path),
-                    expected="a new folder, and this one holds another search",
-                    fix=f"continue it with `cloister tune --again {path}`, or choose another --out",
-                )
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise RunFolderError(
-                    str(path),
-                    expected="a new or empty folder, and this one holds other files",
-                    fix="choose another --out",
-                )
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFolderError(
-                str(path),
-                expected=f"a folder that can be made ({error.strerror})",
-                fix="choose another --out",
-            ) from error
-        locked = _locked(path)
+        make_folder(path, "search.json", "search", lambda: f"cloister tune --again {path}")
+        lock = locked(path, "search")
         facts = {"plan": json.loads(plan.to_json()), "search": search.model_dump(mode="json")}
         write_bytes(path / "search.json", json.dumps(facts, indent=1).encode())
-        return cls(path, plan, search, locked)
+        return cls(path, plan, search, lock)
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
@@ -156,7 +137,7 @@ class SearchFolder:
             raise RunFolderError(
                 str(file), expected=f"a whole search ({error})", fix="restore it from a backup"
             ) from error
-        return cls(path, plan, search, _locked(path))
+        return cls(path, plan, search, locked(path, "search"))
 
     def __enter__(self) -> Self:
         return self
@@ -207,10 +188,6 @@ class SearchFolder:
     def trial(self, number: int) -> Path:
         """The run folder of a trial."""
         return (self.sealed if self.private else self.path / "trials") / f"{number:04d}"
-
-
-def _locked(path: Path) -> IO[bytes]:
-    return lock(path / ".lock", "a search that no other process is working on")
 
 
 def price(plan: Plan) -> Price:

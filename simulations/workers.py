@@ -8,20 +8,16 @@ The coordinator waits on the workers' sockets and process sentinels; nothing pol
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import signal
 import socket
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from multiprocessing import connection, get_context, util
+from multiprocessing import connection, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TypeVar
@@ -99,7 +95,7 @@ class Worker:
             ConnectionError: the process has ended.
             TimeoutError: it did not read the message within `timeout` seconds.
         """
-        self.channel.send((message, context, self.channel.returned()), segments, timeout)
+        self.channel.put((message, context, self.channel.returned()), segments, timeout)
         self.state = State.BUSY
 
     def end(self, patience: float = 0.0) -> str:
@@ -112,18 +108,8 @@ class Worker:
             How it ended, such as "exited with status 7".
         """
         self.state = State.ENDED
-        self.channel.socket.close()
-        self.process.join(patience)
-        code = self.process.exitcode
-        assert self.process.pid is not None
-        with suppress(ProcessLookupError):  # it did not lead a group yet, or the group is empty
-            os.killpg(self.process.pid, signal.SIGKILL)
-        if code is None:
-            self.process.kill()
-            self.process.join()
-            code = -signal.SIGKILL
-        self.process.close()
-        return fork_server.ending(code)
+        self.channel.close()
+        return fork_server.end(self.process, patience)
 
 
 class WorkerPool:
@@ -195,11 +181,13 @@ class WorkerPool:
             if worker.state is not State.ENDED:
                 return worker
         alive = [worker for worker in self._workers if worker]
-        sources = [source for worker in alive for source in (worker.channel.socket, worker.process.sentinel)]
+        sources = [
+            source for worker in alive for source in (worker.channel.fileno(), worker.process.sentinel)
+        ]
         ready = connection.wait(sources, timeout)
         # The last reply of a process that has ended may still be in its socket, so both sources lead to `hear`.
         self._to_hear.extend(
-            worker for worker in alive if worker.channel.socket in ready or worker.process.sentinel in ready
+            worker for worker in alive if worker.channel.fileno() in ready or worker.process.sentinel in ready
         )
         return self._to_hear.popleft() if self._to_hear else None
 
@@ -266,18 +254,9 @@ class WorkerPool:
         return f"see {self._log}" if self._log else ""
 
     def _start(self, index: int) -> Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = get_context("forkserver").Process(
-                target=_work,
-                args=(theirs, self._factory, self._environments[index], self._log),
-                name=f"cloister worker {index}",
-            )
-            try:
-                process.start()
-            except BaseException:
-                ours.close()
-                raise
+        process, ours = fork_server.start(
+            _work, self._factory, self._environments[index], self._log, name=f"worker {index}"
+        )
         return Worker(index, process, Channel(ours, borrows=True))
 
     def _in_fork_server(self, act: Callable[[], T]) -> T:
@@ -296,7 +275,7 @@ class WorkerPool:
 def _end_all(workers: list[Worker | None]) -> None:
     for worker in workers:
         if worker:
-            worker.channel.socket.close()  # idle workers exit at this; all of them at the same time
+            worker.channel.close()  # idle workers exit at this; all of them at the same time
     for index, worker in enumerate(workers):
         if worker:
             worker.end(_EXIT_SECONDS if worker.state is State.IDLE else 0.0)
@@ -314,15 +293,16 @@ def _work(
     os.environ.update(variables)
     collect_rarely()
     if log:
-        _append_output(log)
+        with log.open("ab") as file:
+            fork_server.redirect(file.fileno(), file.fileno())
     channel = Channel(theirs)
     try:
         app: ClientApp = pickle.loads(factory)()
     except Exception as error:  # any failure to make the app is reported to the coordinator
         traceback.print_exc()
-        channel.send(Unusable(one_line(error)), PushSegments())
+        channel.put(Unusable(one_line(error)), PushSegments())
         return
-    channel.send(Ready(), PushSegments())
+    channel.put(Ready(), PushSegments())
     lent = LentSegments()
     while True:
         try:
@@ -336,18 +316,8 @@ def _work(
             reply = app(message, context)
             if not isinstance(reply, Message):
                 raise TypeError(f"the client app returned a {type(reply).__name__}: expected a Message")
-            channel.send(Answered(reply, context), lent)
+            channel.put(Answered(reply, context), lent)
         except Exception as error:  # any exception of a handler becomes its site's error reply, as in Flower
             traceback.print_exc()
-            channel.send(Raised(one_line(error)), PushSegments())
+            channel.put(Raised(one_line(error)), PushSegments())
         del message, context, reply  # frees their memory while the worker waits
-
-
-def _append_output(log: Path) -> None:
-    with log.open("ab") as file:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)

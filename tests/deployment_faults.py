@@ -241,7 +241,7 @@ def test_the_disk_of_a_site_is_full(small_plan: Path, tmp_path: Path) -> None:
             if started(event, 2):
                 disk.fill()
             elif started(event, 3):
-                wait_for(lambda: "alive.json: expected a disk" in deployed.log("site-001"))
+                wait_for(lambda: "heartbeat.json: expected a disk" in deployed.log("site-001"))
                 disk.free()
             elif isinstance(event, SiteFailed):
                 failed.append(event)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cloister.clients.attempt import Attempts
 from cloister.clients.config import read_config
 from cloister.clients.resident import Resident
 from cloister.clients.serve import Served, serve
-from cloister.clients.site import Noise, Site
+from cloister.clients.site import Noise, Simulated, Site
 from cloister.clients.work import masking
 from cloister.lm.layout import Layout, Vector
 from cloister.lm.model import load_model
@@ -268,10 +269,10 @@ class Federation:
             (home / "policy.toml").write_text(policy)
             config["policy"] = str(home / "policy.toml")
         changed_config = read_config(home / "site.toml").model_copy(update=config)
-        dataset = DatasetLedger.of(self.plan)
-        if noise is None:
-            return Site(changed_config, resident or self.resident, dataset=dataset)
-        return Site(changed_config, resident or self.resident, noise=noise, dataset=dataset)
+        simulated = Simulated(dataset=DatasetLedger.of(self.plan))
+        if noise is not None:
+            simulated = replace(simulated, noise=noise)
+        return Site(changed_config, resident or self.resident, simulated=simulated)
 
     def entries(self, index: int = 0) -> tuple[Entry, ...]:
         """What a site's ledger has, read by another connection: what is committed."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from cloister.clients.forms import with_values
+from cloister.clients.templates import with_values
 from cloister.tests.federation import write_records
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text(encoding="utf-8")

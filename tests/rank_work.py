@@ -22,11 +22,11 @@ from flwr.clientapp import ClientApp
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from cloister.clients.pipe import SharedVector
 from cloister.clients.rank import Place, main
 from cloister.clients.ranks import Ranks
 from cloister.lm.mesh import Mesh
 from cloister.protocol.errors import DataError
+from cloister.protocol.segments import SharedVector
 
 SECRET = 1234.5
 """What ranks send each other."""
@@ -48,7 +48,7 @@ class Work:
         if isinstance(command, SharedVector):
             spans = np.array_split(command.array, self._place.count)
             mine = SharedVector.of(2 * spans[self._place.rank])
-            return os.fstat(command.fileno()).st_ino, command.array.flags.writeable, mine
+            return os.fstat(command.segment.fd).st_ino, command.array.flags.writeable, mine
         answer = getattr(self, command)()
         return answer, self._commands, os.getpid()
 

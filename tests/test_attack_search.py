@@ -377,7 +377,7 @@ def test_all_vectors_of_a_sum_depend_on_the_same(
     assert found.sums >= sums
 
 
-def test_moments_and_remainders_of_different_rounds_are_found_in_a_sum() -> None:
+def test_moments_and_residuals_of_different_rounds_are_found_in_a_sum() -> None:
     """One site makes no update in round 1; in round 2 all are told the same."""
     found = values(CARRIED, kind=without("_check_one_history"))
     assert "round 2" in found.attack

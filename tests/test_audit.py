@@ -120,25 +120,25 @@ def test_more_right_guesses_never_lower_the_bound(
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
 def test_the_bound_is_below_the_truth_in_95_of_100_runs(sigma: float) -> None:
     """Of 300 audits at 95 %, 15 may err; 28 or more would with probability 0.001."""
-    trials, generator = 300, np.random.default_rng(20)
+    repeats, generator = 300, np.random.default_rng(20)
     truth = gaussian_epsilon(sigma, DELTA)
-    bounds = [bound_of_a_run(generator, 1000, 50, sigma, DELTA) for _ in range(trials)]
-    assert sum(bound > truth for bound in bounds) <= binom.ppf(0.999, trials, 0.05)
+    bounds = [bound_of_a_run(generator, 1000, 50, sigma, DELTA) for _ in range(repeats)]
+    assert sum(bound > truth for bound in bounds) <= binom.ppf(0.999, repeats, 0.05)
     assert max(bounds) > 0  # an audit that never finds anything would pass the line above
 
 
 def test_the_bound_errs_as_often_as_it_says_where_it_is_tight_and_the_test_would_see_more() -> None:
     """Randomised response, the mechanism that meets the pure bound: 2000 audits of 200 coins at epsilon 1."""
-    trials, coins, epsilon = 2000, 200, 1.0
+    repeats, coins, epsilon = 2000, 200, 1.0
     right = 1 / (1 + math.exp(-epsilon))
-    counts = np.random.default_rng(21).binomial(coins, right, trials)
+    counts = np.random.default_rng(21).binomial(coins, right, repeats)
 
     def errors(confidence: float) -> int:
         bounds = {int(n): audit.lower_bound(int(n), coins, coins, 0.0, confidence) for n in np.unique(counts)}
         return sum(bounds[int(n)] > epsilon for n in counts)
 
-    allowed = binom.ppf(0.999, trials, 0.05)
-    assert 0.01 * trials < errors(0.95) <= allowed
+    allowed = binom.ppf(0.999, repeats, 0.05)
+    assert 0.01 * repeats < errors(0.95) <= allowed
     assert errors(0.8) > allowed  # a bound at the wrong confidence is found out
 
 
@@ -178,10 +178,10 @@ def runs(
 
 
 def test_many_runs_stay_below_the_truth_and_catch_halved_noise() -> None:
-    truth, trials = gaussian_epsilon(1.0, DELTA), 300
+    truth, repeats = gaussian_epsilon(1.0, DELTA), 300
     generator = np.random.default_rng(23)
-    honest = [audit.distinguish(*runs(generator, 20_000, 1.0, 2.5), DELTA) for _ in range(trials)]
-    assert sum(bound > truth for bound in honest) <= binom.ppf(0.999, trials, 0.05)
+    honest = [audit.distinguish(*runs(generator, 20_000, 1.0, 2.5), DELTA) for _ in range(repeats)]
+    assert sum(bound > truth for bound in honest) <= binom.ppf(0.999, repeats, 0.05)
     assert min(honest) > 1
     assert audit.distinguish(*runs(generator, 1_000_000, 0.5, 1.75), DELTA) > truth
 

@@ -181,7 +181,7 @@ def test_moments_of_large_gradients_do_not_single_out_a_site_that_was_absent(
     assert max(cosine(total, rounds.of(site, LAST)) for site in rounds.others) < 0.9
 
 
-@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "remainders"])
+@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "residuals"])
 def test_a_site_of_another_history_refuses_before_it_charges(tmp_path: Path, settings: list[str]) -> None:
     private = [*RECORD, "aggregation.secure=true", "local.steps=1", "local.batch_size=4"]
     rounds = Rounds(tmp_path, *settings, *private)
@@ -247,7 +247,7 @@ def makes_no_update(rounds: Rounds, inboxes: dict[str, Inbox]) -> None:
     assert not update_path(rounds.victim.config.folder, 3).exists()
 
 
-@pytest.mark.parametrize(("settings", "file"), [(KEPT, "moments"), (EIGHT_BITS, "remainder")])
+@pytest.mark.parametrize(("settings", "file"), [(KEPT, "moments"), (EIGHT_BITS, "residual")])
 def test_a_site_whose_carried_state_is_damaged_carries_nothing(
     tmp_path: Path, settings: list[str], file: str
 ) -> None:
@@ -278,7 +278,7 @@ def carries_nothing(rounds: Rounds) -> None:
     rounds.round(3, rounds.sites, rounds.federation.model)
 
 
-@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "remainders"])
+@pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "residuals"])
 def test_a_site_that_was_in_another_run_meanwhile_carries_nothing(
     tmp_path: Path, settings: list[str]
 ) -> None:
@@ -313,7 +313,7 @@ def carried_folders(rounds: Rounds) -> list[Path]:
     return [site.config.folder / "carried" / "00001" for site in rounds.sites]
 
 
-# Remainders of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the
+# Residuals of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the
 # bounds of round 2 are smaller than what is left, and larger than an update.
 
 
@@ -345,10 +345,10 @@ def singled_out(rounds: Rounds, drift: npt.NDArray[np.float32], **told: Any) -> 
     return float(found.sum() / sure.sum())
 
 
-def test_remainders_of_large_updates_do_not_single_out_a_site_that_was_absent(
+def test_residuals_of_large_updates_do_not_single_out_a_site_that_was_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "MOST_KEPT", 4.0)  # takes the cut of a remainder out
+    monkeypatch.setattr(compression, "MOST_KEPT", 4.0)  # takes the cut of a residual out
     rounds = Rounds(tmp_path, *EIGHT_BITS)
     _, drift = drown(rounds)
     rounds.refused(2, rounds.federation.model, scales=bounds(0.02))
@@ -356,7 +356,7 @@ def test_remainders_of_large_updates_do_not_single_out_a_site_that_was_absent(
     assert singled_out(rounds, drift, attempt=2) > 0.99
 
 
-def test_a_remainder_that_is_cut_does_not_single_out_a_site(
+def test_a_residual_that_is_cut_does_not_single_out_a_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second guard: it takes at most a quarter of the range of the bounds in force."""

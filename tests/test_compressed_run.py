@@ -284,10 +284,10 @@ def test_a_site_that_lies_about_its_history_only_loses_what_is_carried(tmp_path:
     assert party.states() == ["fresh", "carried", "fresh", "carried", "fresh"]
 
 
-def test_a_site_whose_remainder_is_damaged_misses_one_round_and_then_all_begin_anew(tmp_path: Path) -> None:
+def test_a_site_whose_residual_is_damaged_misses_one_round_and_then_all_begin_anew(tmp_path: Path) -> None:
     party = Run(tmp_path, *ONE_MAY_MISS)
     name = next(iter(party.folders))
-    path = party.folders[name] / "carried" / "00002" / "remainder"
+    path = party.folders[name] / "carried" / "00002" / "residual"
 
     def before(site: str, request: Request) -> None:
         party._note(site, request)

@@ -19,7 +19,7 @@ from cloister.aggregation.ring import Ring
 from cloister.aggregation.rotation import ROTATED, hadamard_transform, rotated_blocks, signs
 from cloister.aggregation.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
 from cloister.aggregation.sums import Sums
-from cloister.clients.feedback import kept_in, remainders, stored
+from cloister.clients.residual import kept_in, residuals, stored
 from cloister.protocol.blocks import BLOCK, tile
 from cloister.protocol.digest import instructions_digest
 from cloister.protocol.errors import PlanError, UpdateError
@@ -139,8 +139,8 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
     bounds = random.uniform(0.5, 2, code.blocks).astype(np.float32)
     kept_before = random.integers(-90, 90, code.size).astype(np.int8)
     kept = Kept(kept_before, bounds[::-1].copy())
-    remainder = np.empty(code.size, np.int8)
-    whole, clipped = code.encode(x, bounds, seed_of(5), factor=0.7, kept=kept, remainder=remainder)
+    residual = np.empty(code.size, np.int8)
+    whole, clipped = code.encode(x, bounds, seed_of(5), factor=0.7, kept=kept, residual=residual)
     assert clipped > 0
     for parts in (2, 3, 5):
         pieces, lefts, counted = [], [], 0
@@ -149,13 +149,13 @@ def test_spans_have_the_same_bytes_as_the_whole() -> None:
             own = Kept(place.of(kept_before), kept.bounds[place.start // ROTATED : place.stop // ROTATED])
             left = np.empty(place.size, np.int8)
             coded, some = code.encode(
-                span.of(x), bounds, seed_of(5), place.start, factor=0.7, kept=own, remainder=left
+                span.of(x), bounds, seed_of(5), place.start, factor=0.7, kept=own, residual=left
             )
             pieces.append(coded)
             lefts.append(left)
             counted += some
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
-        np.testing.assert_array_equal(np.concatenate(lefts), remainder)
+        np.testing.assert_array_equal(np.concatenate(lefts), residual)
         assert counted == clipped
 
 
@@ -202,10 +202,10 @@ def error_of_rounds(rounds: int, *, feedback: bool) -> float:
     ]  # they change, and clip
     sent, kept = np.zeros(ROTATED), None
     for number in range(rounds):
-        remainder = np.empty(code.size, np.int8)
-        coded, _ = code.encode(x, bounds[number], seed_of(number), kept=kept, remainder=remainder)
+        residual = np.empty(code.size, np.int8)
+        coded, _ = code.encode(x, bounds[number], seed_of(number), kept=kept, residual=residual)
         sent += code.decode(coded, bounds[number])
-        kept = Kept(remainder, bounds[number]) if feedback else None
+        kept = Kept(residual, bounds[number]) if feedback else None
     return rms(sent / rounds - x)
 
 
@@ -219,24 +219,24 @@ def test_with_feedback_the_mean_of_many_rounds_is_the_true_mean() -> None:
 
 def test_what_is_left_out_is_bounded() -> None:
     code, x = code_of(ROTATED), np.full(ROTATED, 50.0, np.float32)
-    remainder = np.empty(code.size, np.int8)
-    code.encode(x, np.ones(1, np.float32), seed_of(0), remainder=remainder)
-    assert np.abs(remainder.astype(int)).max() == 127
-    kept = Kept(remainder, np.ones(1, np.float32))
+    residual = np.empty(code.size, np.int8)
+    code.encode(x, np.ones(1, np.float32), seed_of(0), residual=residual)
+    assert np.abs(residual.astype(int)).max() == 127
+    kept = Kept(residual, np.ones(1, np.float32))
     coded, _ = code.encode(np.zeros(ROTATED, np.float32), np.full(1, 2.0, np.float32), seed_of(0), kept=kept)
     most = np.abs(coded.view(np.int8).astype(int)).max()
     assert code.most_kept / 2 <= most <= code.most_kept / 2 + 1  # its steps are half as large
 
 
 @pytest.mark.parametrize(("terms", "bits"), [(8, 8), (40, 8), (8, 16)])
-def test_no_bounds_make_a_remainder_decide_what_a_site_sends(terms: int, bits: Any) -> None:
+def test_no_bounds_make_a_residual_decide_what_a_site_sends(terms: int, bits: Any) -> None:
     """Bounds that shrink from one round to the next: what is left of the earlier one would fill the range, so that the
     site sends a constant whatever it has learned."""
     code = code_of(ROTATED, terms=terms, bits=bits)
-    remainder = np.full(code.size, 2 ** (bits - 1) - 1, code.ring.signed_dtype)
+    residual = np.full(code.size, 2 ** (bits - 1) - 1, code.ring.signed_dtype)
     x = np.random.default_rng(4).standard_normal(ROTATED).astype(np.float32)
     for before in (1e-3, 1.0, 3.0, 1e6):
-        kept = Kept(remainder, np.full(1, before, np.float32))
+        kept = Kept(residual, np.full(1, before, np.float32))
         coded, clipped = code.encode(x, np.full(1, 3.0, np.float32), seed_of(0), kept=kept)
         alone, _ = code.encode(x, np.full(1, 3.0, np.float32), seed_of(0))
         moved = coded.view(code.ring.signed_dtype).astype(int) - alone.view(code.ring.signed_dtype)
@@ -252,39 +252,39 @@ def test_what_is_left_out_is_exact_up_to_its_limit(bits: Any) -> None:
     kept = Kept(before, np.full(code.blocks, 20.0, np.float32))
     values, bounds = np.zeros(code.values, np.float32), np.ones(code.blocks, np.float32)
     after = np.empty_like(before)
-    coded, clipped = code.encode(values, bounds, seed_of(7), kept=kept, remainder=after)
+    coded, clipped = code.encode(values, bounds, seed_of(7), kept=kept, residual=after)
     z = (before.astype(float) * 20 * code.unit).clip(-code.most_kept, code.most_kept)
     assert clipped == 0
     left = (z - coded.view(code.ring.signed_dtype)) / code.unit
     np.testing.assert_allclose(after, left, rtol=0, atol=0.501)
 
 
-def test_a_remainder_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
+def test_a_residual_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
     code = code_of(3 * MANY + 17)  # several steps for each rank
     x = np.random.default_rng(8).standard_normal(code.values).astype(np.float32)
     bounds = np.linspace(2, 3, code.blocks, dtype=np.float32)
     first, second = np.empty((2, code.size), np.int8)
-    code.encode(x, bounds, seed_of(1), remainder=first)
-    expected, _ = code.encode(x, bounds, seed_of(2), kept=Kept(first, bounds), remainder=second)
+    code.encode(x, bounds, seed_of(1), residual=first)
+    expected, _ = code.encode(x, bounds, seed_of(2), kept=Kept(first, bounds), residual=second)
 
     def coded(number: int) -> npt.NDArray[Any]:
-        left = remainders(carry_in(tmp_path, number), bounds, code)
+        left = residuals(carry_in(tmp_path, number), bounds, code)
         pieces = []
         for span in tile(code.values, 2):  # as two ranks write it
             place = code.coded(span)
             with (
                 kept_in(left.before, code, place) as kept,
-                stored(left.after, code, place, os.O_WRONLY) as remainder,
+                stored(left.after, code, place, os.O_WRONLY) as residual,
             ):
                 part, _ = code.encode(
-                    span.of(x), bounds, seed_of(number), place.start, kept=kept, remainder=remainder
+                    span.of(x), bounds, seed_of(number), place.start, kept=kept, residual=residual
                 )
                 pieces.append(part)
         return np.concatenate(pieces)
 
     coded(1)
     np.testing.assert_array_equal(coded(2), expected)
-    kept_file = tmp_path / "2" / "remainder"
+    kept_file = tmp_path / "2" / "residual"
     np.testing.assert_array_equal(np.frombuffer(kept_file.read_bytes()[4 * code.blocks :], np.int8), second)
     assert kept_file.stat().st_mode & 0o777 == 0o600
 

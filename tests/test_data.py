@@ -32,7 +32,7 @@ from cloister.lm.data import (
     unit_rule,
 )
 from cloister.lm.tokenizer import END, byte_tokenizer
-from cloister.protocol.errors import DataError, PlanError, StorageError
+from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import DataSection, PrivacySection
 from cloister.tests.federation import PRIVATE, changed, tiny
 
@@ -430,8 +430,6 @@ def test_the_rule_of_units() -> None:
     assert unit_rule(owned, PrivacySection(unit="owner", records=3)) == UnitRule("record", 4, "who", 3)
     window = PrivacySection(unit="record", record="window")
     assert unit_rule(data, window) == UnitRule("window", 4)
-    with pytest.raises(PlanError, match=r"^privacy\.record is 'window': .*data\.format is 'prompt'"):
-        unit_rule(DataSection(format="prompt"), window)
 
 
 # Owners

@@ -194,7 +194,7 @@ def test_8_the_disk_is_full(parties: Rehearsal, small_disk: Path, monkeypatch: p
     assert f"1.0 MB at {small_disk}" in fault
     assert "free space" in fault
     monkeypatch.setattr("cloister.lm.model.count_parameters", lambda _plan: (10**4, 10**4))
-    monkeypatch.setattr("cloister.clients.places.count_parameters", lambda _plan: (10**4, 10**4))
+    monkeypatch.setattr("cloister.clients.device_mesh.count_parameters", lambda _plan: (10**4, 10**4))
     assert parties.doctor("--plan", "default").states("disk") == {"ok"}  # it needs less
     with (small_disk / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(2**20))

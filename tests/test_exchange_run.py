@@ -190,8 +190,8 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
 def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_killed(tmp_path: Path) -> None:
     federation, undisturbed = killed_at_both_ends(tmp_path, *FOUR_ROUNDS)
     for config, state in zip(federation.configs, undisturbed.folders.values(), strict=True):
-        kept = sorted(config.parent.rglob("carried/*/remainder"))
-        expected = sorted(state.glob("carried/*/remainder"))
+        kept = sorted(config.parent.rglob("carried/*/residual"))
+        expected = sorted(state.glob("carried/*/residual"))
         assert [path.read_bytes() for path in kept] == [path.read_bytes() for path in expected]
         assert [path.parent.name for path in kept] == ["00003", "00004"]
 

@@ -70,9 +70,9 @@ def test_the_checks_of_an_audit_and_its_guesses_share_the_probability_of_a_false
 
 def test_honest_noise_fits_as_often_as_it_says() -> None:
     """Of 150 fits, each check is below 5 % in 5 % of them, or in fewer where its probability is a bound."""
-    trials = 150
-    found = [noise(seed=seed, size=100 if seed % 2 else 101, releases=12) for seed in range(trials)]
-    low, high = binom.interval(1 - 1e-6, trials, 0.05)
+    repeats = 150
+    found = [noise(seed=seed, size=100 if seed % 2 else 101, releases=12) for seed in range(repeats)]
+    low, high = binom.interval(1 - 1e-6, repeats, 0.05)
     for checks in zip(*found, strict=True):
         below = sum(check.p < 0.05 for check in checks)
         assert (0 if checks[0].what in (LAG, TWICE) else low) <= below <= high, checks[0].what
@@ -253,10 +253,10 @@ def epoch(_uniform: Samples, step: int) -> Samples:
 @pytest.mark.slow
 @pytest.mark.parametrize("q", [0.003, Q, 0.5, 0.99])
 def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
-    trials = 60
-    found = [draws(lambda uniform, _step: uniform, q, seed) for seed in range(trials)]
+    repeats = 60
+    found = [draws(lambda uniform, _step: uniform, q, seed) for seed in range(repeats)]
     for checks in zip(*found, strict=True):
-        assert sum(check.p < 0.05 for check in checks) <= binom.ppf(1 - 1e-6, trials, 0.05), checks[0].what
+        assert sum(check.p < 0.05 for check in checks) <= binom.ppf(1 - 1e-6, repeats, 0.05), checks[0].what
     assert not any(misfits(checks) for checks in found)
 
 

@@ -48,6 +48,7 @@ from cloister.server.progress import (
 )
 from cloister.server.run import run
 from cloister.simulations.federation import simulate
+from cloister.simulations.poison import multiplied
 from cloister.tests.command import found, set_options
 from cloister.tests.federation import CENTRAL, PRIVATE, RUN, SKELLAM, Federation, tiny
 from cloister.tests.kills import die, kill_while
@@ -92,7 +93,7 @@ class Case:
 
             def site(opener: Callable[[], Any] = opener) -> Site:
                 poisoned: Site = opener()
-                poisoned._scale = factor
+                poisoned._simulated = replace(poisoned._simulated, task=partial(multiplied, factor))
                 return poisoned
 
             self.federation.channel.sites[name] = site

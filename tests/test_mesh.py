@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.span import check_pieces
 from cloister.clients.doctor import site_bytes
-from cloister.clients.holdings import holdings
+from cloister.clients.memory_estimate import estimated_memory
 from cloister.lm.evaluate import HeldOut
 from cloister.lm.mesh import Mesh, choose
 from cloister.lm.model import configuration, load_model, save_pretrained
@@ -310,7 +310,7 @@ def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> 
 
 @on_all
 def test_what_a_rank_will_hold_is_known_before_it_starts(mesh: Mesh, folder: Path) -> None:
-    found = holdings(tiny(*LLAMA), mesh)
+    found = estimated_memory(tiny(*LLAMA), mesh)
     assert [each.part.parameters for each in found] == [each.elements for each in on(mesh, folder).held]
 
 

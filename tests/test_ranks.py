@@ -26,10 +26,10 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from cloister.clients import ranks as ranks_module
-from cloister.clients.pipe import SharedVector
 from cloister.clients.ranks import Ranks
 from cloister.protocol import fork_server
 from cloister.protocol.errors import DataError, RankError
+from cloister.protocol.segments import SharedVector
 from cloister.simulations.grid import LocalGrid
 from cloister.tests.grid_sites import Events, said
 from cloister.tests.grid_sites import ended as ended_pid
@@ -296,7 +296,7 @@ def test_large_vectors_are_shared(ranks: Ranks[Any, Any]) -> None:
     numbers = np.arange(1_000_003, dtype=np.float32)
     model = SharedVector.of(numbers)
     answers = ranks.call(model, timeout_s=60)
-    assert {inode for inode, _, _ in answers} == {os.fstat(model.fileno()).st_ino}
+    assert {inode for inode, _, _ in answers} == {os.fstat(model.segment.fd).st_ino}
     assert [writeable for _, writeable, _ in answers] == [False, False]
     spans = [span.array for _, _, span in answers]
     assert [len(span) for span in spans] == [500_002, 500_001]
@@ -305,7 +305,7 @@ def test_large_vectors_are_shared(ranks: Ranks[Any, Any]) -> None:
         spans[0][0] = 1
     del model, answers, spans
     assert len(os.listdir("/proc/self/fd")) == files
-    with pytest.raises(TypeError, match="only through a Pipe"):
+    with pytest.raises(TypeError, match="only through a Channel"):
         pickle.dumps(SharedVector(0, np.uint8))
 
 

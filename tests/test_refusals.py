@@ -120,7 +120,7 @@ def test_folders_that_the_system_refuses_are_one_line(
     (run / ".lock").mkdir()  # cannot be opened for writing, by root neither
     line = lone_refusal(capsys, "resume", str(run))
     assert str(run) in line
-    assert "a folder that can be written to" in line
+    assert "a disk that accepts the write" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -129,7 +129,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path, capsys: pytest.C
     RunFolder.create(run, parse("")).close()
     (run / ".lock").unlink()
     run.chmod(0o500)
-    assert "a folder that can be written to" in lone_refusal(capsys, "resume", str(run))
+    assert "a disk that accepts the write" in lone_refusal(capsys, "resume", str(run))
 
 
 @pytest.mark.parametrize(

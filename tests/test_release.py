@@ -25,7 +25,6 @@ from cloister.aggregation.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.clients.attempt import Attempts, Member
 from cloister.clients.attempt_files import AttemptFiles
-from cloister.clients.feedback import Remainders, remainders
 from cloister.clients.release import (
     Clipped,
     Code,
@@ -35,6 +34,7 @@ from cloister.clients.release import (
     code_for,
     contribution,
 )
+from cloister.clients.residual import Residuals, residuals
 from cloister.clients.work import masking
 from cloister.lm.moments import Carry
 from cloister.privacy.noise import NoiseStream
@@ -294,8 +294,8 @@ def test_spans_of_a_compressed_update_give_the_same_bytes_and_leave_the_same(tmp
         shutil.rmtree(after, ignore_errors=True)
         after.mkdir()
         carry = Carry(tmp_path / f"{base}" if base else None, after)
-        left = remainders(carry, bounds, blocks)
-        code = code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.0, noise=None, remainders=left)
+        left = residuals(carry, bounds, blocks)
+        code = code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.0, noise=None, residuals=left)
         update = update_of(size, 0.01, number)
         vector = Ranks(tile(size, parts)).contribution(code, update) if parts else contribution(code, update)
         assert vector.size == Sums(plan, size).training.length
@@ -407,8 +407,8 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
 def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
     settings = ["aggregation.compression={}", "aggregation.ring_bits=8", "aggregation.temperature=2"]
     plan = parse("", settings)
-    left = Remainders(np.ones(1, np.float32), None, tmp_path / "after")
-    code = code_for(Sums(plan, 3), rounding=seed_of(0), clip_norm=0.0, noise=None, remainders=left)
+    left = Residuals(np.ones(1, np.float32), None, tmp_path / "after")
+    code = code_for(Sums(plan, 3), rounding=seed_of(0), clip_norm=0.0, noise=None, residuals=left)
     counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
     expected = weight_of(256, plan.most_labels(), 2.0)
     assert counters[code.layout.names.index(WEIGHT)] == expected > 256

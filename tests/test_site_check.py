@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cloister.clients.holdings import holdings
+from cloister.clients.memory_estimate import estimated_memory
 from cloister.lm.mesh import SUM_BYTES, Mesh, build
 from cloister.lm.model import load_model
 from cloister.tests.command import found, lone_refusal, ran, refusal, set_options
@@ -138,15 +138,15 @@ def test_few_ranks_are_built_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
         built.append(mesh)
         return build(mesh, device)
 
-    monkeypatch.setattr("cloister.clients.holdings.build", counted)
-    assert len(holdings(tiny(), Mesh(shard=8, replicate=16))) == 128
+    monkeypatch.setattr("cloister.clients.memory_estimate.build", counted)
+    assert len(estimated_memory(tiny(), Mesh(shard=8, replicate=16))) == 128
     assert len(built) <= 4
 
 
 def test_every_block_of_a_pipeline_is_in_one_stage() -> None:
     plan = tiny("model.config.num_hidden_layers=10")
-    stages = [each.part.parameters for each in holdings(plan, Mesh(pipeline=8))]
-    assert sum(stages) == holdings(plan, Mesh())[0].part.parameters
+    stages = [each.part.parameters for each in estimated_memory(plan, Mesh(pipeline=8))]
+    assert sum(stages) == estimated_memory(plan, Mesh())[0].part.parameters
     assert stages[1] == 2 * stages[2]
     assert len(set(stages[2:7])) == 1
 
@@ -157,7 +157,7 @@ def test_only_the_trained_factors_of_an_adapter_have_gradients(scheme: str) -> N
     model = load_model(plan)
     stored = sum(each.numel() * each.element_size() for each in model.module.parameters())
     rounds = [sum(each.numel() for _, each in model.trainable_in_round(number)) for number in (1, 2)]
-    (one,) = holdings(plan, Mesh())
+    (one,) = estimated_memory(plan, Mesh())
     assert (one.part.weights, one.part.gradients, one.part.moments) == (
         stored,
         4 * max(rounds),

@@ -151,7 +151,7 @@ def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["replicate", "shard"])
-def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
+def test_ranks_compress_as_one_process_and_keep_the_same_residual(
     mesh: str, tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
     """Each rank rotates and codes its own blocks; the second update has what the first one's code left out."""
@@ -163,12 +163,12 @@ def test_ranks_compress_as_one_process_and_keep_the_same_remainder(
         declare_rounding(federation.plan, federation.names[0], state)  # both round alike
         site = open_site(federation, section, state=str(state), secure=False)
         sent = [whole_vector(site.contribute(federation.request(number=number))) for number in (1, 2)]
-        residuals = [(state / "carried" / f"{number:05d}" / "remainder").read_bytes() for number in (1, 2)]
+        residuals = [(state / "carried" / f"{number:05d}" / "residual").read_bytes() for number in (1, 2)]
         left.append(([each.tobytes() for each in sent], residuals))
     assert left[0] == left[1]
-    (first, second), (remainder, _) = left[0]
+    (first, second), (residual, _) = left[0]
     assert first != second
-    assert len(set(remainder[len(federation.scales()) :])) > 20
+    assert len(set(residual[len(federation.scales()) :])) > 20
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from cloister.cli.main import main
-from cloister.clients.alive import alive_path
 from cloister.clients.config import read_config
+from cloister.clients.heartbeat import heartbeat_path
 from cloister.clients.superlink import refuses_clock
 from cloister.protocol.address import free_port
 from cloister.protocol.child import Child
@@ -398,13 +398,13 @@ def test_the_superlink_tells_a_site_that_its_clock_is_wrong(rehearsed: Rehearsed
 def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) -> None:
     """As on a full disk. It would be away for the length of a deadline, where others wait for what it could refuse."""
     site, look = rehearsed.sites()[0], threading.Event()
-    shown, log = alive_path(read_config(site)), site.parent / "site.log"
+    shown, log = heartbeat_path(read_config(site)), site.parent / "site.log"
     while not shown.is_dir():
         shown.unlink(missing_ok=True)
         with contextlib.suppress(FileExistsError):  # it was shown between
             shown.mkdir()
     until = time.monotonic() + WAIT_S
-    while not re.search("WARNING.*alive.json: expected a disk that accepts the write", log.read_text()):
+    while not re.search("WARNING.*heartbeat.json: expected a disk that accepts the write", log.read_text()):
         assert time.monotonic() < until
         look.wait(0.05)
     shown.rmdir()

@@ -3,7 +3,7 @@
 `attack_search.py` knows sets of sites; here their vectors are symbols. What a site sends depends on its own records, on
 what it is told in the round, and on what it carries into it. Where one site of a sum was told other instructions than
 the others, or carries what was computed by others, the coordinator can choose them so that what the others send is
-known before (clipped at its bound, drowned by old remainders, scaled away by old moments): the sum less these
+known before (clipped at its bound, drowned by old residuals, scaled away by old moments): the sum less these
 constants is that one site's vector.
 
 The rule: in every sum that can be opened, all honest vectors depend on one (told, carried), or on one told that is

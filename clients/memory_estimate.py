@@ -1,4 +1,4 @@
-"""What each rank of a site will hold of a plan's model and update, found without memory and without devices.
+"""Memory estimate: what each rank of a site will hold of a plan's model and update, without memory and devices.
 
 The model is divided by the program that divides it in a real rank (`lm/parallelize.py`), on tensors without memory
 and with torch's fake process group, in which this process takes the place of one rank after the other. Ranks that lie
@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankMemory:
     """What a rank has."""
 
     part: Part
@@ -71,12 +71,12 @@ class Holding:
         return part.weights + part.moments + max(part.gradients + part.sums + part.gathered, released)
 
 
-def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
+def estimated_memory(plan: Plan, mesh: Mesh) -> list[RankMemory]:
     """What each rank of a mesh will hold, in their order; of a mesh of one rank, what one process will hold.
 
     Args:
         plan: The plan.
-        mesh: The mesh, checked (`places.mesh_for`).
+        mesh: The mesh, checked (`device_mesh.mesh_for`).
 
     Raises:
         ModelError: the model does not fit the plan or the mesh.
@@ -95,7 +95,7 @@ def holdings(plan: Plan, mesh: Mesh) -> list[Holding]:
     coded = Sums(plan, layout.size).training
     element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
-        Holding(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)
+        RankMemory(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)
         for rank, span in enumerate(tile(layout.size, mesh.size))
     ]
 

@@ -1,4 +1,4 @@
-"""The devices of a site, and the mesh on which they train a plan's model."""
+"""The devices of a site, and the device mesh on which they train a plan's model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def mesh_for(
             expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
             fix="set mesh.replicate instead, or use a plan with privacy.method = 'auto'",
         )
-    devices = places_on(here, mesh.size)
+    devices = devices_for_ranks(here, mesh.size)
     if elsewhere and device in ("auto", "cuda") and len(devices) < mesh.size:
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
@@ -110,7 +110,7 @@ def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:
     return [str(device_for(device))]
 
 
-def places_on(devices: list[str], ranks: int) -> list[str]:
+def devices_for_ranks(devices: list[str], ranks: int) -> list[str]:
     """A device for each rank that the devices of a site have room for: on the CPU each rank is a process."""
     return (
         devices * min(ranks, RANKS_PER_PROCESSOR * (os.cpu_count() or 1)) if devices == ["cpu"] else devices

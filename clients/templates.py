@@ -1,4 +1,4 @@
-"""The `site.toml` and `policy.toml` of a new site, with a comment for each setting, and changes of single settings."""
+"""Templates of a new site's `site.toml` and `policy.toml`, with a comment for each setting; changes of settings."""
 
 from __future__ import annotations
 

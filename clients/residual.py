@@ -1,8 +1,8 @@
-"""Error feedback: what a site's coded update has left out, which it adds to its next one.
+"""Error feedback: the residual, which a site's coded update has left out and which it adds to its next one.
 
-The code of a compressed update (`aggregation/compression.py`) leaves a remainder, which the site carries into the next
-round (`carried.py`): a file of the bounds of the blocks (float32), then the remainder, as wide as the ring.
-It counts once where each round's update is summed. The remainder of an update that was lost is added all the same:
+The code of a compressed update (`aggregation/compression.py`) leaves a residual, which the site carries into the next
+round (`carried.py`): a file of the bounds of the blocks (float32), then the residual, as wide as the ring.
+It counts once where each round's update is summed. The residual of an update that was lost is added all the same:
 mostly less than a step of each value.
 """
 
@@ -24,23 +24,23 @@ from cloister.lm.moments import Carry
 from cloister.protocol.blocks import Span
 from cloister.protocol.storage import allocate, disk_refusal
 
-_NAME = "remainder"
+_NAME = "residual"
 _FLOAT = np.dtype("<f4")
 
 
-class Remainders(NamedTuple):
+class Residuals(NamedTuple):
     """What a compressed update is coded with."""
 
     bounds: npt.NDArray[np.float32]
     """(blocks,) float32: the bound of each block of the whole update in this round."""
     before: Path | None
-    """The remainder that the site carries; None: there is none."""
+    """The residual that the site carries; None: there is none."""
     after: Path
-    """File of the remainder of this update, of its full size."""
+    """File of the residual of this update, of its full size."""
 
 
 class Stored:
-    """A span of the remainder in a file, read and written by parts: pages that are mapped from a file cost more.
+    """A span of the residual in a file, read and written by parts: pages that are mapped from a file cost more.
 
     Args:
         file: The open file.
@@ -68,7 +68,7 @@ class Stored:
         return self._start + self._type.itemsize * int(part.start)
 
 
-def remainders(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -> Remainders:
+def residuals(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -> Residuals:
     """The files of what the update before has left out, and of what this one will leave out, which is made here.
 
     The new one has its full size at once: where the disk is full, no rank meets it later.
@@ -83,12 +83,12 @@ def remainders(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -
     """
     after = carry.after / _NAME
     _allocate(after, bounds, code)
-    return Remainders(bounds, carry.before / _NAME if carry.before else None, after)
+    return Residuals(bounds, carry.before / _NAME if carry.before else None, after)
 
 
 @contextmanager
 def stored(path: Path, code: BlockCode, span: Span, flags: int) -> Iterator[Stored]:
-    """A span of the remainder in a file that `remainders` has named.
+    """A span of the residual in a file that `residuals` has named.
 
     Args:
         path: The file.
@@ -119,9 +119,9 @@ def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | N
     if path is None:
         yield None
         return
-    with stored(path, code, span, os.O_RDONLY) as remainder:
+    with stored(path, code, span, os.O_RDONLY) as residual:
         bounds = np.fromfile(path, _FLOAT, code.blocks)
-        yield Kept(remainder, bounds[span.start // ROTATED : span.stop // ROTATED])
+        yield Kept(residual, bounds[span.start // ROTATED : span.stop // ROTATED])
 
 
 def _allocate(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:
