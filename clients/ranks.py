@@ -248,9 +248,8 @@ def _end_all(ranks: list[_Rank], patience: float = 0.0) -> None:
     deadline = time.monotonic() + patience
     for rank in ranks:
         rank.pipe.close()  # idle ranks exit at this; all of them at the same time
-    for (
-        rank
-    ) in ranks:  # before any is waited for: one that sees the end of a peer would raise an error of its own
+    # Before any is waited for: one that sees the end of a peer would raise an error of its own.
+    for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         fork_server.kill(rank.process)
     while ranks:

@@ -82,9 +82,8 @@ class LentSegments:
     def __init__(self) -> None:
         self._lent: dict[int, tuple[Segment, int]] = {}  # by inode: a segment and its size
         self._free: dict[int, tuple[Segment, int]] = {}
-        self._now: dict[
-            int, tuple[Any, Segment]
-        ] = {}  # of the value being sent; keeps the data alive, as above
+        # Of the value that is sent; keeps the data alive, as above.
+        self._now: dict[int, tuple[Any, Segment]] = {}
         self._freed = False
 
     def segment(self, data: bytes | memoryview) -> Segment:
