@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.cli.shared_options import add_json, add_plan, chosen_plan
@@ -26,7 +27,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "check",
         help="print a plan as it will run, and its cost; refuse it if unsound",
         description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
-        "coordinator. An unsound plan is refused, with the field that is wrong.",
+        "coordinator. An unsound plan is refused, with the field that is wrong; so is a plan whose simulation.source "
+        "is missing on this machine, has other fields than [data], or cannot be divided over the sites.",
     )
     add_plan(check)
     add_json(check)
@@ -42,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.privacy.terms import terms_of
     from cloister.server.cost import cost, secure_cost
 
+    _check_records(plan)
     estimate = cost(plan, *count_parameters(plan))
     secure = secure_cost(plan, estimate.trained_parameters)
     terms = terms_of(plan, estimate.trained_parameters)
@@ -57,6 +60,26 @@ def run(arguments: argparse.Namespace) -> int:
     _print_plan(console, plan)
     _print_cost(console, plan, estimate, secure, terms)
     return 0
+
+
+def _check_records(plan: Plan) -> None:
+    """Refuse a plan whose own records are missing, have other fields, or cannot be divided over its sites.
+
+    A plan that names no `simulation.source` is for a deployment; a data set of the hub is read when the run begins.
+    """
+    from cloister.lm.tokenizer import looks_like_path
+
+    source = plan.simulation.source
+    local = (
+        source.startswith("builtin:")
+        or looks_like_path(source)
+        or Path(source).suffix
+        or Path(source).exists()
+    )
+    if local and "source" in plan.simulation.model_fields_set:
+        from cloister.simulations.federation import divided
+
+        divided(plan)
 
 
 def size(count: float) -> str:

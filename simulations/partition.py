@@ -71,9 +71,11 @@ def partition(
     field = simulation.field or field
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, sites])))
     if simulation.partition == "natural":
-        parts = _natural(records, field, sites)
+        parts = _natural(records, field, sites, simulation.source)
     elif simulation.partition == "dirichlet":
-        parts = _dirichlet(_groups(records, field, "dirichlet"), simulation.alpha, sites, random)
+        parts = _dirichlet(
+            _groups(records, field, simulation.source, "dirichlet"), simulation.alpha, sites, random
+        )
     else:
         weights = np.arange(1, sites + 1) if simulation.partition == "size" else np.ones(sites)
         ends = np.arange(1, sites + 1) + np.rint((len(records) - sites) * np.cumsum(weights) / weights.sum())
@@ -144,8 +146,8 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_file(path, write, durable=False)  # the folder of all sites is synced as a whole
 
 
-def _natural(records: Records, field: str, sites: int) -> list[list[int]]:
-    groups = _groups(records, field, "natural")
+def _natural(records: Records, field: str, sites: int, source: str) -> list[list[int]]:
+    groups = _groups(records, field, source, "natural")
     if len(groups) < sites:
         raise _empty(
             len(groups),
@@ -182,7 +184,7 @@ def _dirichlet(
     )
 
 
-def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
+def _groups(records: Records, field: str, source: str, way: str) -> dict[str, list[int]]:
     """Indices of the records by the value of their field, as text."""
     if not field:
         raise DataError(
@@ -197,7 +199,7 @@ def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
         if value is None:
             has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
             raise DataError(
-                f"record {index + 1}",
+                f"{source}, record {index + 1}",
                 expected=f"a field {field!r}; the fields of the record: {has}",
                 fix="set simulation.field to a field of every record",
             )
