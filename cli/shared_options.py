@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
 
 
+_DEFAULT = "private-code"
+"""The shipped plan of a command without one."""
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN: the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="the run folder")
@@ -67,8 +71,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "plan",
         nargs="?",
         metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites, "
-        "classify, chinese, flowertune-general, -finance, -medical, -code (default: default)",
+        help="a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
+        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {_DEFAULT})",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(
@@ -133,15 +137,21 @@ def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | No
     Raises:
         PlanError: the plan is missing or unsound.
     """
+    from cloister.protocol.errors import PlanError
     from cloister.protocol.soundness import load, parse
 
     options = {**(fields or {}), "cohort.sites": arguments.sites}
     given = [f"{field}={value}" for field, value in options.items() if value is not None]
     overrides = [*arguments.set, *given]
     shipped = shipped_plans()
-    name = arguments.plan or "default"
-    if arguments.plan is not None and (Path(name).exists() or name not in shipped):
+    name = arguments.plan or _DEFAULT
+    if arguments.plan is not None and (
+        Path(name).is_file() or Path(name).suffix or len(Path(name).parts) > 1
+    ):
         return load(Path(name), overrides)
+    if name not in shipped:
+        known = ", ".join(sorted(shipped))
+        raise PlanError("plan", name, expected=f"an existing TOML file, or a shipped plan: {known}")
     return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
 
 

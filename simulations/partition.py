@@ -190,8 +190,9 @@ def _groups(records: Records, field: str, source: str, way: str) -> dict[str, li
         raise DataError(
             "simulation.field",
             "",
-            expected=f"a field to partition by, because partition is {way!r} and the source has no group field",
-            fix="set it to a field of the records, or set simulation.partition = 'iid'",
+            expected=f'the field to divide {source} by, because simulation.partition is "{way}"; the fields of its '
+            f"first record: {', '.join(sorted(records[0]))}",
+            fix='set simulation.field to one of them, or simulation.partition = "iid"',
         )
     groups: dict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):

@@ -237,6 +237,11 @@ def test_wrong_inputs_are_one_line_each(
     for arguments, parts in [
         (["simulate", str(tmp_path / "none.toml")], ["none.toml", "an existing TOML file"]),
         (["simulate", str(tmp_path / "empty.toml")], ["empty.toml", "empty"]),
+        (["simulate", "private-cod"], ["'private-cod'", "a shipped plan", " private-code,"]),
+        (
+            [*base, "--set", "data.held_out=0"],
+            ["data.held_out", '"simulation:public" with simulation.public = 0.1'],
+        ),
         ([*base, "--set", "local.stepz=1"], ["local.stepz", "did you mean local.steps?"]),
         ([*base, "--set", "local.steps=few"], ["local.steps", "'few'", "integer"]),
         (["simulate", str(tmp_path / "model.toml"), *base[2:]], ["no-model", "existing"]),
@@ -283,6 +288,10 @@ def test_plan_check_finds_wrong_records_before_any_site_is_made(
     path = tmp_path / "notes.jsonl"
     path.write_text('\n{"note": "a", "ward": "x"}\n' * 4 + '{"note": "a"}\n')
     for settings, said in (
+        (
+            [f"simulation.source={path}", "data.text_field=note", "simulation.field="],
+            'simulation.partition is "natural"; the fields of its first record: note, ward; set simulation.field',
+        ),
         (["simulation.source=gone.jsonl"], "simulation.source is 'gone.jsonl': expected an existing file"),
         (
             [f"simulation.source={path}"],
