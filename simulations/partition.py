@@ -43,6 +43,7 @@ def partition(
 ) -> list[list[int]]:
     """Give every record to exactly one site, and every site at least one record.
 
+    - `auto`: `natural` with a field, else `iid`.
     - `natural`: all records of one value of the field go to the same site; largest groups first, each to the site
       with the fewest bytes so far.
     - `iid`: at random, the same number of records to each site, give or take one.
@@ -70,14 +71,15 @@ def partition(
         )
     field = simulation.field or field
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, sites])))
-    if simulation.partition == "natural":
+    way = simulation.partition
+    if way == "natural" or (way == "auto" and field):
         parts = _natural(records, field, sites, simulation.source)
-    elif simulation.partition == "dirichlet":
+    elif way == "dirichlet":
         parts = _dirichlet(
             _groups(records, field, simulation.source, "dirichlet"), simulation.alpha, sites, random
         )
     else:
-        weights = np.arange(1, sites + 1) if simulation.partition == "size" else np.ones(sites)
+        weights = np.arange(1, sites + 1) if way == "size" else np.ones(sites)
         ends = np.arange(1, sites + 1) + np.rint((len(records) - sites) * np.cumsum(weights) / weights.sum())
         shuffled = random.permutation(len(records))
         parts = [part.tolist() for part in np.split(shuffled, ends[:-1].astype(np.int64))]
