@@ -1,4 +1,4 @@
-"""`cloister plan check`: the plan as it will run, and what it will cost."""
+"""`cloister plan new | check`: a plan to edit, with the meaning of each field; a plan as it will run, and its cost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
     from cloister.server.cost import Cost, SecureCost
 
-HELP = "check a plan before a run"
+HELP = "make a plan, and check it before a run"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The action `check`."""
+    """The actions `new` and `check`."""
     parser.description = "Work with plans: what the parties agree on before a run."
-    check = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    new = actions.add_parser(
+        "new",
+        help="print a plan to edit, with the meaning of each field",
+        description="Print a plan as a TOML file: each field with its value, after a comment that says what it means. "
+        "A field without a value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt "
+        "> my-plan.toml",
+    )
+    add_plan(new, default="the defaults of all fields")
+    new.set_defaults(act=_new)
+    check = actions.add_parser(
         "check",
         help="print a plan as it will run, and its cost; refuse it if unsound",
         description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
@@ -32,9 +42,24 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     add_plan(check)
     add_json(check)
+    check.set_defaults(act=_check)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    return int(arguments.act(arguments))
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    """Print the plan as a file."""
+    plan = chosen_plan(arguments, default="")
+    from cloister.protocol.template import to_toml
+
+    print(to_toml(plan, comments=True), end="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
     """Print the resolved plan and its cost."""
     from dataclasses import asdict
 
@@ -65,9 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_records(plan: Plan) -> None:
     """Refuse a plan whose own records are missing, have other fields, or cannot be divided over its sites.
 
-    A plan that names no `simulation.source` is for a deployment; a data set of the hub is read when the run begins.
+    A plan that leaves `simulation.source` may be for a deployment; a data set of the hub is read when the run begins.
     """
     from cloister.lm.tokenizer import looks_like_path
+    from cloister.protocol.plan import SimulationSection
 
     source = plan.simulation.source
     local = (
@@ -76,7 +102,7 @@ def _check_records(plan: Plan) -> None:
         or Path(source).suffix
         or Path(source).exists()
     )
-    if local and "source" in plan.simulation.model_fields_set:
+    if local and source != SimulationSection().source:
         from cloister.simulations.federation import divided
 
         divided(plan)
@@ -115,11 +141,11 @@ def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
 def _print_plan(console: Console, plan: Plan) -> None:
     from rich.text import Text
 
-    for section, fields in json.loads(plan.to_json()).items():
-        console.print(Text(f"[{section}]", style="bold"))
-        for name, value in fields.items():
-            console.print(Text(f"{name} = {json.dumps(value, ensure_ascii=False)}"), soft_wrap=True)
-        console.print()
+    from cloister.protocol.template import to_toml
+
+    for line in to_toml(plan, comments=False).splitlines():
+        console.print(Text(line, style="bold" if line.startswith("[") else ""), soft_wrap=True)
+    console.print()
 
 
 def _print_cost(

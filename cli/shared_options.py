@@ -65,14 +65,14 @@ def add_per_site(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """PLAN, --sites and --set: a plan, and values that replace its own."""
+def add_plan(parser: argparse.ArgumentParser, default: str = _DEFAULT) -> None:
+    """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
     parser.add_argument(
         "plan",
         nargs="?",
         metavar="PLAN",
         help="a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
-        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {_DEFAULT})",
+        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(
@@ -127,12 +127,15 @@ def check_again(arguments: argparse.Namespace) -> None:
         )
 
 
-def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | None = None) -> Plan:
-    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the shipped default.
+def chosen_plan(
+    arguments: argparse.Namespace, fields: Mapping[str, object] | None = None, *, default: str = _DEFAULT
+) -> Plan:
+    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the default.
 
     Args:
         arguments: The parsed options.
         fields: Further overrides by field, such as `run.rounds`; None leaves the field as it is.
+        default: The shipped plan that is taken without PLAN; empty: the plan with the defaults of all fields.
 
     Raises:
         PlanError: the plan is missing or unsound.
@@ -144,7 +147,9 @@ def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | No
     given = [f"{field}={value}" for field, value in options.items() if value is not None]
     overrides = [*arguments.set, *given]
     shipped = shipped_plans()
-    name = arguments.plan or _DEFAULT
+    name = arguments.plan or default
+    if not name:
+        return parse("", overrides)
     if arguments.plan is not None and (
         Path(name).is_file() or Path(name).suffix or len(Path(name).parts) > 1
     ):
