@@ -4,6 +4,7 @@
 # make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions
+# make docs       generate docs/plan.md from protocol/plan.py
 # make proto      generate protocol/exchange_pb2.py from protocol/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
 # Everything else is installed into $(VENV) first; nothing else on the machine is touched.
@@ -15,7 +16,7 @@ BIN = $(VENV)/bin
 SIMULATE ?=
 PYTEST ?=
 
-.PHONY: simulate test test-slow test-deployment test-hour check proto peers clean
+.PHONY: simulate test test-slow test-deployment test-hour check docs proto peers clean
 
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
@@ -39,6 +40,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p cloister
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+docs: $(READY)
+	$(BIN)/python -m cloister.protocol.template > docs/plan.md
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iprotocol --python_out=protocol --pyi_out=protocol exchange.proto

@@ -26,6 +26,7 @@ from cloister.server.progress import (
     Event,
     Finished,
     NotEvaluated,
+    NotJoined,
     Preparing,
     Refusing,
     RoundAbandoned,
@@ -78,6 +79,18 @@ class LineDisplay:
         """Print nothing: these changes are too frequent for a log."""
 
 
+class Absent(dict[str, str]):
+    """The sites that take no part in a run, each with the reason."""
+
+    def event(self, event: Event) -> None:
+        """Follow the run."""
+        match event:
+            case NotJoined(site, reason):
+                self[site] = reason
+            case SiteAnswered(site=site):
+                self.pop(site, None)  # it has joined since
+
+
 def describe(event: Event) -> str:
     """An event as one plain line; empty for events that are too frequent to print."""
     match event:
@@ -94,6 +107,8 @@ def describe(event: Event) -> str:
                 f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
                 f"{parameters:,} trained parameters, {_how(plan)}, plan {plan.digest()[:12]}"
             )
+        case NotJoined(site, reason):
+            return f"{site} did not join: {reason}"
         case SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
         case AttemptFailed(number, attempt, reason):
@@ -270,7 +285,7 @@ class LiveDisplay:
                         self._cohort, self._updates, self._answered = cohort, updates, []
                 case SiteAnswered():
                     self._answered.append(event.site)
-                case SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
+                case NotJoined() | SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
                     self._failures.append(describe(event))
                 case Step(what, done, of):
                     self._status = f"{done} of {of} {what}"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cloister.cli.console import PipedConsole
-from cloister.cli.display import Display, LineDisplay, LiveDisplay
+from cloister.cli.display import Absent, Display, LineDisplay, LiveDisplay
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.folder import RunFolder
 from cloister.server.journal import DONE
@@ -23,6 +23,7 @@ from cloister.simulations.process import collect_rarely
 
 if TYPE_CHECKING:
     from cloister.server.outcome import Outcome
+    from cloister.server.progress import Event
 
 
 def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
@@ -39,6 +40,12 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
     display: Display = LiveDisplay(console, folder.plan, folder.path) if live else LineDisplay(console)
     started = time.monotonic()
     outcome: Outcome | None = None
+    absent = Absent()
+
+    def observe(event: Event) -> None:
+        absent.event(event)
+        display.event(event)
+
     try:
         if arguments.engine == "local":
             fork_server.start(folder.plan)
@@ -48,7 +55,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
         with display:
             outcome = simulate(
                 folder,
-                display.event,
+                observe,
                 engine=arguments.engine,
                 workers=arguments.workers,
                 ray_address=arguments.ray_address,
@@ -58,12 +65,12 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             from cloister.cli.outcome import losses_of_sites, print_outcome, to_json
 
             if arguments.json:  # first, so that it depends on nothing that follows
-                print(json.dumps(to_json(folder, outcome, seconds=seconds)), flush=True)
+                print(json.dumps(to_json(folder, outcome, absent, seconds=seconds)), flush=True)
             losses = None
             if folder.plan.simulation.per_site or arguments.per_site:
                 losses = losses_of_sites(console, folder, display, arguments.workers)
         if not arguments.json:
-            print_outcome(console, folder, outcome, losses)
+            print_outcome(console, folder, outcome, losses, absent)
     except KeyboardInterrupt:
         if outcome is None:
             _print_how_to_continue(console, folder)

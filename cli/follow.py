@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from cloister.cli.console import PipedConsole
-from cloister.cli.display import Display, LineDisplay, LiveDisplay
+from cloister.cli.display import Absent, Display, LineDisplay, LiveDisplay
 from cloister.protocol.errors import EngineError
 from cloister.server.control import command
 from cloister.server.events import from_json
@@ -30,11 +30,13 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
     live = console.is_terminal and not json_
     display: Display = LiveDisplay(console, read_plan(path), path) if live else LineDisplay(console)
     started = time.monotonic()
-    state, reason = "", ""
+    state, reason, absent = "", "", Absent()
     with display:
         for line in command(federation, do="follow", run=str(path)):
             if "line" in line:
-                display.event(from_json(line["line"]))
+                event = from_json(line["line"])
+                absent.event(event)
+                display.event(event)
             elif "state" in line:
                 state, reason = line["state"], line["reason"]
     if not state:
@@ -58,7 +60,7 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
     with RunFolder.reopen(path) as folder:
         done = outcome(folder)
         if json_:
-            print(json.dumps(to_json(folder, done, seconds=time.monotonic() - started)), flush=True)
+            print(json.dumps(to_json(folder, done, absent, seconds=time.monotonic() - started)), flush=True)
         else:
-            print_outcome(console, folder, done, None)
+            print_outcome(console, folder, done, None, absent)
     return 0

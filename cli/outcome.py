@@ -7,7 +7,7 @@ says what is not shown: the run is finished all the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -35,12 +35,15 @@ _SHOWN_CLASSES = 6
 """Most classes whose confusion matrix fits on a terminal; the JSON has it for any number."""
 
 
-def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str, object]:
+def to_json(
+    folder: RunFolder, outcome: Outcome, absent: Mapping[str, str], *, seconds: float
+) -> dict[str, object]:
     """The outcome for a program.
 
     Args:
         folder: The run folder.
         outcome: The outcome.
+        absent: The sites that took no part, each with the reason.
         seconds: Wall-clock time of this command, with imports, up to the end of the run.
 
     Returns:
@@ -68,6 +71,7 @@ def to_json(folder: RunFolder, outcome: Outcome, *, seconds: float) -> dict[str,
         "delta": None if epsilon is None else folder.plan.privacy.delta,
         "dataset": None if over is None else asdict(over),
         "stopped": outcome.stopped,
+        "absent": dict(absent),
         "command_seconds": seconds,
         "phase_seconds": dict(outcome.phase_seconds),
         "round_seconds": outcome.round_seconds,
@@ -138,7 +142,13 @@ def losses_of_sites(
     return found
 
 
-def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses: Losses | None) -> None:
+def print_outcome(
+    console: Console,
+    folder: RunFolder,
+    outcome: Outcome,
+    losses: Losses | None,
+    absent: Mapping[str, str],
+) -> None:
     """Print the outcome for a person: losses, privacy, a sample of text, and the next commands.
 
     Args:
@@ -146,6 +156,7 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
         folder: The run folder.
         outcome: The outcome.
         losses: What `losses_of_sites` returned; None if they were not asked for.
+        absent: As for `to_json`.
     """
     plan = folder.plan
     if losses is not None:
@@ -153,6 +164,8 @@ def print_outcome(console: Console, folder: RunFolder, outcome: Outcome, losses:
     console.print(_summary(folder, outcome))
     if outcome.confusion is not None:
         console.print(*_classes(outcome.confusion, plan.data))
+    for site, why in absent.items():
+        _warn(console, f"{site} took no part in the run: {why}")
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"

@@ -1,9 +1,10 @@
-"""`cloister plan check`: the plan as it will run, and what it will cost."""
+"""`cloister plan new | check`: a plan to edit, with the meaning of each field; a plan as it will run, and its cost."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.cli.shared_options import add_json, add_plan, chosen_plan
@@ -16,23 +17,49 @@ if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
     from cloister.server.cost import Cost, SecureCost
 
-HELP = "check a plan before a run"
+HELP = "make a plan, and check it before a run"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The action `check`."""
+    """The actions `new` and `check`."""
     parser.description = "Work with plans: what the parties agree on before a run."
-    check = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    new = actions.add_parser(
+        "new",
+        help="print a plan to edit, with the meaning of each field",
+        description="Print a plan as a TOML file: each field with its value, after a comment that says what it means. "
+        "A field without a value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt "
+        "> my-plan.toml",
+    )
+    add_plan(new, default="the defaults of all fields")
+    new.set_defaults(act=_new)
+    check = actions.add_parser(
         "check",
         help="print a plan as it will run, and its cost; refuse it if unsound",
         description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
-        "coordinator. An unsound plan is refused, with the field that is wrong.",
+        "coordinator. An unsound plan is refused, with the field that is wrong; so is a plan whose simulation.source "
+        "is missing on this machine, has other fields than [data], or cannot be divided over the sites.",
     )
     add_plan(check)
     add_json(check)
+    check.set_defaults(act=_check)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    return int(arguments.act(arguments))
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    """Print the plan as a file."""
+    plan = chosen_plan(arguments, default="")
+    from cloister.protocol.template import to_toml
+
+    print(to_toml(plan, comments=True), end="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
     """Print the resolved plan and its cost."""
     from dataclasses import asdict
 
@@ -42,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.privacy.terms import terms_of
     from cloister.server.cost import cost, secure_cost
 
+    _check_records(plan)
     estimate = cost(plan, *count_parameters(plan))
     secure = secure_cost(plan, estimate.trained_parameters)
     terms = terms_of(plan, estimate.trained_parameters)
@@ -57,6 +85,27 @@ def run(arguments: argparse.Namespace) -> int:
     _print_plan(console, plan)
     _print_cost(console, plan, estimate, secure, terms)
     return 0
+
+
+def _check_records(plan: Plan) -> None:
+    """Refuse a plan whose own records are missing, have other fields, or cannot be divided over its sites.
+
+    A plan that leaves `simulation.source` may be for a deployment; a data set of the hub is read when the run begins.
+    """
+    from cloister.lm.tokenizer import looks_like_path
+    from cloister.protocol.plan import SimulationSection
+
+    source = plan.simulation.source
+    local = (
+        source.startswith("builtin:")
+        or looks_like_path(source)
+        or Path(source).suffix
+        or Path(source).exists()
+    )
+    if local and source != SimulationSection().source:
+        from cloister.simulations.federation import divided
+
+        divided(plan)
 
 
 def size(count: float) -> str:
@@ -92,11 +141,11 @@ def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
 def _print_plan(console: Console, plan: Plan) -> None:
     from rich.text import Text
 
-    for section, fields in json.loads(plan.to_json()).items():
-        console.print(Text(f"[{section}]", style="bold"))
-        for name, value in fields.items():
-            console.print(Text(f"{name} = {json.dumps(value, ensure_ascii=False)}"), soft_wrap=True)
-        console.print()
+    from cloister.protocol.template import to_toml
+
+    for line in to_toml(plan, comments=False).splitlines():
+        console.print(Text(line, style="bold" if line.startswith("[") else ""), soft_wrap=True)
+    console.print()
 
 
 def _print_cost(

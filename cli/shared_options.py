@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from cloister.protocol.plan import Plan
 
 
+_DEFAULT = "private-code"
+"""The shipped plan of a command without one."""
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN: the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="the run folder")
@@ -61,14 +65,14 @@ def add_per_site(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """PLAN, --sites and --set: a plan, and values that replace its own."""
+def add_plan(parser: argparse.ArgumentParser, default: str = _DEFAULT) -> None:
+    """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
     parser.add_argument(
         "plan",
         nargs="?",
         metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: default, not-private, private-sites, correlated-sites, "
-        "classify, chinese, flowertune-general, -finance, -medical, -code (default: default)",
+        help="a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
+        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
     )
     parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
     parser.add_argument(
@@ -123,25 +127,36 @@ def check_again(arguments: argparse.Namespace) -> None:
         )
 
 
-def chosen_plan(arguments: argparse.Namespace, fields: Mapping[str, object] | None = None) -> Plan:
-    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the shipped default.
+def chosen_plan(
+    arguments: argparse.Namespace, fields: Mapping[str, object] | None = None, *, default: str = _DEFAULT
+) -> Plan:
+    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the default.
 
     Args:
         arguments: The parsed options.
         fields: Further overrides by field, such as `run.rounds`; None leaves the field as it is.
+        default: The shipped plan that is taken without PLAN; empty: the plan with the defaults of all fields.
 
     Raises:
         PlanError: the plan is missing or unsound.
     """
+    from cloister.protocol.errors import PlanError
     from cloister.protocol.soundness import load, parse
 
     options = {**(fields or {}), "cohort.sites": arguments.sites}
     given = [f"{field}={value}" for field, value in options.items() if value is not None]
     overrides = [*arguments.set, *given]
     shipped = shipped_plans()
-    name = arguments.plan or "default"
-    if arguments.plan is not None and (Path(name).exists() or name not in shipped):
+    name = arguments.plan or default
+    if not name:
+        return parse("", overrides)
+    if arguments.plan is not None and (
+        Path(name).is_file() or Path(name).suffix or len(Path(name).parts) > 1
+    ):
         return load(Path(name), overrides)
+    if name not in shipped:
+        known = ", ".join(sorted(shipped))
+        raise PlanError("plan", name, expected=f"an existing TOML file, or a shipped plan: {known}")
     return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
 
 

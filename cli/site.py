@@ -78,8 +78,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "charged. First its data: it is prepared, as the first training would do it, and the number of records that "
         "are used and that are not is printed, with the reasons. These counts are exact and no privacy unit covers "
         "them, so their line, and their object in JSON, is marked: must stay at this site. Send neither it nor an "
-        "error about a record to anyone. Under a privacy unit a record that cannot be used is "
-        "left out without an error. What is prepared is kept in the site's state folder, and the run does not "
+        "error about a record to anyone. A record that cannot be used is "
+        "left out and counted. What is prepared is kept in the site's state folder, and the run does not "
         "prepare it again. Then its devices: what each rank of the site's mesh will hold, which must fit into the "
         "memory of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.",
     )

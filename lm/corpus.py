@@ -14,11 +14,12 @@ import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.lm.records import Record, Records, read_records
+from cloister.lm.records import Record, Records, check_source, read_records
 from cloister.protocol.errors import DataError
 
 _NOT_SOURCE = {
@@ -44,34 +45,66 @@ class Corpus:
     """Field with the group of a record; empty if the source has no such field."""
 
 
-def corpus_records(source: str, split: str = "train", cache: Path | None = None) -> Corpus:
+_BUILTIN = ("builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages")
+
+
+@contextmanager
+def _of_field(field: str) -> Iterator[None]:
+    """Let errors about a source as a whole name the field that has it."""
+    try:
+        yield
+    except DataError as error:
+        if error.field != "data":
+            raise
+        fix = (
+            error.fix
+            or f"set {field} to a .txt, .jsonl, .json or .parquet file, a folder of them, or a hub name"
+        )
+        raise DataError(field, error.value, expected=error.expected, fix=fix) from error
+
+
+def check_corpus(source: str, *, field: str, split: str = "train") -> None:
+    """Check that `corpus_records` will find a source, without a look at any record; errors as `check_source`."""
+    if source.startswith("builtin:"):
+        _check_builtin(source, field)
+        return
+    with _of_field(field):
+        check_source(source, split=split)
+
+
+def _check_builtin(source: str, field: str) -> None:
+    if source not in _BUILTIN:
+        nearest = difflib.get_close_matches(source, _BUILTIN, n=1, cutoff=0)
+        raise DataError(
+            field, source, expected=f"one of {', '.join(_BUILTIN)}", fix=f"did you mean {nearest[0]}?"
+        )
+
+
+def corpus_records(
+    source: str, *, field: str = "data", split: str = "train", cache: Path | None = None
+) -> Corpus:
     """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
     reads.
 
     A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
     end at blank lines, or its lines if it is one paragraph.
 
+    Args:
+        source: The source.
+        field: What errors about the source as a whole call it, such as a field of the plan.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+
     Raises:
         DataError: the `builtin:` name is unknown, or as `read_records`.
     """
     if not source.startswith("builtin:"):
-        records = read_records(source, split=split, cache=cache)
+        with _of_field(field):
+            records = read_records(source, split=split, cache=cache)
         one_text = Path(source).suffix == ".txt" and Path(source).expanduser().is_file()
         return Corpus(_paragraphs(records[0]["text"]) if one_text else records)
-    builtin = {
-        "builtin:python-docs": _python_docs,
-        "builtin:python-stdlib": _python_stdlib,
-        "builtin:python-passages": _python_passages,
-    }
-    if source not in builtin:
-        nearest = difflib.get_close_matches(source, builtin, n=1, cutoff=0)
-        raise DataError(
-            "simulation.source",
-            source,
-            expected=f"one of {', '.join(builtin)}",
-            fix=f"did you mean {nearest[0]}?",
-        )
-    return builtin[source]()
+    _check_builtin(source, field)
+    return dict(zip(_BUILTIN, (_python_docs, _python_stdlib, _python_passages), strict=True))[source]()
 
 
 def _paragraphs(text: str) -> list[Record]:

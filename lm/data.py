@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.examples import ANSWER, CONTEXT, Example, compared, identity, to_examples
-from cloister.lm.records import Record, Unusable, fingerprint, owner_of, read_each, read_records
+from cloister.lm.records import Record, Unusable, fingerprint, owner_of, read_each
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import DataSection, Plan, PrivacySection
 from cloister.protocol.storage import disk_refusal, write_folder
@@ -171,6 +171,7 @@ def prepare(
     seed: int,
     units: UnitRule | None = None,
     unusable: Unusable | None = None,
+    refuse: bool | None = None,
     evaluated: bool = False,
 ) -> Prepared:
     """Tokenise records, split off the held-out ones, lay out both parts in sequences of the plan's length.
@@ -191,20 +192,21 @@ def prepare(
     the text are trained on. Of an owner's pieces those with the smallest hashes of `seed` and their tokens are used.
 
     Args:
-        records: The records; where unusable ones are left out, there may be none.
+        records: The records.
         tokenizer: The tokenizer.
         data: What a record is.
         seed: The plan's seed.
         units: How records become units; None where nothing smaller than the whole site is protected.
-        unusable: What becomes of a record that cannot be used; by default it is left out with `units`, and an error
-            without.
+        unusable: Counts the records that cannot be used, which are left out.
+        refuse: Whether it is an error if no record can be used, or none held out; None: without `units`.
         evaluated: Hold out all records, whatever `data.held_out` is; only without `units`.
 
     Raises:
-        DataError: a record cannot be used, no record has a learnable token, or part of one single prompt or chat would
-            have to be held out, where that is an error; or as `check_tokenizer`.
+        DataError: no record can be used, or part of one single prompt or chat would have to be held out, where that is
+            an error; or as `check_tokenizer`.
     """
-    unusable = unusable or Unusable(refused=units is None)
+    unusable = unusable or Unusable()
+    refuse = units is None if refuse is None else refuse
     examples = to_examples(records, tokenizer, data, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
@@ -219,12 +221,12 @@ def prepare(
     if data.deduplicate:
         learnable = (one for _, (one,) in _unique(((b"", [each]) for each in learnable), unusable))
     whole = list(learnable)
-    if unusable.refused and not whole:
-        raise _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
+    if refuse and not whole:
+        raise unusable.first or _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
     train: list[Example]
-    train, held_out = ([], whole) if evaluated else _split(whole, data, seed, refuse=unusable.refused)
+    train, held_out = ([], whole) if evaluated else _split(whole, data, seed, refuse=refuse)
     asked = None
-    if data.choices and unusable.refused:
+    if data.choices and refuse:
         asked = _lay_out_choices(held_out, tokenizer, data, unusable)
     parts = [_lay_out(part, data, pad) for part in (train, held_out)]
     return Prepared(parts[0], parts[1], len(whole), unusable.left_out, asked)
@@ -234,8 +236,8 @@ def prepare(
 class Preparation:
     """The way from a site's records to the sequences of a plan.
 
-    Under a privacy unit, `site` included, records are read one by one and those that cannot be used are left out, so
-    that no record makes this fail, or changes what is made of another record.
+    Records are read one by one and those that cannot be used are left out. Under a privacy unit, `site` included, no
+    record makes this fail, or changes what is made of another record.
     """
 
     plan: Plan
@@ -253,17 +255,20 @@ class Preparation:
         """The sequences.
 
         Raises:
-            DataError: the source as a whole cannot be read; without a privacy unit also as `read_records` and
-                `prepare`.
+            DataError: the source as a whole cannot be read; without a privacy unit also as `prepare`.
             StorageError: the disk is full.
         """
-        unusable = Unusable(refused=not self._each)
-        where: dict[str, Any] = {"split": self.split, "cache": self.folder}
-        records = (
-            read_each(self.source, unusable, **where) if self._each else read_records(self.source, **where)
+        unusable, open_ = Unusable(), self.plan.privacy.unit == "none"
+        records = read_each(self.source, unusable, split=self.split, cache=self.folder, documents=open_)
+        return prepare(
+            records,
+            self.tokenizer,
+            self.plan.data,
+            seed=self.plan.run.seed,
+            units=self._units,
+            unusable=unusable,
+            refuse=open_,
         )
-        data, seed = self.plan.data, self.plan.run.seed
-        return prepare(records, self.tokenizer, data, seed=seed, units=self._units, unusable=unusable)
 
     def key(self) -> str:
         """The cache key: SHA-256, in hex, of everything that `make` depends on.
@@ -271,42 +276,46 @@ class Preparation:
         Raises:
             DataError: as `fingerprint`.
         """
-        digest = hashlib.sha256(fingerprint(self.source, split=self.split, each=self._each))
+        digest = hashlib.sha256(fingerprint(self.source, split=self.split))
         rule = [] if self._units is None else [json.dumps(asdict(self._units))]
         data, seed = self.plan.data.model_dump_json(), str(self.plan.run.seed)
-        for part in (data, seed, identity(self.tokenizer), str(self._each), *rule):
+        for part in (data, seed, identity(self.tokenizer), self.plan.privacy.unit, *rule):
             digest.update(hashlib.sha256(part.encode()).digest())
         return digest.hexdigest()
-
-    @property
-    def _each(self) -> bool:
-        return self.plan.privacy.unit != "none"
 
     @property
     def _units(self) -> UnitRule | None:
         return unit_rule(self.plan.data, self.plan.privacy)
 
 
-def check_usable(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+def check_usable(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, plan: Plan, unusable: Unusable
+) -> None:
     """Check that at least one record gives something to train on, for the person who owns all of them.
 
-    Under a privacy unit no site fails where none does, so a plan that names a wrong field would train on nothing.
+    Otherwise a plan that names a wrong field would be found by each site in turn, and under a privacy unit, where no
+    site fails, by none.
+
+    Args:
+        records: The records.
+        tokenizer: The plan's tokenizer.
+        plan: The plan.
+        unusable: Knows the place of the record that is read, where its reader does.
 
     Raises:
         DataError: none does; the message is about the first record that cannot be used.
     """
     data, rule = plan.data, unit_rule(plan.data, plan.privacy)
-    for unusable in (Unusable(refused=False), Unusable(refused=True)):
-        examples = to_examples(records, tokenizer, data, unusable)
-        found: Iterable[object] = (
-            _learnable(examples, data, unusable)
-            if rule is None
-            else _learnable_pieces(examples, data, rule, unusable)
-        )
-        if any(True for _ in found):
-            return
+    examples = to_examples(records, tokenizer, data, unusable)
+    found: Iterable[object] = (
+        _learnable(examples, data, unusable)
+        if rule is None
+        else _learnable_pieces(examples, data, rule, unusable)
+    )
+    if any(True for _ in found):
+        return
     longest = data.sequence_length * (1 if rule is None or data.task == "classify" else rule.windows)
-    raise _nothing_learnable(data, longest, unusable.left_out.total())
+    raise unusable.first or _nothing_learnable(data, longest, unusable.left_out.total())
 
 
 def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:

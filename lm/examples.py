@@ -71,7 +71,7 @@ def to_examples(
     records: Iterable[Record],
     tokenizer: PreTrainedTokenizerBase,
     data: DataSection,
-    unusable: Unusable | None = None,
+    unusable: Unusable,
 ) -> Iterator[tuple[Record, Example]]:
     """Turn each record into one example of any length; an empty record gives an empty example.
 
@@ -83,43 +83,43 @@ def to_examples(
         records: The records.
         tokenizer: The tokenizer.
         data: What a record is.
-        unusable: What becomes of a record that lacks the plan's field, has another type in it, has no label in
-            `data.classes`, has a completion that is not in `data.choices`, is a chat that the template refuses, or
-            cannot be tokenised; by default it is an error.
+        unusable: Counts the records that lack the plan's field, have another type in it, have no label in
+            `data.classes`, have a completion that is not in `data.choices`, are a chat that the template refuses, or
+            cannot be tokenised.
 
     Yields:
         A record, and its example; in the order of the records, without those that are left out.
 
     Raises:
-        DataError: a record cannot be used, where that is an error; or as `check_tokenizer`.
+        DataError: as `check_tokenizer`.
     """
     check_tokenizer(tokenizer, data)
-    unusable = unusable or Unusable(refused=True)
     encode = _classified(tokenizer, data) if data.task == "classify" else _learned(tokenizer, data)
     classes = {name: index for index, name in enumerate(data.classes)}
     choices = {name: index for index, name in enumerate(data.choices)}
 
     def rendered() -> Iterator[_Rendered]:
         for number, record in enumerate(records, start=1):
+            place = unusable.place or f"record {number}"
             fields = unusable.tried(
-                f"without the fields of data.format {data.format!r}", _fields, data, number, record
+                f"without the fields of data.format {data.format!r}", _fields, data, place, record
             )
             if fields is None:
                 continue
-            text = unusable.tried("refused by the chat template", _render, tokenizer, number, fields)
+            text = unusable.tried("refused by the chat template", _render, tokenizer, place, fields)
             if text is None:
                 continue
             label: int | None = None
             if classes:
                 label = unusable.tried(
-                    "without a label in data.classes", _label, data, classes, number, record
+                    "without a label in data.classes", _label, data, classes, place, record
                 )
                 if label is None:
                     continue
             question: tuple[str, int] | None = None
             if choices:
                 question = unusable.tried(
-                    "with a completion that is not in data.choices", _question, data, choices, number, record
+                    "with a completion that is not in data.choices", _question, data, choices, place, record
                 )
                 if question is None:
                     continue
@@ -247,20 +247,20 @@ def _by_size(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
         yield batch
 
 
-def _fields(data: DataSection, number: int, record: Record) -> _Text | list[dict[str, Any]]:
+def _fields(data: DataSection, place: str, record: Record) -> _Text | list[dict[str, Any]]:
     """A text or prompt as it is learned, or the messages of a chat."""
     if data.format == "messages":
-        return _messages(record, number, data.messages_field)
+        return _messages(record, place, data.messages_field)
     if data.format == "prompt":
-        prompt = _field(record, number, data.prompt_field)
-        text = prompt + _field(record, number, data.completion_field)
+        prompt = _field(record, place, data.prompt_field)
+        text = prompt + _field(record, place, data.completion_field)
         return text, [(len(prompt), len(text))]
-    text = _field(record, number, data.text_field)
+    text = _field(record, place, data.text_field)
     return text, [(0, len(text))]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, number: int, fields: _Text | list[dict[str, Any]]) -> _Text:
-    return _render_chat(tokenizer, number, fields) if isinstance(fields, list) else fields
+def _render(tokenizer: PreTrainedTokenizerBase, place: str, fields: _Text | list[dict[str, Any]]) -> _Text:
+    return _render_chat(tokenizer, place, fields) if isinstance(fields, list) else fields
 
 
 _STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters: no template and hardly any text contains them
@@ -273,7 +273,7 @@ _FIXED_CLOCK = (
 """Precedes every template and hides the clock that transformers gives it: 1 January 2025, and no time of day."""
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, number: int, messages: list[dict[str, Any]]) -> _Text:
+def _render_chat(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[dict[str, Any]]) -> _Text:
     """Render a chat and find the assistant's turns in it.
 
     To locate a turn, the chat is rendered again with a placeholder as the turn's content: the two renderings differ
@@ -289,15 +289,13 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, number: int, messages: list
             return str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
         except Exception as error:  # a template is a program and can raise any exception
             reason = str(error).strip().partition("\n")[0]
-            raise DataError(
-                f"record {number}", expected=f"a chat that the template accepts ({reason})"
-            ) from error
+            raise DataError(place, expected=f"a chat that the template accepts ({reason})") from error
         finally:
             random.setstate(state)
 
     full = rendered(messages)
     if len(full) * len(messages) > MOST_RENDERED:
-        raise DataError(f"record {number}", len(messages), expected="fewer messages, or shorter ones")
+        raise DataError(place, len(messages), expected="fewer messages, or shorter ones")
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -305,7 +303,7 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, number: int, messages: list
         stand_in = {**message, "content": _STAND_IN}
         other = rendered([*messages[:index], stand_in, *messages[index + 1 :]])
         if _STAND_IN not in other:
-            raise DataError(f"record {number}", expected="a chat template that keeps the assistant's content")
+            raise DataError(place, expected="a chat template that keeps the assistant's content")
         start = _shared(full, other)
         end = len(full) - _shared(full[start:][::-1], other[start:][::-1])
         behind = rendered([*messages[:index], stand_in]).rpartition(_STAND_IN)[2]
@@ -313,16 +311,16 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, number: int, messages: list
     return full, spans
 
 
-def _messages(record: Record, number: int, name: str) -> list[dict[str, Any]]:
-    messages = _value(record, number, name)
+def _messages(record: Record, place: str, name: str) -> list[dict[str, Any]]:
+    messages = _value(record, place, name)
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(f"record {number}, field {name}", messages, expected="a list of {role, content}")
+        raise DataError(f"{place}, field {name}", messages, expected="a list of {role, content}")
     kept = []
     for message in messages:
         kept.append(_present(message))
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(
-                f"record {number}, field {name}",
+                f"{place}, field {name}",
                 message,
                 expected="messages with a text role and a text content",
             )
@@ -339,20 +337,20 @@ def _present(value: Any) -> Any:
     return [_present(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _field(record: Record, number: int, name: str) -> str:
-    value = _value(record, number, name)
+def _field(record: Record, place: str, name: str) -> str:
+    value = _value(record, place, name)
     if not isinstance(value, str):
-        raise DataError(f"record {number}, field {name}", value, expected="text")
+        raise DataError(f"{place}, field {name}", value, expected="text")
     return value
 
 
-def _label(data: DataSection, classes: Mapping[str, int], number: int, record: Record) -> int:
+def _label(data: DataSection, classes: Mapping[str, int], place: str, record: Record) -> int:
     """The class of a record, as an index of `data.classes`."""
-    value = _value(record, number, data.label_field)
+    value = _value(record, place, data.label_field)
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not (isinstance(name, str) and name in classes):
         raise DataError(
-            f"record {number}, field {data.label_field}",
+            f"{place}, field {data.label_field}",
             value,
             expected=f"one of data.classes: {', '.join(data.classes)}",
             fix="add the class to data.classes, or correct the record",
@@ -360,17 +358,17 @@ def _label(data: DataSection, classes: Mapping[str, int], number: int, record: R
     return classes[name]
 
 
-def _question(data: DataSection, choices: Mapping[str, int], number: int, record: Record) -> tuple[str, int]:
+def _question(data: DataSection, choices: Mapping[str, int], place: str, record: Record) -> tuple[str, int]:
     """The prompt of a record, and its completion as an index of `data.choices`."""
-    completion = _field(record, number, data.completion_field)
+    completion = _field(record, place, data.completion_field)
     if completion not in choices:
         raise DataError(
-            f"record {number}, field {data.completion_field}",
+            f"{place}, field {data.completion_field}",
             completion,
             expected=f"one of data.choices: {', '.join(map(repr, data.choices))}",
             fix="add the completion to data.choices, or correct the record",
         )
-    return _field(record, number, data.prompt_field), choices[completion]
+    return _field(record, place, data.prompt_field), choices[completion]
 
 
 def compared(
@@ -398,7 +396,7 @@ def compared(
         for prompt, _ in questions
         for choice in data.choices
     )
-    made = (example for _, example in to_examples(variants, tokenizer, data))
+    made = (example for _, example in to_examples(variants, tokenizer, data, Unusable()))
     for _, answer in questions:
         completed = list(itertools.islice(made, len(data.choices)))
         first = min(int(np.argmax(example.role != CONTEXT)) for example in completed)
@@ -408,14 +406,14 @@ def compared(
         yield answer, completed, first
 
 
-def _value(record: Record, number: int, name: str) -> Any:
+def _value(record: Record, place: str, name: str) -> Any:
     if not isinstance(record, Mapping):
-        raise DataError(f"record {number}", record, expected="an object with named fields")
+        raise DataError(place, record, expected="an object with named fields")
     value = record.get(name)
     if value is None:
         has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
         raise DataError(
-            f"record {number}",
+            place,
             expected=f"a field {name!r}; the fields of the record: {has}",
             fix="set the name of the field in [data] of the plan",
         )

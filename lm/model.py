@@ -49,6 +49,14 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BUILTIN = "builtin:"
+SMALL = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+"""Configuration of a `builtin:` model whose plan has none, of the fields that its type knows."""
 HEAD = ".modules_to_save."
 """In the name of each parameter of a head that is trained beside an adapter."""
 
@@ -317,7 +325,7 @@ def _builtin_config(plan: Plan) -> PreTrainedConfig:
             )
     tokenizer = tokenizer_of(plan)
     chosen: dict[str, Any] = {
-        **section.config,
+        **(section.config or {key: value for key, value in SMALL.items() if key in known}),
         "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8 keeps the matrix products on fast paths
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

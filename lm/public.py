@@ -50,7 +50,7 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
     )
     model = load_model(alone)
     sequences = prepare(
-        corpus_records(public.source, split=public.split).records,
+        corpus_records(public.source, field="public.source", split=public.split).records,
         model.tokenizer,
         alone.data,
         seed=plan.run.seed,

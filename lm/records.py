@@ -1,11 +1,11 @@
 """Read the records of a data holder: text, JSONL and Parquet files, folders of them, and hub data sets.
 
-`datasets` does the reading and maps JSONL and Parquet from disk as Arrow. This module adds that errors name a file and
-a line, that no private file leaves a copy in the global cache of `datasets`, and that an absent network fails fast.
+A site reads its own records one by one (`read_each`), because one record must not decide how others are read, or
+whether they are. `Unusable` leaves out what cannot be read, and counts it.
 
-Under a privacy unit records are read one by one (`read_each`), because one record must not decide how others are read,
-or whether they are: Arrow infers the type of a field from all lines of a file, so one number among texts fails the file
-or becomes text, and one line that is no JSON fails it too. `Unusable` then leaves out what cannot be read.
+Records that one person owns and divides over sites are read together (`read_records`): `datasets` maps JSONL and
+Parquet from disk as Arrow. This module adds that errors name a file and a line, that no private file leaves a copy in
+the global cache of `datasets`, and that an absent network fails fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 
 from cloister.lm.tokenizer import looks_like_path, on_hub
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import DataError, one_line
 from cloister.protocol.storage import disk_refusal
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -54,47 +54,55 @@ class Records(Protocol):
 
 
 class Unusable:
-    """What becomes of records that cannot be used: the first is an error, or all are left out and counted.
+    """The records that cannot be used: they are left out and counted.
 
-    Under a privacy unit they are left out: an error would tell, without a charge, that the record is there. This is the
-    one place that decides it.
-
-    Args:
-        refused: Whether such a record is an error.
+    One such record costs a site nothing else, and under a privacy unit an error would tell, without a charge, that the
+    record is there.
     """
 
-    def __init__(self, *, refused: bool) -> None:
-        self.refused = refused
+    def __init__(self) -> None:
         self.left_out: Counter[str] = Counter()
         """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
+        self.place = ""
+        """File and line of the record that is read; empty where its reader does not know them."""
+        self._first: tuple[str, str, BaseException] | None = None
+
+    @property
+    def first(self) -> DataError | None:
+        """Why the first one was left out. It may quote the record: it is for the owner of all records."""
+        if self._first is None:
+            return None
+        place, reason, error = self._first
+        said = f"a record that can be used ({reason}: {one_line(error)})"
+        return error if isinstance(error, DataError) else DataError(place or "data", expected=said)
 
     def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of `act(*arguments)` for one record; None if it raises and such records are left out."""
-        if self.refused:
-            return act(*arguments)
+        """The result of `act(*arguments)` for one record; None if it raises."""
         try:
             return act(*arguments)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a template raises anything, and a panic in a tokenizer is not an `Exception`
+        except (
+            BaseException
+        ) as error:  # a template raises anything, and a panic in a tokenizer is no `Exception`
             self.left_out[reason] += 1
+            self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None
 
     def tried_together(
         self, reason: str, act: Callable[[Sequence[_R]], list[_T]], items: Sequence[_R]
     ) -> list[_T | None]:
-        """The results of `act` for several records at once; if that raises and records are left out, for each alone.
+        """The results of `act` for several records at once; if that raises, for each alone.
 
         Args:
             reason: Why a record is left out for which `act` raises.
             act: Gives one result for each item, which does not depend on the other items.
             items: What `act` takes, one for each record.
         """
-        if self.refused:
-            return [*act(items)]
-        together = Unusable(refused=False).tried(reason, act, items)
+        together = Unusable().tried(reason, act, items)
         if together is not None:
             return [*together]
+        self.place = ""  # that of the record after these
         alone = [self.tried(reason, act, [item]) for item in items]
         return [None if each is None else each[0] for each in alone]
 
@@ -146,7 +154,12 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
 
 
 def read_each(
-    source: str, unusable: Unusable, *, split: str = "train", cache: Path | None = None
+    source: str,
+    unusable: Unusable,
+    *,
+    split: str = "train",
+    cache: Path | None = None,
+    documents: bool = False,
 ) -> Iterator[Record]:
     """Read the records of a source one by one, so that none decides whether or how another is read.
 
@@ -156,9 +169,11 @@ def read_each(
 
     Args:
         source: As for `read_records`.
-        unusable: What becomes of a line, text or row that cannot be read or has more than `LARGEST_RECORD` bytes.
+        unusable: Counts the lines, texts and rows that cannot be read or have more than `LARGEST_RECORD` bytes.
         split: As for `read_records`.
         cache: As for `read_records`.
+        documents: Read a `.json` file that begins with `[` as one list of records. Not under a privacy unit: one record
+            may then decide that no other is read.
 
     Raises:
         DataError: the source is missing, or a file as a whole, other than a text, cannot be read.
@@ -171,9 +186,14 @@ def read_each(
         return
     for file in _listed(path):
         kind = _KINDS[file.suffix]
+        unusable.place = str(file)
         if kind == "text":
             record = unusable.tried(_NOT_READABLE, _one_text, file)
             if record is not None:
+                yield record
+        elif documents and file.suffix == ".json" and _is_document(file):
+            for number, record in enumerate(_check_document(file), start=1):
+                unusable.place = f"{file}, record {number}"
                 yield record
         elif kind == "json":
             yield from _lines(file, unusable)
@@ -203,27 +223,25 @@ def check_source(source: str, *, split: str = "train", cache: Path | None = None
             _datasets().load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
 
 
-def fingerprint(source: str, *, split: str = "train", each: bool = False) -> bytes:
+def fingerprint(source: str, *, split: str = "train") -> bytes:
     """SHA-256 that identifies the content of a source, for a cache key.
 
     It covers a file's name, size and modification time, and up to 64 MiB also its content; of a hub data set only its
-    name and split.
+    name and split. A file that cannot be read is no error: `read_each` leaves it out.
 
     Args:
         source: As for `read_records`.
         split: As for `read_records`.
-        each: Whether the source is read by `read_each`, so that a file that cannot be read is no error here.
 
     Raises:
-        DataError: a file or folder has no data or cannot be read.
+        DataError: the source is a file of another kind, or a folder that cannot be read.
     """
     digest = hashlib.sha256(f"{source}\0{split}\0".encode())
     path = Path(source).expanduser()
     with _readable(path):
-        files = [] if not path.exists() else _listed(path) if each else _files(path)[0]
-        for file in files:
+        for file in _listed(path) if path.exists() else []:
             digest.update(f"{file.name}\0".encode(errors="surrogateescape"))
-            digest.update(Unusable(refused=not each).tried(_NOT_READABLE, _state_of, file) or b"not readable")
+            digest.update(Unusable().tried(_NOT_READABLE, _state_of, file) or b"not readable")
     return digest.digest()
 
 
@@ -287,28 +305,43 @@ def _check_kind(path: Path) -> None:
 def _one_text(file: Path) -> Record:
     if not file.is_file() or file.stat().st_size > LARGEST_RECORD:
         raise DataError("data", str(file), expected=f"a text of at most {LARGEST_RECORD} bytes")
-    return {"text": file.read_text(encoding="utf-8-sig")}
+    return _read_texts([file])[0]
+
+
+def _is_document(file: Path) -> bool:
+    """Whether a file's first character, other than white space, is `[`."""
+    with _readable(file), open(file, encoding="utf-8-sig", errors="replace") as text:
+        while (character := text.read(1)).isspace():
+            pass
+    return character == "["
 
 
 def _lines(file: Path, unusable: Unusable) -> Iterator[Record]:
     """The objects of a JSONL file."""
+    number = 0
     with _readable(file), open(file, "rb") as lines:
         while line := lines.readline(LARGEST_RECORD + 1):
+            number += 1
+            unusable.place = f"{file}, line {number}"
             rest = line
             while rest and not rest.endswith(b"\n"):
                 rest = lines.readline(LARGEST_RECORD)
             if line.strip():
-                record = unusable.tried(_NOT_READABLE, _one_line, line)
+                record = unusable.tried(_NOT_READABLE, _one_line, unusable.place, line)
                 if record is not None:
                     yield record
 
 
-def _one_line(line: bytes) -> Record:
+def _one_line(place: str, line: bytes) -> Record:
     if len(line) > LARGEST_RECORD:
-        raise DataError("data", len(line), expected=f"a line of at most {LARGEST_RECORD} bytes")
-    record = json.loads(line.decode("utf-8-sig"))
+        raise DataError(place, len(line), expected=f"a line of at most {LARGEST_RECORD} bytes")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        reason = getattr(error, "msg", str(error))
+        raise DataError(place, expected=f"one JSON object ({reason})") from None
     if not isinstance(record, dict):
-        raise DataError("data", record, expected="one JSON object")
+        raise DataError(place, record, expected="one JSON object")
     return record
 
 
@@ -316,8 +349,11 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
     """The rows of a Parquet file, which may have none; `datasets` refuses a file without rows."""
     try:
         with pq.ParquetFile(file) as table:
+            number = 0
             for batch in table.iter_batches(batch_size=_ROWS):
                 for index in range(batch.num_rows):
+                    number += 1
+                    unusable.place = f"{file}, record {number}"
                     rows = unusable.tried(_NOT_READABLE, _one_row, batch.slice(index, 1))
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
@@ -335,6 +371,7 @@ def _one_row(row: pa.RecordBatch) -> list[Record]:
 def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:
     """The rows of a data set; the conversion of one can fail."""
     for index in range(len(records)):
+        unusable.place = f"record {index + 1}"
         record = unusable.tried(_NOT_READABLE, records.__getitem__, index)
         if record is not None:
             yield record
@@ -394,29 +431,33 @@ def _check_lines(file: Path) -> None:
                 record = json.loads(line)
             except ValueError as error:
                 if number == 1 and file.suffix == ".json":
-                    return _check_document(file)
+                    _check_document(file)
+                    return
                 reason = getattr(error, "msg", str(error))
                 raise DataError(f"{file}, line {number}", expected=f"one JSON object ({reason})") from None
             if number == 1 and isinstance(record, list) and file.suffix == ".json":
-                return _check_document(file)
+                _check_document(file)
+                return
             if not isinstance(record, dict):
                 raise DataError(f"{file}, line {number}", record, expected="one JSON object")
             objects += 1
     if not objects:
         raise DataError("data", str(file), expected="a file with records, but it has none")
-    return None
 
 
-def _check_document(file: Path) -> None:
+def _check_document(file: Path) -> list[Record]:
+    """The objects of a JSON list; refuses a file that is none."""
     try:
         document = json.loads(file.read_bytes())
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         reason = getattr(error, "msg", str(error))
         raise DataError(f"{file}, line {line}", expected=f"a JSON list of objects ({reason})") from None
-    for number, record in enumerate(document if isinstance(document, list) else [], start=1):
+    objects = document if isinstance(document, list) else []
+    for number, record in enumerate(objects, start=1):
         if not isinstance(record, dict):
             raise DataError(f"{file}, record {number}", record, expected="one JSON object")
+    return objects
 
 
 def _read_hub(source: str, split: str, cache: Path | None) -> Records:

@@ -62,7 +62,7 @@ class DatasetLedger:
         self.limit = simulation.greatest_epsilon
         self._plan = plan
         self._search = plan.simulation.search
-        together = simulation.partition == "natural" and simulation.field == plan.data.owner
+        together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
 
     @classmethod

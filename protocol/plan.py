@@ -118,7 +118,9 @@ class ModelSection(Section):
     revision: str = "main"
     """Revision of a hub model."""
     config: Mapping[str, int | float | bool | str] = Field(default_factory=dict)
-    """Configuration of a `builtin:` model, by transformers' own field names; the vocabulary is set by the tokenizer."""
+    """Configuration of a `builtin:` model, by transformers' own field names; the vocabulary is set by the tokenizer.
+    Empty: a small model of some 100,000 parameters a layer, to try a plan at once; with any field set, those that are
+    not have transformers' own defaults, which are those of large models."""
     tokenizer: Annotated[str, Field(min_length=1)] = "auto"
     """`auto` (the model's own; bytes for a `builtin:` model), `bytes`, or a folder or hub name."""
     adapter: AdapterSection = AdapterSection()
@@ -527,9 +529,10 @@ class SimulationSection(Section):
     blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
-    partition: Literal["natural", "iid", "dirichlet", "size"] = "natural"
+    partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
     """`natural`: each group of `field` goes whole to one site; `iid`: at random; `dirichlet`: label proportions per
-    site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ..."""
+    site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ...; `auto`: `natural`
+    with a field, else `iid`."""
     field: str = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
     `label`)."""

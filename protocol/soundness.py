@@ -35,6 +35,10 @@ from cloister.protocol.threshold import LARGEST
 _SETTINGS = Settings(Plan, "plan", PlanError)
 _DEFAULT = Plan()
 _STEPS = 'privacy.unit = "record" or "owner"'
+_EVALUATED = (
+    f'set server.evaluation to a file of public records, to "{NO_EVALUATION}", or in a simulation to '
+    f'"{SIMULATED_PUBLIC}" with simulation.public = 0.1'
+)
 
 
 class _Refusal(NamedTuple):
@@ -236,7 +240,7 @@ def _refusals(plan: Plan) -> Iterator[_Refusal]:
         yield _Refusal(
             "data.held_out",
             "more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
-            'set data.held_out = 0.1, or set server.evaluation to public records or "none"',
+            f"set data.held_out = 0.1; or {_EVALUATED}",
         )
     if plan.server.gate.loss is not None and plan.server.evaluation in ("", NO_EVALUATION):
         yield _Refusal(
@@ -343,7 +347,7 @@ def _check_mode(plan: Plan) -> Iterator[_Refusal]:
             "server.evaluation",
             'public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for '
             "the slowest one",
-            'set server.evaluation to public records, or to "none"',
+            _EVALUATED,
         )
     if plan.model.adapter.scheme == "rolora":
         yield _Refusal(
@@ -670,7 +674,7 @@ def _check_private(plan: Plan) -> Iterator[_Refusal]:
             "server.evaluation",
             'public records or "none" with a privacy unit; losses on the sites\' own records would be '
             "released without a charge to the ledger",
-            'set server.evaluation to public records, or to "none"',
+            _EVALUATED,
         )
     if plan.simulation.per_site:
         yield _Refusal(

@@ -65,7 +65,7 @@ def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
     Raises:
         DataError: there are no records, one cannot be used, or no choices can be compared.
     """
-    records = corpus_records(source).records
+    records = corpus_records(source, field="server.evaluation").records
     prepared = prepare(records, model.tokenizer, plan.data, seed=plan.run.seed, evaluated=True)
     if prepared.left_out:
         _log.warning("public records: %s", prepared.summary())

@@ -77,7 +77,7 @@ class Members:
         """Ask the newcomers to join.
 
         Returns:
-            Why nodes did not join.
+            Why nodes did not join. A name in it proves nothing: it is the one that the node gives itself.
         """
         plan = self._plan.to_json()
         requests = {
@@ -89,7 +89,9 @@ class Members:
         answers = self._channel.ask(requests, self._plan.cohort.deadline_s, group="join") if requests else ()
         for node, reply in answers:
             if not isinstance(reply, Joined):
-                failure = self._failure(f"node {node}", reply)
+                claimed = printable(reply.site) if isinstance(reply, Failed) else ""
+                named = claimed if claimed and claimed not in self._nodes else f"node {node}"
+                failure = self._failure(named, reply)
             elif problem := self._problem(reply, requests[node]):
                 failure = Failure(f"node {node}", problem)
             else:
@@ -97,7 +99,7 @@ class Members:
                 self._nodes[reply.site] = node
                 self._speeds[reply.site] = reply.speed
                 continue
-            reasons.append(failure.reason)
+            reasons.append(f"{failure.site}: {failure.reason}")
             if failure.refused:
                 refusal = Fact(
                     "refusal", self._run, self._digest.hex(), site=failure.site, detail=failure.reason

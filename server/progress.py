@@ -36,6 +36,15 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class NotJoined:
+    """A site does not take part, unless it joins later."""
+
+    site: str
+    """The name that it gives itself; `node` and a number where it gives none, or that of another site."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Started:
     """The sites have joined."""
 
@@ -245,6 +254,7 @@ Event = (
     Preparing
     | Connected
     | Moved
+    | NotJoined
     | Started
     | RoundStarted
     | SiteAnswered

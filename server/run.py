@@ -49,11 +49,11 @@ from cloister.server.progress import (
     BudgetSpent,
     Evaluated,
     Finished,
+    NotJoined,
     Observer,
     Preparing,
     Refusing,
     RoundAbandoned,
-    SiteFailed,
     Started,
 )
 from cloister.server.public import base_of
@@ -113,7 +113,7 @@ def run(
                 channel,
                 plan,
                 run_identity,
-                lambda failure: observe(SiteFailed(0, failure.site, failure.reason)),
+                lambda failure: observe(NotJoined(failure.site, failure.reason)),
                 base=base,
                 roster=roster,
                 audit_log=audit_log,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context, RecordDict
@@ -29,10 +30,11 @@ from cloister.clients.kept import DECLARED_ROUNDING, base_path, save_vector
 from cloister.clients.resident import Resident
 from cloister.clients.site import Simulated, Site
 from cloister.lm import saved
-from cloister.lm.corpus import corpus_records
+from cloister.lm.corpus import check_corpus, corpus_records
 from cloister.lm.data import Prepared, check_usable
 from cloister.lm.layout import Vector
 from cloister.lm.model import count_parameters
+from cloister.lm.records import Records, Unusable, read_each
 from cloister.lm.tokenizer import tokenizer_of
 from cloister.privacy.dataset import DatasetLedger
 from cloister.privacy.noise import NoiseStream
@@ -186,7 +188,8 @@ def local_grid(
 
 
 def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> None:
-    """Refuse here, not at every site, a model that does not fit the plan, and a run that a limit over runs forbids.
+    """Refuse here, not at every site, records that are not there, a model that does not fit the plan, and a run that a
+    limit over runs forbids.
 
     Args:
         folder: The run folder.
@@ -199,6 +202,8 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
     plan = folder.plan
     parameters, trained = count_parameters(plan)
     terms = terms_of(plan, trained)
+    if not folder.sites.path.exists():
+        check_corpus(plan.simulation.source, field="simulation.source", split=plan.simulation.split)
     if processes:
         _check_memory(parameters, processes)
     for index, profile in enumerate(plan.simulation.profiles):
@@ -356,8 +361,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
     """Write every site's folder: its records, its keys and its TOML.
 
     Raises:
-        DataError: the records cannot be read or divided, or under a privacy unit none of them can be used: the sites
-            do not fail then.
+        DataError: the records cannot be read or divided, or none of them can be used.
     """
     names = SitesFolder(folder)
     lay_out_records(plan, folder, partial(altered, plan))
@@ -413,17 +417,35 @@ def _place(source: str) -> str:
 
 def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
     """Write every site's records, and those that no site has; `alter` as for `write_sites`, errors as `lay_out`."""
-    simulation = plan.simulation
-    _check_public_sources(plan)
-    corpus = corpus_records(simulation.source, split=simulation.split, cache=folder / ".cache")
-    if plan.privacy.unit != "none":
-        check_usable(corpus.records, tokenizer_of(plan), plan)
-    kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
-    parts = partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field)
+    kept, parts, apart = divided(plan, folder / ".cache")
     write_sites(folder, kept, parts, alter)
     if apart:
         write_records(SitesFolder(folder).public_records, apart)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def divided(
+    plan: Plan, cache: Path | None = None
+) -> tuple[Records, list[list[int]], list[Mapping[str, Any]]]:
+    """Read the records of a simulation and divide them over its sites, without a file written but in `cache`.
+
+    Returns:
+        The records of all sites, for each site the indices of its own, and the records that no site has.
+
+    Raises:
+        DataError: the records cannot be read or divided, or none of them can be used.
+        PlanError: what the plan names as public is what its sites are given.
+    """
+    simulation = plan.simulation
+    _check_public_sources(plan)
+    corpus = corpus_records(simulation.source, field="simulation.source", split=simulation.split, cache=cache)
+    unusable = Unusable()
+    path = Path(simulation.source).expanduser()
+    # Read again where errors can name a line: as a rule the first record can be used.
+    records = read_each(str(path), unusable, documents=True) if path.exists() else corpus.records
+    check_usable(records, tokenizer_of(plan), plan, unusable)
+    kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
+    return kept, partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field), apart
 
 
 def hardware_of(plan: Plan, index: int) -> str:

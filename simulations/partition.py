@@ -43,6 +43,7 @@ def partition(
 ) -> list[list[int]]:
     """Give every record to exactly one site, and every site at least one record.
 
+    - `auto`: `natural` with a field, else `iid`.
     - `natural`: all records of one value of the field go to the same site; largest groups first, each to the site
       with the fewest bytes so far.
     - `iid`: at random, the same number of records to each site, give or take one.
@@ -70,12 +71,15 @@ def partition(
         )
     field = simulation.field or field
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, sites])))
-    if simulation.partition == "natural":
-        parts = _natural(records, field, sites)
-    elif simulation.partition == "dirichlet":
-        parts = _dirichlet(_groups(records, field, "dirichlet"), simulation.alpha, sites, random)
+    way = simulation.partition
+    if way == "natural" or (way == "auto" and field):
+        parts = _natural(records, field, sites, simulation.source)
+    elif way == "dirichlet":
+        parts = _dirichlet(
+            _groups(records, field, simulation.source, "dirichlet"), simulation.alpha, sites, random
+        )
     else:
-        weights = np.arange(1, sites + 1) if simulation.partition == "size" else np.ones(sites)
+        weights = np.arange(1, sites + 1) if way == "size" else np.ones(sites)
         ends = np.arange(1, sites + 1) + np.rint((len(records) - sites) * np.cumsum(weights) / weights.sum())
         shuffled = random.permutation(len(records))
         parts = [part.tolist() for part in np.split(shuffled, ends[:-1].astype(np.int64))]
@@ -144,8 +148,8 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_file(path, write, durable=False)  # the folder of all sites is synced as a whole
 
 
-def _natural(records: Records, field: str, sites: int) -> list[list[int]]:
-    groups = _groups(records, field, "natural")
+def _natural(records: Records, field: str, sites: int, source: str) -> list[list[int]]:
+    groups = _groups(records, field, source, "natural")
     if len(groups) < sites:
         raise _empty(
             len(groups),
@@ -182,14 +186,15 @@ def _dirichlet(
     )
 
 
-def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
+def _groups(records: Records, field: str, source: str, way: str) -> dict[str, list[int]]:
     """Indices of the records by the value of their field, as text."""
     if not field:
         raise DataError(
             "simulation.field",
             "",
-            expected=f"a field to partition by, because partition is {way!r} and the source has no group field",
-            fix="set it to a field of the records, or set simulation.partition = 'iid'",
+            expected=f'the field to divide {source} by, because simulation.partition is "{way}"; the fields of its '
+            f"first record: {', '.join(sorted(records[0]))}",
+            fix='set simulation.field to one of them, or simulation.partition = "iid"',
         )
     groups: dict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
@@ -197,7 +202,7 @@ def _groups(records: Records, field: str, way: str) -> dict[str, list[int]]:
         if value is None:
             has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
             raise DataError(
-                f"record {index + 1}",
+                f"{source}, record {index + 1}",
                 expected=f"a field {field!r}; the fields of the record: {has}",
                 fix="set simulation.field to a field of every record",
             )

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.lm import saved
 from cloister.lm.data import Prepared, Sequences, prepare, unit_rule
-from cloister.lm.records import Record, Unusable
+from cloister.lm.records import Record
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan import Plan
 from cloister.protocol.storage import write_folder
@@ -128,7 +128,6 @@ class Store:
 def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Prepared | None:
     """The sequences of a site; None if it cannot make any: it fails by itself, in its own name, when it is asked."""
     data, private = plan.data, plan.privacy.unit != "none"
-    unusable = Unusable(refused=not private)
     with path.open("rb") as lines:
         records: list[Record] = [json.loads(line) for line in lines]
     try:
@@ -138,7 +137,7 @@ def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pre
             data,
             seed=plan.run.seed,
             units=unit_rule(data, plan.privacy),
-            unusable=unusable,
+            refuse=not private,
         )
     except DataError:
         return None

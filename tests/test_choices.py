@@ -306,14 +306,6 @@ def test_public_records_of_which_no_choices_can_be_compared_are_refused(
     assert "expected a prompt that fits into data.sequence_length with each of data.choices" in line
 
 
-def test_a_site_with_another_completion_cannot_take_part_without_a_unit(
-    private: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Under the unit the same records are used without it."""
-    line = refusal(capsys, "simulate", str(private.path), "--out", str(tmp_path / "run"), "--workers", "1")
-    assert "field completion is 'maybe': expected one of data.choices: 'no', 'no, never', 'yes'" in line
-
-
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -321,9 +313,7 @@ def test_a_site_with_another_completion_cannot_take_part_without_a_unit(
 def test_a_record_with_another_completion_cannot_be_used(completion: object) -> None:
     records = [{"prompt": "fever? ", "completion": completion}, *questions(3)]
     data = plan_of().data
-    with pytest.raises(DataError, match=r"^record 1"):
-        prepare(records, byte_tokenizer(), data, seed=0)
-    unusable = Unusable(refused=False)
+    unusable = Unusable()
     made = prepare(records, byte_tokenizer(), data, seed=0, unusable=unusable)
     assert made.records == 3
     (reason,) = made.left_out

@@ -61,8 +61,8 @@ def test_a_single_text_file_is_distributed_by_paragraphs_or_lines(
     ("name", "nearest"), [("builtin:python-doc", "python-docs"), ("builtin:stdlib", "python-stdlib")]
 )
 def test_an_unknown_builtin_is_refused(name: str, nearest: str) -> None:
-    with pytest.raises(DataError, match=f"^simulation.source is '{name}'.*did you mean builtin:{nearest}"):
-        corpus_records(name)
+    with pytest.raises(DataError, match=f"^public.source is '{name}'.*did you mean builtin:{nearest}"):
+        corpus_records(name, field="public.source")
 
 
 def test_python_passages_are_as_many_of_each_kind() -> None:

@@ -31,6 +31,7 @@ from cloister.lm.data import (
     save_prepared,
     unit_rule,
 )
+from cloister.lm.records import Unusable
 from cloister.lm.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import DataSection, PrivacySection
@@ -562,7 +563,7 @@ def test_a_plan_by_which_no_record_is_of_use_is_refused_to_the_owner_of_all_reco
 
     def check_(records: list[dict[str, object]], **fields: str) -> None:
         plan = changed(tiny(*PRIVATE, *OWNER), "data", **fields)
-        check_usable(records, BYTES, plan)
+        check_usable(records, BYTES, plan, Unusable())
 
     check_([*owned([(None, "x")]), *records], owner="who")
     for records_, fields, complaint in (

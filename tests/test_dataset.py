@@ -476,8 +476,9 @@ OWNER = [
         ((), 4),
         (("simulation.partition=natural", "simulation.field=ward"), 4),
         (("simulation.partition=natural", "simulation.field=patient"), 1),
+        (("simulation.partition=auto", "simulation.field=patient"), 1),
     ],
-    ids=["at random", "by another field", "by owner"],
+    ids=["at random", "by another field", "by owner", "by owner, by itself"],
 )
 def test_an_owner_who_may_be_at_several_sites_pays_at_each(
     tmp_path: Path, partition: tuple[str, ...], charges: int

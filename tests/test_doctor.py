@@ -195,10 +195,10 @@ def test_8_the_disk_is_full(parties: Rehearsal, small_disk: Path, monkeypatch: p
     assert "free space" in fault
     monkeypatch.setattr("cloister.lm.model.count_parameters", lambda _plan: (10**4, 10**4))
     monkeypatch.setattr("cloister.clients.device_mesh.count_parameters", lambda _plan: (10**4, 10**4))
-    assert parties.doctor("--plan", "default").states("disk") == {"ok"}  # it needs less
+    assert parties.doctor("--plan", "private-code").states("disk") == {"ok"}  # it needs less
     with (small_disk / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(2**20))
-    assert "0.0 MB" in parties.doctor("--plan", "default").fault("disk")
+    assert "0.0 MB" in parties.doctor("--plan", "private-code").fault("disk")
 
 
 def test_9_the_device_is_absent(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:

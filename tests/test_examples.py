@@ -51,7 +51,12 @@ MERGED = merged()
 def examples(
     records: Records, tokenizer: PreTrainedTokenizerBase = BYTES, format_: Format = "text"
 ) -> list[Example]:
-    return [example for _, example in to_examples(records, tokenizer, DataSection(format=format_))]
+    """The examples of all records; refuses one that cannot be used."""
+    unusable = Unusable()
+    found = [example for _, example in to_examples(records, tokenizer, DataSection(format=format_), unusable)]
+    if unusable.first is not None:
+        raise unusable.first
+    return found
 
 
 def learned(example: Example) -> list[str]:
@@ -330,15 +335,13 @@ def test_a_record_on_which_a_tokenizer_fails_is_left_out_alone(name: str, format
         {"text": said, "prompt": "q", "completion": said, **chat_of(said)}
         for said in ("one", name, "two", "x")
     ]
-    data, unusable = DataSection(format=format_), Unusable(refused=False)
+    data, unusable = DataSection(format=format_), Unusable()
     found = list(to_examples(rows, tokenizer, data, unusable))
     assert [record for record, _ in found] == [rows[0], *rows[2:]]
     assert unusable.left_out == {"refused by the tokenizer": 1}
-    others = to_examples([rows[0], *rows[2:]], tokenizer, data)
+    others = to_examples([rows[0], *rows[2:]], tokenizer, data, Unusable())
     for (_, one), (_, two) in zip(found, others, strict=True):
         assert np.array_equal(one.tokens, two.tokens)
-    with pytest.raises((Panic, MemoryError, TypeError, UnicodeEncodeError)):
-        list(to_examples(rows, tokenizer, data))
 
 
 def test_a_tokenizer_that_pads_or_cuts_does_not_join_the_texts_of_a_batch(tmp_path: Path) -> None:
@@ -364,7 +367,7 @@ def test_no_chat_adds_a_key_to_another(tmp_path: Path) -> None:
     def texts(name: str, chats: list[Any]) -> list[str]:
         file = tmp_path / name
         datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(file)
-        rows = read_each(str(file), Unusable(refused=True))
+        rows = read_each(str(file), Unusable())
         return [
             str(BYTES.decode(each.tokens.tolist())) for each in examples(list(rows), tokenizer, "messages")
         ]

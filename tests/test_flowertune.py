@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,17 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("task", "sites", "cohort"), [("general", 20, 4), ("finance", 50, 7), ("medical", 20, 4), ("code", 10, 3)]
 )
 def test_a_task_s_plan_is_sound(
-    task: str, sites: int, cohort: int, mistral: Path, capsys: pytest.CaptureFixture[str]
+    task: str,
+    sites: int,
+    cohort: int,
+    mistral: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [json.dumps({"prompt": "q", "completion": f" {number}"}) for number in range(200)]
+    (tmp_path / f"flowertune-{task}.jsonl").write_text("\n".join(records))
     cost = found(capsys, "plan", "check", f"flowertune-{task}", "--set", f"model.name={mistral}")
     plan = cost["plan"]
     assert (plan["cohort"]["sites"], cost["cohort"]) == (sites, cohort)

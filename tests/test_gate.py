@@ -237,7 +237,7 @@ def test_poisoned_records_are_those_of_poisoned_sites_alone(
         pytest.skip("a text has no answer; such a plan is refused")
     source = tmp_path / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS[format]))
-    plan = tiny(f"data.format={format}", f"simulation.source={source}")
+    plan = tiny(f"data.format={format}", f"simulation.source={source}", "data.sequence_length=256")
     poison = PoisonSection(share=0.5, kind=kind, target="TARGET")
     attacked = changed(plan, "faults", poison=poison)
     for name, each in (("honest", plan), ("attacked", attacked)):

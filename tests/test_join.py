@@ -278,14 +278,19 @@ def test_a_template_that_raises_on_a_name_gives_nothing_away(
     assert "Alice" not in caplog.text
 
 
-def test_without_a_unit_the_same_record_is_an_error_that_names_it(template: str, tmp_path: Path) -> None:
+def test_without_a_unit_a_record_costs_no_place_and_data_without_use_is_named_by_line(
+    template: str, tmp_path: Path
+) -> None:
     """There is no guarantee to keep, and a person to help."""
     clear = ["aggregation.secure=false", "data.format=messages", f"model.tokenizer={template}"]
     sites = Sites(tmp_path, *clear)
     alice = {"messages": [{"role": "assistant", "content": "Alice is ill"}]}
-    site = sites.site(lines(tmp_path / "with.jsonl", map(json.dumps, [*VALID, alice])))
-    with pytest.raises(DataError, match="record 7: expected a chat that the template accepts"):
-        site.join(sites.federation.join_request())
+    strays = ['{"messages": 7}', "no object", '{"messages": null}']
+    site = sites.site(lines(tmp_path / "with.jsonl", [*map(json.dumps, [*VALID, alice]), *strays]))
+    assert site.join(sites.federation.join_request()).site == site.name
+    alone = sites.site(lines(tmp_path / "alone.jsonl", ["", json.dumps(alice), *strays]))
+    with pytest.raises(DataError, match=r"alone\.jsonl, line 2: expected a chat that the template accepts"):
+        alone.join(sites.federation.join_request())
 
 
 # The charge comes first.
@@ -544,9 +549,7 @@ def test_a_plan_that_fits_no_record_is_refused_before_a_simulation(
     )
     assert main(["simulate", str(plan), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert (
-        "record 1: expected a field 'note'; the fields of the record: completion, messages, patient" in said
-    )
+    assert "line 1: expected a field 'note'; the fields of the record: completion, messages, patient" in said
     assert "set the name of the field in [data] of the plan" in said
 
 

@@ -32,7 +32,7 @@ def test_one_by_one_the_same_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_bytes("\ufeffhé\r\nllo".encode())
-    unusable = Unusable(refused=True)
+    unusable = Unusable()
     for file in tmp_path.iterdir():
         assert list(read_each(str(file), unusable)) == list(read_records(str(file)))
     assert len(list(read_each(str(tmp_path), unusable))) == 101
@@ -41,7 +41,7 @@ def test_one_by_one_the_same_records_are_read(tmp_path: Path) -> None:
 def test_a_file_that_is_broken_as_a_whole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
     with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
-        list(read_each(str(tmp_path), Unusable(refused=False)))
+        list(read_each(str(tmp_path), Unusable()))
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
@@ -50,7 +50,23 @@ def test_an_interrupt_is_no_matter_of_a_record(stop: type[BaseException]) -> Non
         raise stop
 
     with pytest.raises(stop):
-        Unusable(refused=False).tried("stopped", act)
+        Unusable().tried("stopped", act)
+
+
+def test_the_first_record_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('\n{"text": "x"}\n\nno object\n7\n')
+    unusable = Unusable()
+    assert list(read_each(str(file), unusable)) == [{"text": "x"}]
+    assert unusable.left_out == {"not readable": 2}
+    assert str(unusable.first).startswith(f"{file}, line 4: expected one JSON object (Expecting value)")
+
+
+def test_a_list_is_one_document_only_where_no_record_is_protected(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('\n [{"text": "x"},\n{"text": 1}]')
+    assert list(read_each(str(file), Unusable(), documents=True)) == [{"text": "x"}, {"text": 1}]
+    assert list(read_each(str(file), Unusable())) == []
 
 
 def test_no_server_is_told_that_a_file_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +200,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_what_the_system_does_not_let_be_read_is_refused(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"a.{suffix}").symlink_to(tmp_path / "gone")
-    for read in (read_records, fingerprint):
-        with pytest.raises(DataError, match=rf"a\.{suffix}': expected a readable file .*No such file"):
-            read(str(tmp_path))
+    with pytest.raises(DataError, match=rf"a\.{suffix}': expected a readable file .*No such file"):
+        read_records(str(tmp_path))
 
 
 def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:

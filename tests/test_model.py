@@ -351,6 +351,11 @@ def refusal(plan: Plan) -> str:
     return str(loading.value)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mistral", "phi3"])
+def test_a_plan_without_a_configuration_has_a_model_that_is_trained_at_once(kind: str) -> None:
+    assert count_parameters(parse(f"model.name = 'builtin:{kind}'")).parameters < 10**6
+
+
 def test_an_unknown_type() -> None:
     line = refusal(plan_of("lama"))
     assert line.startswith("model.name is 'builtin:lama'")

@@ -17,7 +17,7 @@ from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan import SimulationSection
 from cloister.simulations.partition import partition, site_name, write_sites
 
-Way = Literal["natural", "iid", "dirichlet", "size"]
+Way = Literal["natural", "iid", "dirichlet", "size"]  # and "auto"
 WAYS: tuple[Way, ...] = ("natural", "iid", "dirichlet", "size")
 
 
@@ -63,6 +63,14 @@ def test_another_seed_gives_another_partition(way: Way) -> None:
     records = numbered([index % 3 for index in range(200)])
     simulation = SimulationSection(partition=way, field="group", alpha=5.0)
     assert partition(records, simulation, 4, 1) != partition(records, simulation, 4, 2)
+
+
+def test_without_a_field_auto_divides_at_random_and_with_one_by_it() -> None:
+    records = numbered([index % 3 for index in range(30)])
+    ways: dict[str, Way] = {"": "iid", "group": "natural"}
+    for field, way in ways.items():
+        chosen = SimulationSection(partition=way, field=field)
+        assert partition(records, SimulationSection(field=field), 3, 1) == partition(records, chosen, 3, 1)
 
 
 def test_a_number_and_its_text_are_one_group() -> None:

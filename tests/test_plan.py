@@ -26,7 +26,7 @@ def refusal(text: str, *overrides: str) -> str:
 @pytest.mark.parametrize("plan", sorted(files("cloister.simulations.plans").iterdir(), key=str), ids=str)
 def test_shipped_plans_are_sound(plan: Path) -> None:
     if plan.name.endswith(".toml"):
-        parse(plan.read_text(encoding="utf-8"))
+        assert parse(plan.read_text(encoding="utf-8")).run.name == plan.name.removesuffix(".toml")
 
 
 def test_json_round_trip_keeps_the_plan_and_its_digest() -> None:

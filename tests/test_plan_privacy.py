@@ -271,7 +271,7 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("default.toml", "record"),
+        ("private-code.toml", "record"),
         ("private-sites.toml", "site"),
         ("correlated-sites.toml", "site"),
         ("not-private.toml", "none"),

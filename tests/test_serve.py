@@ -56,7 +56,7 @@ from cloister.protocol.wire import VERSION, Buffer, decode_reply, encode, view
 from cloister.server.app import GridChannel
 from cloister.server.channel import Failure, reply_in
 from cloister.server.members import Members
-from cloister.server.progress import SiteFailed
+from cloister.server.progress import NotJoined
 from cloister.simulations.process import identify
 from cloister.tests.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
@@ -510,10 +510,10 @@ def test_a_site_of_another_release_is_named_at_the_join_with_what_to_do() -> Non
     line = f"version of the message is {OLD!r}: expected {VERSION}; {FIX}"
     assert join(of_old_sites(2), heard).sites == ["site-1", "site-3", "site-4"]
     assert heard == [Failure("node 2", line)]
-    assert describe(SiteFailed(0, heard[0].site, heard[0].reason)) == f"round 0: node 2 dropped out: {line}"
+    assert describe(NotJoined(heard[0].site, heard[0].reason)) == f"node 2 did not join: {line}"
     with pytest.raises(EngineError) as stopped:
         join(of_old_sites(1, 2, 3, 4), heard)
-    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join ({line})"
+    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join (node 1: {line})"
 
 
 def test_a_coordinator_of_another_release_hears_which_and_what_to_do(

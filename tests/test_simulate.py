@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -241,6 +242,11 @@ def test_wrong_inputs_are_one_line_each(
     for arguments, parts in [
         (["simulate", str(tmp_path / "none.toml")], ["none.toml", "an existing TOML file"]),
         (["simulate", str(tmp_path / "empty.toml")], ["empty.toml", "empty"]),
+        (["simulate", "private-cod"], ["'private-cod'", "a shipped plan", " private-code,"]),
+        (
+            [*base, "--set", "data.held_out=0"],
+            ["data.held_out", '"simulation:public" with simulation.public = 0.1'],
+        ),
         ([*base, "--set", "local.stepz=1"], ["local.stepz", "did you mean local.steps?"]),
         ([*base, "--set", "local.steps=few"], ["local.steps", "'few'", "integer"]),
         (["simulate", str(tmp_path / "model.toml"), *base[2:]], ["no-model", "existing"]),
@@ -279,6 +285,55 @@ def test_what_cannot_be_run_is_refused_and_can_be_mended(
     for part in parts:
         assert part in line, line
     assert not out.exists()
+
+
+def test_plan_check_finds_wrong_records_before_any_site_is_made(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('\n{"note": "a", "ward": "x"}\n' * 4 + '{"note": "a"}\n')
+    for settings, said in (
+        (
+            [f"simulation.source={path}", "data.text_field=note", "simulation.field="],
+            'simulation.partition is "natural"; the fields of its first record: note, ward; set simulation.field',
+        ),
+        (["simulation.source=gone.jsonl"], "simulation.source is 'gone.jsonl': expected an existing file"),
+        (
+            [f"simulation.source={path}"],
+            f"{path}, line 2: expected a field 'text'; the fields of the record: note",
+        ),
+        (
+            [f"simulation.source={path}", "data.text_field=note", "simulation.field=ward"],
+            f"{path}, record 5: expected a field 'ward'",
+        ),
+    ):
+        options = [part for setting in settings for part in ("--set", setting)]
+        line = refusal(
+            capsys, "plan", "check", str(small_plan), "--set", "simulation.partition=natural", *options
+        )
+        assert said in line
+
+
+def test_a_site_that_is_lost_for_its_data_is_named_at_the_end(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wards.jsonl"
+    rows = [
+        {"text": 7 if ward == "c" else f"note {number}", "ward": ward}
+        for number in range(8)
+        for ward in "abcd"
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, {"text": True, "ward": "a"}]))
+    settings = [f"simulation.source={path}", "simulation.partition=natural", "simulation.field=ward"]
+    options = [part for setting in (*settings, "run.rounds=1") for part in ("--set", setting)]
+    code, out, _ = ran(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), *options)
+    assert code == 0
+    lost = [line for line in out.splitlines() if "took no part in the run" in line]
+    assert len(lost) == 1
+    assert re.search(
+        r"^site-00\d took no part .*/data\.jsonl, line 1, field text is 7: expected text", lost[0]
+    )
+    assert "not used: 1 without the fields of data.format 'text'" in out
 
 
 def test_a_fork_server_that_cannot_start_is_one_line_and_leaves_no_folder(
