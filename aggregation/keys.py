@@ -81,9 +81,9 @@ class Agreements:
         return secret
 
 
-def derive(secret: bytes, *, salt: bytes, info: bytes, length: int = KEY) -> bytes:
-    """HKDF-SHA256 of `secret`."""
-    return HKDF(SHA256(), length, salt, info).derive(secret)
+def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
+    """HKDF-SHA256 of `secret`: a key of 32 bytes."""
+    return HKDF(SHA256(), KEY, salt, info).derive(secret)
 
 
 def share_key(secret: bytes, *, transcript: bytes, context: bytes, sender: str, recipient: str) -> bytes:

@@ -12,10 +12,9 @@ threads run in parallel. Refused: a mask as a separate vector (one more copy of 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -76,7 +75,6 @@ def apply(
     offset: int = 0,
     cipher: Cipher = "aes-256-ctr",
     threads: int = 1,
-    pool: Executor | None = None,
 ) -> None:
     """Add the masks of the seeds `add` to `vector` and subtract those of `subtract`, modulo 2^b, in place.
 
@@ -87,8 +85,7 @@ def apply(
         subtract: Seeds of 32 bytes.
         offset: Element of the whole vector where `vector` starts.
         cipher: Which keystream.
-        threads: Parts of the vector that are worked on at the same time.
-        pool: Runs the parts; by default a pool is made for the call. The result depends on neither.
+        threads: Parts of the vector that are worked on at the same time; the result does not depend on it.
 
     Raises:
         MaskError: the vector has another type or shape, or would end past element 2^36.
@@ -103,9 +100,9 @@ def apply(
     if parts == 1:
         _apply_part(vector, add, subtract, offset, cipher)
         return
-    with _running(pool, parts) as executor:
+    with ThreadPoolExecutor(parts, thread_name_prefix="mask") as pool:
         running = [
-            executor.submit(_apply_part, vector[start:end], add, subtract, offset + start, cipher)
+            pool.submit(_apply_part, vector[start:end], add, subtract, offset + start, cipher)
             for start, end in itertools.pairwise(bounds)
         ]
         for part in running:
@@ -148,12 +145,3 @@ def check(vector: Ring, offset: int) -> None:
         raise MaskError("vector", "strided or read-only", expected="a contiguous array that can be written")
     if offset < 0 or offset + vector.size > LONGEST:
         raise MaskError("offset", offset, expected=f"0 or more, ending before element {LONGEST}")
-
-
-@contextlib.contextmanager
-def _running(pool: Executor | None, parts: int) -> Iterator[Executor]:
-    if pool is not None:
-        yield pool
-        return
-    with ThreadPoolExecutor(parts, thread_name_prefix="mask") as made:
-        yield made

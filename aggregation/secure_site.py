@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -333,7 +332,6 @@ class SecureSite:
         instructions: bytes,
         offset: int = 0,
         threads: int = 1,
-        pool: Executor | None = None,
     ) -> None:
         """Step 4: mask elements [offset, offset + len(vector)) of the site's vector, in place.
 
@@ -345,7 +343,6 @@ class SecureSite:
             instructions: Digest of the instructions that the vector was computed by.
             offset: Where `vector` starts in the whole vector of `length` elements.
             threads: Parts that are masked at the same time.
-            pool: Where they run; by default a pool for this call.
 
         Raises:
             MaskError: wrong type or range, or part of it was masked before.
@@ -369,7 +366,6 @@ class SecureSite:
             offset=offset,
             cipher=self.contract.cipher,
             threads=threads,
-            pool=pool,
         )
         self._applied += vector.size
 

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.outcome import outcome
 
     if arguments.int8:
-        compress.check_torchao("--int8")
+        compress.check_torchao()
     figures = outcome(files)  # refuses a run that is not finished
     measured_on, learned_from = _sources(plan, files, arguments)
     target.parent.mkdir(parents=True, exist_ok=True)

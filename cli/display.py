@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -47,9 +46,7 @@ class Display(Protocol):
     """Shows a run while it is in progress; a context manager. `event` and `watch` may be called from any thread."""
 
     def __enter__(self) -> Display: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
     def event(self, event: Event) -> None:
         """Show an event of the run."""
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from multiprocessing import connection, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from cloister.clients import peers
@@ -98,9 +97,7 @@ class Ranks(Generic[Command, Answer]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

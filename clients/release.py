@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -159,19 +159,11 @@ class Protected:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(InClear):
     """The code of an update in rotated blocks, with what the site's last code has left out (`compression.py`)."""
 
-    layout: SumLayout
-    """Layout of the sum, with `blocks`."""
-    rounding: bytes
-    """As in `InClear`."""
-    weighted: bool
-    """As in `InClear`."""
-    residuals: Residuals
+    residuals: Residuals = field(kw_only=True)
     """The bounds of the round, and the files of what is left out."""
-    temperature: float = 1.0
-    """As in `InClear`."""
 
     def release(
         self,
@@ -214,17 +206,8 @@ class Compressed:
             )
         return coded, Clipped(values=clipped)
 
-    def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:
-        """As `InClear.tail`."""
-        return InClear(self.layout, self.rounding, self.weighted, self.temperature).tail(
-            clipped, tokens, loss
-        )
 
-    def _weight(self, tokens: int) -> int:
-        return weight_of(tokens, self.layout.heaviest, self.temperature) if self.weighted else 1
-
-
-Code: TypeAlias = InClear | Compressed | Protected
+Code: TypeAlias = InClear | Protected
 
 
 def code_for(
@@ -251,7 +234,7 @@ def code_for(
     weighted, temperature = plan.aggregation.weighting == "tokens", plan.aggregation.temperature
     if layout.blocks is not None:
         assert residuals is not None, "a plan with compression has scales and residuals"
-        return Compressed(layout, rounding, weighted, residuals, temperature)
+        return Compressed(layout, rounding, weighted, temperature, residuals=residuals)
     return InClear(layout, rounding, weighted, temperature)
 
 

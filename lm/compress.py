@@ -99,7 +99,7 @@ def prune(source: Path, folder: Path, share: float) -> None:
     _save(module, tokenizer, folder)
 
 
-def check_torchao(option: str) -> None:
+def check_torchao() -> None:
     """Check that torchao is installed.
 
     Raises:
@@ -107,7 +107,7 @@ def check_torchao(option: str) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise ModelError(
-            option,
+            "--int8",
             expected="the package torchao, which is not installed",
             fix="pip install 'cloister[compress]'",
         )
@@ -119,7 +119,7 @@ def to_8_bits(source: Path, folder: Path) -> None:
     Raises:
         ModelError: torchao is not installed.
     """
-    check_torchao("--int8")
+    check_torchao()
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 

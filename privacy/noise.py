@@ -134,46 +134,35 @@ class NoiseStream:
         Raises:
             ValueError: an argument is out of range.
         """
-        _check_offset(offset, _size(size))
+        _check_range(offset, size)
         keystream = self._keystream("uniform")
         keystream.advance(offset)
         generator, buffer = np.random.Generator(keystream), np.empty(min(BLOCK, size))
         return (generator.random(out=buffer[: end - begin]) for begin, end, _, _ in cut(offset, size))
 
-    def gaussian(
-        self, into: int | Floats, sigma: float, offset: int = 0, *, threads: int = 1
-    ) -> npt.NDArray[Any]:
-        """Normal samples with mean 0: elements [offset, offset + d) of this stream's sequence.
-
-        float64 and float32 are two laws with sequences of their own. A float32 sample has only 2^23 magnitudes in a
-        layer of the ziggurat and is for speed where no privacy guarantee depends on it; `add_gaussian` never uses it.
+    def gaussian(self, size: int, sigma: float, offset: int = 0) -> npt.NDArray[np.float64]:
+        """Normal samples with mean 0: elements [offset, offset + size) of this stream's sequence.
 
         Args:
-            into: d, for a new float64 vector; or a vector of shape (d,), float64 or float32, contiguous and
-                writable, that is overwritten.
+            size: d, the number of samples.
             sigma: Standard deviation, positive.
             offset: Element of the whole vector where the result starts.
-            threads: Parts that are made at the same time; the result does not depend on it.
 
         Returns:
-            The vector, shape (d,).
+            Shape (d,), float64.
 
         Raises:
-            ValueError: an argument is out of range, or the vector has the wrong type, shape or memory layout.
+            ValueError: an argument is out of range.
         """
         _check_positive("sigma", sigma)
-        vector = into if isinstance(into, np.ndarray) else np.empty(_size(into), np.float64)
-        _check_vector(vector, offset)
-
-        def make(part: Samples, start: int) -> None:
-            for block, _ in self._normals(part, start):
-                np.multiply(block, sigma, out=block)
-
-        _in_parts(make, vector, offset, threads)
+        _check_range(offset, size)
+        vector = np.empty(size, np.float64)
+        for block, samples in self._normals(vector, offset):
+            np.multiply(samples, sigma, out=block)
         return vector
 
     def add_gaussian(self, vector: Floats, sigma: float, offset: int = 0, *, threads: int = 1) -> None:
-        """Add the float64 samples of `gaussian` to `vector` in place, block by block: no second vector is made.
+        """Add the samples of `gaussian` to `vector` in place, block by block: no second vector is made.
 
         The sum is taken in float64 and rounded once to the type of `vector`.
 
@@ -190,16 +179,13 @@ class NoiseStream:
         _check_vector(vector, offset)
 
         def add(part: Samples, start: int) -> None:
-            noise = np.empty(min(BLOCK, part.size), np.float64)
-            for block, samples in self._normals(part, start, noise):
+            for block, samples in self._normals(part, start):
                 np.multiply(samples, sigma, out=samples)
                 np.add(block, samples, out=block, dtype=np.float64, casting="same_kind")
 
         _in_parts(add, vector, offset, threads)
 
-    def skellam(
-        self, size: int, variance: float, offset: int = 0, *, threads: int = 1
-    ) -> npt.NDArray[np.int64]:
+    def skellam(self, size: int, variance: float, offset: int = 0) -> npt.NDArray[np.int64]:
         """Skellam samples with mean 0, the difference of two independent Poisson(variance / 2): elements
         [offset, offset + size) of this stream's sequence.
 
@@ -211,7 +197,6 @@ class NoiseStream:
             size: d, the number of samples.
             variance: Variance of a sample, positive, at most `LARGEST_VARIANCE`.
             offset: Element of the whole vector where the result starts.
-            threads: Parts that are made at the same time; the result does not depend on it.
 
         Returns:
             Shape (d,), int64.
@@ -225,34 +210,25 @@ class NoiseStream:
                 f"variance is {variance:.6g}: expected at most 2^33, because the sampler of Poisson(variance / 2)"
                 " compares log-probabilities in float64, which are too coarse above a mean of 2^32"
             )
-        vector = np.empty(_size(size), np.int64)
-        _check_offset(offset, size)
-
-        def make(part: Samples, start: int) -> None:
-            source = _Blocks(self._keystream("skellam"))
-            for begin, end, number, skip in cut(start, part.size):
-                count = skip + end - begin
-                positive = source.at(2 * number).poisson(variance / 2, count)
-                negative = source.at(2 * number + 1).poisson(variance / 2, count)
-                np.subtract(positive[skip:], negative[skip:], out=part[begin:end])
-
-        _in_parts(make, vector, offset, threads)
+        _check_range(offset, size)
+        vector, source = np.empty(size, np.int64), _Blocks(self._keystream("skellam"))
+        for begin, end, number, skip in cut(offset, size):
+            count = skip + end - begin
+            positive = source.at(2 * number).poisson(variance / 2, count)
+            negative = source.at(2 * number + 1).poisson(variance / 2, count)
+            np.subtract(positive[skip:], negative[skip:], out=vector[begin:end])
         return vector
 
-    def _normals(
-        self, vector: Samples, offset: int, buffer: Samples | None = None
-    ) -> Iterator[tuple[Samples, Samples]]:
-        """Each block of `vector` with its standard normals: in the block itself or, if there is one, in the buffer."""
-        dtype = vector.dtype if buffer is None else buffer.dtype
-        source = _Blocks(self._keystream(f"gaussian/{dtype.name}"))
+    def _normals(self, vector: Floats, offset: int) -> Iterator[tuple[Samples, Samples]]:
+        """Each block of `vector` with its standard normals, float64, in a buffer that all blocks share."""
+        source, buffer = _Blocks(self._keystream("gaussian/float64")), np.empty(min(BLOCK, vector.size))
         for begin, end, number, skip in cut(offset, vector.size):
-            block = vector[begin:end]
-            samples = block if buffer is None else buffer[: end - begin]
+            samples = buffer[: end - begin]
             generator = source.at(number)
             if skip:  # the samples before it in the block determine how many draws are used
-                generator.standard_normal(skip, dtype=dtype)
-            generator.standard_normal(out=samples, dtype=dtype)
-            yield block, samples
+                generator.standard_normal(skip)
+            generator.standard_normal(out=samples)
+            yield vector[begin:end], samples
 
     def _keystream(self, law: str) -> Any:
         return AESCounter(key=np.frombuffer(_derive(self._key, 16, "law", law), "<u8"))
@@ -292,18 +268,14 @@ def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int
             part.result()
 
 
-def _size(size: int) -> int:
-    if size < 0:
-        raise ValueError(f"size is {size}: expected 0 or more")
-    return size
-
-
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}: expected a positive, finite number")
 
 
-def _check_offset(offset: int, size: int) -> None:
+def _check_range(offset: int, size: int) -> None:
+    if size < 0:
+        raise ValueError(f"size is {size}: expected 0 or more")
     if offset < 0 or offset + size > _LONGEST:
         raise ValueError(f"offset is {offset}: expected 0 or more, ending before element 2^62")
 
@@ -314,4 +286,4 @@ def _check_vector(vector: Floats, offset: int) -> None:
         raise ValueError(f"vector is {shown}: expected one dimension of float32 or float64")
     if not vector.flags.c_contiguous or not vector.flags.writeable:
         raise ValueError("vector is strided or read-only: expected a contiguous array that can be written")
-    _check_offset(offset, vector.size)
+    _check_range(offset, vector.size)

@@ -168,7 +168,7 @@ def to_html(report: RunReport) -> str:
         ),
     ]
     claimed = report.epsilon is not None and report.delta is not None
-    return template("report.html.jinja").render(
+    return _template().render(
         report=report,
         verdict=claim,
         meaning=meaning(report.epsilon or 0.0, report.delta or 0.0) if claim.holds and claimed else None,
@@ -194,19 +194,12 @@ def _groups(report: RunReport) -> list[dict[str, Any]]:
 
 
 @cache
-def template(name: str, package: str = "cloister.privacy") -> jinja2.Template:
-    """A template in which every value is escaped, and which may include those of this package: `page.css`, the style
-    of all pages, and `plot.html.jinja`.
-
-    Args:
-        name: Its file.
-        package: The package that has it.
-    """
+def _template() -> jinja2.Template:
+    """The template of the page, in which every value is escaped; it includes `page.css` and `plot.html.jinja`."""
     import jinja2  # a caller that only plots does not need it
 
     def source(file: str) -> str:
-        folder = resources.files(package if file == name else "cloister.privacy")
-        return folder.joinpath(file).read_text(encoding="utf-8")
+        return resources.files("cloister.privacy").joinpath(file).read_text(encoding="utf-8")
 
     environment = jinja2.Environment(
         autoescape=True,
@@ -223,4 +216,4 @@ def template(name: str, package: str = "cloister.privacy") -> jinja2.Template:
         "multiplier": lambda value: f"{rounded(value, 4, ROUND_FLOOR).normalize():f}",
     }
     environment.filters.update(filters)
-    return environment.get_template(name)
+    return environment.get_template("report.html.jinja")

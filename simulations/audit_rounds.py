@@ -67,9 +67,7 @@ class Released:
 class _Silent(NoiseStream):
     """The stream of a site that adds no noise."""
 
-    def skellam(
-        self, size: int, variance: float, offset: int = 0, *, threads: int = 1
-    ) -> npt.NDArray[np.int64]:
+    def skellam(self, size: int, variance: float, offset: int = 0) -> npt.NDArray[np.int64]:
         return np.zeros(size, np.int64)
 
 

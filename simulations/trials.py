@@ -16,7 +16,6 @@ from multiprocessing import Pipe, connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from cloister.protocol import fork_server
@@ -84,9 +83,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in list(self._running):
             self._end(number, kill=True)
 

@@ -46,7 +46,6 @@ from cloister.server.folder import RunFiles, RunFolder, locked, make_folder
 from cloister.server.history import reached
 from cloister.server.journal import FINISHED
 from cloister.server.outcome import finish, outcome
-from cloister.server.progress import Observer
 from cloister.server.public import base_of, public_model
 from cloister.server.report import beyond_a_trial
 from cloister.simulations import search as searches
@@ -220,14 +219,13 @@ def price(plan: Plan) -> Price:
     )
 
 
-def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = lambda _event: None) -> Found:
+def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
     """Run a search to its end, from the beginning or from where an earlier process stopped.
 
     Args:
         folder: The folder.
         engine: What runs the sites of each trial.
         told: Receives the trials; it is not called under a privacy unit.
-        observe: Receives what is prepared for an untrained model.
 
     Raises:
         CloisterError: the search stopped; it can be continued.
@@ -248,11 +246,13 @@ def tune(folder: SearchFolder, engine: Engine, told: Told, observe: Observer = l
                 engine.engine,
                 expected="local under a privacy unit: Ray leaves traces of every trial",
             )
-        _run_sealed(folder, engine, observe)
+        _run_sealed(folder, engine)
     found = Found(None, folder.untrained)
     if folder.best.exists():
         with RunFolder.reopen(folder.best) as run:
-            finish(run, observe)  # here, because the final model of an adapter names its base by the path
+            finish(
+                run, lambda _event: None
+            )  # here, because the final model of an adapter names its base by the path
         values: dict[str, Value] = json.loads((folder.best / SETTINGS).read_bytes())
         best = Trial(0, values, "complete", outcome(RunFiles(folder.best)).final_loss)
         found = Found(best, folder.best)
@@ -340,7 +340,7 @@ class _Open:
         self._told(next(trial for trial in self._study.trials() if trial.number == number))
 
 
-def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None:
+def _run_sealed(folder: SearchFolder, engine: Engine) -> None:
     """Steps 1 to 4 of the module's description; an error after step 2 is told in the log under `sealed/` alone."""
     drawn_file = folder.sealed / "drawn.json"
     terms, dataset = searches.terms(folder.plan), DatasetLedger.of(folder.plan)
@@ -366,7 +366,7 @@ def _run_sealed(folder: SearchFolder, engine: Engine, observe: Observer) -> None
             set_date(dataset.path)  # otherwise it is of the time of the charge, when the search began
         best = source.best()
         if best is None:
-            _write_untrained(folder, observe)
+            _write_untrained(folder)
             return
         publish(RunFiles(folder.trial(best)), drawn[best], folder.sealed / "best")
         os.rename(folder.sealed / "best", folder.best)
@@ -442,12 +442,12 @@ class _Sealed:
         return finished and not beyond_a_trial(RunFiles(path), self._terms)
 
 
-def _write_untrained(folder: SearchFolder, observe: Observer) -> None:
+def _write_untrained(folder: SearchFolder) -> None:
     """The model of a run before its first round: what the search returns if no trial is the best."""
     work = folder.sealed / "untrained"
     shutil.rmtree(work, ignore_errors=True)
     with RunFolder.create(work, folder.plan) as made:
-        public = public_model(made, observe)
+        public = public_model(made, lambda _event: None)
     base = base_of(folder.plan, public)
     model = load_model(folder.plan, base)
     weights = model.layout.flatten(model.module) if public is None or base is not None else public

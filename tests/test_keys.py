@@ -50,14 +50,14 @@ def test_keys_that_make_the_secret_known_are_refused(public: bytes) -> None:
 
 
 def test_hkdf() -> None:
-    """RFC 5869, A.1 and A.3."""
+    """RFC 5869, A.1 and A.3: the first 32 of 42 bytes."""
     material = b"\x0b" * 22
     info = bytes.fromhex("f0f1f2f3f4f5f6f7f8f9")
-    assert keys.derive(material, salt=bytes(range(13)), info=info, length=42).hex() == (
-        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865"
+    assert keys.derive(material, salt=bytes(range(13)), info=info).hex() == (
+        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
     )
-    assert keys.derive(material, salt=b"", info=b"", length=42).hex() == (
-        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8"
+    assert keys.derive(material, salt=b"", info=b"").hex() == (
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     )
 
 

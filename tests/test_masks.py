@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -127,14 +126,6 @@ def test_shards_and_threads_give_the_same_bytes(
     np.testing.assert_array_equal(whole, parts)
     masks.apply(whole, seeds[:1], seeds, cipher=cipher, threads=threads)
     assert not whole.any()
-
-
-def test_a_pool_can_be_shared() -> None:
-    one, other = np.zeros(200_000, np.uint32), np.zeros(200_000, np.uint32)
-    masks.apply(one, [bytes(32)])
-    with ThreadPoolExecutor(2) as pool:
-        masks.apply(other, [bytes(32)], threads=3, pool=pool)
-    np.testing.assert_array_equal(one, other)
 
 
 def test_memory_is_blocks_whatever_the_number_of_seeds() -> None:

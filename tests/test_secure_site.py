@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -217,15 +216,18 @@ def test_an_element_is_masked_once() -> None:
         site.mask(vector[:0], instructions=MODEL)
 
 
-def test_a_vector_that_was_not_masked_to_the_end_is_never_signed() -> None:
+def test_a_vector_that_was_not_masked_to_the_end_is_never_signed(monkeypatch: pytest.MonkeyPatch) -> None:
     parties = Parties(3, length=10**6)
     inboxes = parties.share(parties.advertise())
     site, vector = parties.sites["site-000"], np.zeros(10**6, np.uint32)
     site.receive(inboxes["site-000"])
-    pool = ThreadPoolExecutor(1)
-    pool.shutdown()
-    with pytest.raises(RuntimeError):
-        site.mask(vector, instructions=MODEL, threads=2, pool=pool)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(masks, "_apply_part", fail)
+    with pytest.raises(MemoryError):
+        site.mask(vector, instructions=MODEL, threads=2)
     with pytest.raises(StepError, match="to be masked first"):
         site.masked(bytes(32))
     with pytest.raises(MaskError, match="not masked before"):
