@@ -11,7 +11,8 @@ import pytest
 
 from cloister.tests.command import done
 
-PAGE = (Path(__file__).parent.parent / "docs" / "getting-started.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 SHORT = {"rounds": "1", "steps": "1", "warmup_steps": "0"}
@@ -46,3 +47,10 @@ def test_every_command_of_the_page_works(
     capsys.readouterr()
     exec(program, {})
     assert capsys.readouterr().out.startswith("The ")
+
+
+def test_the_readme_is_short_and_its_table_has_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 900
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", readme.partition("## Pages")[2])) == pages
