@@ -4,8 +4,8 @@
 # make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions
-# make docs       generate docs/plan.md from protocol/plan.py
-# make proto      generate protocol/exchange_pb2.py from protocol/exchange.proto
+# make docs       generate docs/plan.md from protocol/plan/plan.py
+# make proto      generate protocol/messages/exchange_pb2.py from protocol/messages/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
 # Everything else is installed into $(VENV) first; nothing else on the machine is touched.
 
@@ -30,10 +30,10 @@ test-slow: $(READY)
 	$(SUITE) -m slow $(PYTEST)
 
 test-deployment: $(READY)
-	$(BIN)/python -m pytest -v tests/deployment_*.py $(PYTEST)
+	$(BIN)/python -m pytest -v tests/deployment/deployment_*.py $(PYTEST)
 
 test-hour: $(READY)
-	CLOISTER_HOUR=1 $(BIN)/python -m pytest -v -s tests/deployment_churn.py -k hour $(PYTEST)
+	CLOISTER_HOUR=1 $(BIN)/python -m pytest -v -s tests/deployment/deployment_churn.py -k hour $(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -42,10 +42,10 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 docs: $(READY)
-	$(BIN)/python -m cloister.protocol.template > docs/plan.md
+	$(BIN)/python -m cloister.protocol.plan.template > docs/plan.md
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -Iprotocol --python_out=protocol --pyi_out=protocol exchange.proto
+	$(BIN)/python -m grpc_tools.protoc -Iprotocol/messages --python_out=protocol/messages --pyi_out=protocol/messages exchange.proto
 
 # pfl-research requires an older dp-accounting, so it has an environment of its own, with the versions that matter here.
 PEERS = .venv-pfl

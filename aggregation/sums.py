@@ -7,19 +7,19 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from cloister.aggregation import masks
-from cloister.aggregation.average import CLIPPED, WEIGHT, Counter, SumLayout
-from cloister.aggregation.compression import BlockCode
-from cloister.aggregation.ring import Ring
-from cloister.aggregation.secure_sum import Contract
-from cloister.lm.layout import Layout
-from cloister.privacy.terms import Terms, terms_of
-from cloister.protocol.cohort import Draw, draw_of
+from cloister.aggregation.secure.secure_sum import Contract
+from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.average import CLIPPED, WEIGHT, Counter, SumLayout
+from cloister.aggregation.vector.compression import BlockCode
+from cloister.aggregation.vector.ring import Ring
+from cloister.lm.model.layout import Layout
+from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
-from cloister.protocol.messages import MOST_SCALES, TRAIN, Purpose
-from cloister.protocol.plan import Plan
-from cloister.protocol.roster import Roster
+from cloister.protocol.identity.roster import Roster
+from cloister.protocol.messages.cohort import Draw, draw_of
+from cloister.protocol.messages.messages import MOST_SCALES, TRAIN, Purpose
+from cloister.protocol.plan.plan import Plan
 
 TOKENS = "tokens"
 LOSS = "loss"

@@ -25,12 +25,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cloister.lm.model import count_parameters
-from cloister.privacy.correlated import loss
-from cloister.privacy.terms import participation, terms_of
-from cloister.protocol.plan import Plan
-from cloister.protocol.soundness import load
-from cloister.server.folder import RunFolder
+from cloister.lm.model.model import count_parameters
+from cloister.privacy.accounting.terms import participation, terms_of
+from cloister.privacy.mechanism.correlated import loss
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import load
+from cloister.server.record.folder import RunFolder
 from cloister.simulations.federation import simulate
 
 KINDS = {"independent": 0, "correlated": 6}

@@ -33,8 +33,8 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from rich.table import Table
 
-from cloister.simulations.flower import run_on_flower
-from cloister.simulations.grid import LocalGrid
+from cloister.simulations.engines.flower import run_on_flower
+from cloister.simulations.engines.grid import LocalGrid
 
 PARAMETERS = 1_000_000
 ENGINES = ("local", "flower")

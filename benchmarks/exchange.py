@@ -41,14 +41,15 @@ import grpc
 import numpy as np
 
 from cloister.clients.app import client_app, serve_tasks
-from cloister.clients.exchange import ExchangeSite
-from cloister.protocol.address import free_port
-from cloister.protocol.child import Child
-from cloister.protocol.digest import instructions_digest, vector_hash
+from cloister.clients.network.exchange import ExchangeSite
 from cloister.protocol.errors import CloisterError, EngineError, InvitationError
-from cloister.protocol.flower import QUIET, SECRET, Tasks
-from cloister.protocol.invitation import Invitation
-from cloister.protocol.messages import (
+from cloister.protocol.identity.address import free_port
+from cloister.protocol.identity.invitation import Invitation
+from cloister.protocol.identity.roster import new_identity
+from cloister.protocol.machine.child import Child
+from cloister.protocol.machine.flower import QUIET, SECRET, Tasks
+from cloister.protocol.messages.digest import instructions_digest, vector_hash
+from cloister.protocol.messages.messages import (
     TRAIN,
     Contribute,
     Contribution,
@@ -59,14 +60,13 @@ from cloister.protocol.messages import (
     Request,
     SumId,
 )
-from cloister.protocol.roster import new_identity
-from cloister.protocol.transfer import CHUNK, MESSAGE
-from cloister.server.app import GridChannel, SuperLink
-from cloister.server.certificate import new_certificate
-from cloister.server.channel import Channel
-from cloister.server.exchange import ENVIRONMENT, ExchangeChannel
-from cloister.server.registry import Registry
-from cloister.simulations.provision import Provision, SiteSection, provision
+from cloister.protocol.messages.transfer import CHUNK, MESSAGE
+from cloister.server.exchange.certificate import new_certificate
+from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
+from cloister.server.federation.app import GridChannel, SuperLink
+from cloister.server.federation.registry import Registry
+from cloister.server.round.channel import Channel
+from cloister.simulations.rehearsal.provision import Provision, SiteSection, provision
 
 NAME = "coordinator.example"
 WAIT_S = 600.0

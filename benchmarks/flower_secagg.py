@@ -33,7 +33,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from cloister.simulations.flower import run_on_flower
+from cloister.simulations.engines.flower import run_on_flower
 
 SHARES, THRESHOLD = 3, 2
 EXAMPLES = 1000

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from cloister.lm.model import count_parameters
-from cloister.protocol.plan import Plan
-from cloister.protocol.soundness import parse
-from cloister.server.cost import Cost, cost
-from cloister.server.folder import RunFolder
+from cloister.lm.model.model import count_parameters
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import parse
+from cloister.server.federation.cost import Cost, cost
+from cloister.server.record.folder import RunFolder
 from cloister.simulations.federation import simulate
 
 SITES, BATCH = 8, 8

@@ -18,10 +18,10 @@ from importlib.resources import files
 import torch
 from torch import nn
 
-from cloister.lm.model import load_model
-from cloister.lm.muon import Muon
-from cloister.lm.optimizer import hidden_matrices
-from cloister.protocol.soundness import parse
+from cloister.lm.model.model import load_model
+from cloister.lm.training.muon import Muon
+from cloister.lm.training.optimizer import hidden_matrices
+from cloister.protocol.plan.soundness import parse
 
 REPEATS = 10
 

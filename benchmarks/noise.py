@@ -22,9 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cloister.privacy.clip import clip
-from cloister.privacy.noise import NoiseStream, Samples
-from cloister.protocol.blocks import BLOCK
+from cloister.privacy.mechanism.clip import clip
+from cloister.privacy.mechanism.noise import NoiseStream, Samples
+from cloister.protocol.messages.blocks import BLOCK
 
 SIGMA, VARIANCE = 1.3, 2.0**30
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cloister.protocol.plan import PoisonSection
-from cloister.protocol.soundness import parse
-from cloister.server.folder import RunFolder
+from cloister.protocol.plan.plan import PoisonSection
+from cloister.protocol.plan.soundness import parse
+from cloister.server.record.folder import RunFolder
 from cloister.simulations.federation import simulate
 
 PLAN = """

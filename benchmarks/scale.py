@@ -159,7 +159,7 @@ durable = false
 
 def write_source(path: Path, records: int, length: int | None = None) -> None:
     """Paragraphs of the language reference, repeated where there are not enough; of one length, if it is given."""
-    from cloister.lm.corpus import corpus_records
+    from cloister.lm.text.corpus import corpus_records
 
     texts = [each["text"] for each in corpus_records("builtin:python-docs").records]
     found = [
@@ -209,11 +209,11 @@ def _pss(process: Path) -> int:
 
 def one(plan: str, started: float) -> dict[str, Any]:
     """Run a plan in this process."""
-    from cloister.protocol.soundness import parse
-    from cloister.server.folder import RunFolder
-    from cloister.server.progress import RoundDone, Started
-    from cloister.simulations import fork_server
-    from cloister.simulations.process import collect_rarely
+    from cloister.protocol.plan.soundness import parse
+    from cloister.server.record.folder import RunFolder
+    from cloister.server.record.progress import RoundDone, Started
+    from cloister.simulations.engines import fork_server
+    from cloister.simulations.engines.process import collect_rarely
 
     parsed = parse(plan)
     fork_server.start(parsed)  # as the command does, before its own imports
@@ -314,8 +314,8 @@ def write_for_peer(case: Case, source: Path, model: Path, sequences: Path) -> No
     """The model of a plan, with its initial weights, and the tokens of its records, for pfl-research."""
     import numpy as np
 
-    from cloister.lm.model import load_model
-    from cloister.protocol.soundness import parse
+    from cloister.lm.model.model import load_model
+    from cloister.protocol.plan.soundness import parse
 
     loaded: Any = load_model(parse(plan_of(case, source, secure=False, rounds=1)))
     loaded.module.save_pretrained(model)

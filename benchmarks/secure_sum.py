@@ -51,46 +51,46 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 from rich.table import Table
 
-from cloister.aggregation import masks
-from cloister.aggregation.compression import BlockCode
-from cloister.aggregation.ring import RingVector
-from cloister.aggregation.scales import Scales
-from cloister.aggregation.secure_coordinator import SecureCoordinator
-from cloister.aggregation.secure_site import SecureSite
-from cloister.aggregation.secure_sum import Contract
-from cloister.aggregation.span import check_received, manifest_digest, manifest_of
+from cloister.aggregation.features.scales import Scales
+from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.compression import BlockCode
+from cloister.aggregation.vector.ring import RingVector
+from cloister.aggregation.vector.span import check_received, manifest_digest, manifest_of
 from cloister.clients.app import client_app
-from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.kept import write_pieces
-from cloister.clients.release import Code, Finished, code_for, contribution
-from cloister.clients.resident import Resident
-from cloister.clients.residual import residuals
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Site
-from cloister.lm.data import Sequences
-from cloister.lm.model import load_model
-from cloister.lm.moments import Carry
-from cloister.lm.train import LocalUpdate, Trainer
-from cloister.protocol.cohort import Draw
-from cloister.protocol.messages import TRAIN, Masked, Signed
-from cloister.protocol.plan import Plan
-from cloister.protocol.roster import Card, Roster, new_identity, save_identity, save_roster
-from cloister.protocol.soundness import parse
-from cloister.protocol.storage import sync_to_disk
-from cloister.protocol.threshold import Tolerance
-from cloister.server.app import GridChannel
-from cloister.server.attempt import KeptAttempt
-from cloister.server.channel import Failure
-from cloister.server.checkpoint import Checkpoints
-from cloister.server.evaluate import nowhere
-from cloister.server.gate import Gate
-from cloister.server.journal import Journal
-from cloister.server.members import Members
-from cloister.server.optimizer import ServerOptimizer
-from cloister.server.progress import RoundDone
-from cloister.server.round import RoundContext, run_round
-from cloister.server.sum import Party
-from cloister.simulations.grid import LocalGrid
+from cloister.clients.state.kept import write_pieces
+from cloister.clients.state.residual import residuals
+from cloister.clients.training.release import Code, Finished, code_for, contribution
+from cloister.lm.model.model import load_model
+from cloister.lm.text.data import Sequences
+from cloister.lm.training.moments import Carry
+from cloister.lm.training.train import LocalUpdate, Trainer
+from cloister.protocol.identity.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.protocol.machine.storage import sync_to_disk
+from cloister.protocol.messages.cohort import Draw
+from cloister.protocol.messages.messages import TRAIN, Masked, Signed
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import parse
+from cloister.protocol.plan.threshold import Tolerance
+from cloister.server.federation.app import GridChannel
+from cloister.server.record.attempt import KeptAttempt
+from cloister.server.record.checkpoint import Checkpoints
+from cloister.server.record.journal import Journal
+from cloister.server.record.progress import RoundDone
+from cloister.server.round.channel import Failure
+from cloister.server.round.evaluate import nowhere
+from cloister.server.round.gate import Gate
+from cloister.server.round.members import Members
+from cloister.server.round.optimizer import ServerOptimizer
+from cloister.server.round.round import RoundContext, run_round
+from cloister.server.round.sum import Party
+from cloister.simulations.engines.grid import LocalGrid
 
 MODEL = bytes(32)
 SITES, COORDINATES = 9, 1_000_000
@@ -591,7 +591,8 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         return done
 
     layout = Sums(plan, size).training
-    # Bounds of three root mean squares: what rounds aim at (aggregation/scales.py), so that some values are clipped.
+    # Bounds of three root mean squares: what rounds aim at (aggregation/features/scales.py), so that some values are
+    # clipped.
     blocks = layout.blocks.blocks if layout.blocks else 0
     scales = Scales(np.full(blocks, 3 * RMS, np.float32), 0.0) if blocks else None
     coordinator, sites = federation(SITES, layout.length, SITES, plan.aggregation.ring_bits)

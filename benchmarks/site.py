@@ -1,6 +1,7 @@
 """Tokens per second and peak memory of a site's training on its devices, in one run: what this package adds to torch.
 
-- `ratio`: `Trainer` (`lm/train.py`) in the ranks of a mesh over the plainest loop of torch that takes the same steps on
+- `ratio`: `Trainer` (`lm/training/train.py`) in the ranks of a mesh over the plainest loop of torch that takes the
+same steps on
   the same mesh: the same model, windows of text, batch, arithmetic, fused AdamW and clipping, with torch's own
   `DistributedDataParallel`, `fully_shard` and `parallelize_module`. A turn of `Trainer` is a round, with all that a
   round does.
@@ -44,21 +45,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
-from cloister.clients.device_mesh import mesh_for
-from cloister.clients.dpsgd import PrivateTrainer
-from cloister.clients.rank import Place
-from cloister.clients.ranks import Ranks
-from cloister.lm.corpus import corpus_records
-from cloister.lm.data import NOT_LEARNED, Sequences, next_tokens, prepare, unit_rule
-from cloister.lm.frozen import is_lowered
-from cloister.lm.mesh import Mesh
-from cloister.lm.model import LanguageModel, device_for, load_model, outline
-from cloister.lm.parallelize import parallelize
-from cloister.lm.passes import summed_loss
-from cloister.lm.train import Trainer
-from cloister.privacy.noise import NoiseStream
-from cloister.protocol.plan import MeshSection, Plan, PrivacySection
-from cloister.protocol.soundness import from_json, parse
+from cloister.clients.ranks.device_mesh import mesh_for
+from cloister.clients.ranks.rank import Place
+from cloister.clients.ranks.ranks import Ranks
+from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.model.frozen import is_lowered
+from cloister.lm.model.model import LanguageModel, device_for, load_model, outline
+from cloister.lm.model.passes import summed_loss
+from cloister.lm.parallel.mesh import Mesh
+from cloister.lm.parallel.parallelize import parallelize
+from cloister.lm.text.corpus import corpus_records
+from cloister.lm.text.data import NOT_LEARNED, Sequences, next_tokens, prepare, unit_rule
+from cloister.lm.training.train import Trainer
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.protocol.plan.plan import MeshSection, Plan, PrivacySection
+from cloister.protocol.plan.soundness import from_json, parse
 
 ADAPTER = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=8")
 PRIVACY = {"unit": "record", "record": "window", "noise_multiplier": 0.6}

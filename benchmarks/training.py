@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from cloister.lm.corpus import corpus_records
-from cloister.lm.data import prepare
-from cloister.lm.model import load_model
-from cloister.protocol.plan import Plan
-from cloister.protocol.soundness import parse
-from cloister.server.folder import RunFolder
+from cloister.lm.model.model import load_model
+from cloister.lm.text.corpus import corpus_records
+from cloister.lm.text.data import prepare
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import parse
+from cloister.server.record.folder import RunFolder
 from cloister.simulations.federation import simulate
 
 

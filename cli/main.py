@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from cloister.cli import (
+from cloister.cli.verbs import (
     audit,
     budget,
     compress,
@@ -163,7 +163,7 @@ def _refuse(line: str, arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str, arguments: argparse.Namespace) -> None:
-    """Say why the command ends: as a line of text, or in the log of a process that stays (`cli/logs.py`)."""
+    """Say why the command ends: as a line of text, or in the log of a process that stays (`cli/verbs/logs.py`)."""
     if getattr(arguments, "log_format", "text") == "json":
         logging.getLogger("cloister").error("%s", line)
     else:

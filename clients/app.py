@@ -13,12 +13,12 @@ from flwr.common.constant import ErrorCode, SubStatus
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from cloister.clients.resident import Resident
-from cloister.clients.serve import Served, reticent, serve
+from cloister.clients.network.serve import Served, reticent, serve
+from cloister.clients.ranks.resident import Resident
 from cloister.protocol.errors import CloisterError, EngineError
-from cloister.protocol.flower import INVITATION, INVITE, REASON, Tasks, heartbeat
-from cloister.protocol.refusal import printable
-from cloister.protocol.wire import Buffer, view
+from cloister.protocol.machine.flower import INVITATION, INVITE, REASON, Tasks, heartbeat
+from cloister.protocol.messages.refusal import printable
+from cloister.protocol.messages.wire import Buffer, view
 
 _log = logging.getLogger(__name__)
 

@@ -23,25 +23,25 @@ from functools import partial
 from pathlib import Path
 
 from cloister.clients.app import client_app, serve_tasks
-from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.enrolment import read_installed
-from cloister.clients.exchange import ExchangeSite
-from cloister.clients.heartbeat import heartbeat_path
-from cloister.clients.kept import Kept
-from cloister.clients.resident import Resident
+from cloister.clients.checks.heartbeat import heartbeat_path
+from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.superlink import refuses_clock
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import SiteConfig, read_config
+from cloister.clients.setup.enrolment import read_installed
 from cloister.clients.site import Site
-from cloister.clients.superlink import refuses_clock
-from cloister.protocol.address import free_port
-from cloister.protocol.audit_log import NAME as AUDIT_LOG
-from cloister.protocol.audit_log import AuditLog
-from cloister.protocol.certificates import check_valid, read_certificate
-from cloister.protocol.child import Child
+from cloister.clients.state.kept import Kept
 from cloister.protocol.errors import CloisterError, EngineError, InvitationError, RosterError, StorageError
-from cloister.protocol.federation import Federation
-from cloister.protocol.flower import QUIET, SECRET, Tasks, use_proxy
-from cloister.protocol.invitation import Invitation
-from cloister.protocol.roster import check_private, load_identity
-from cloister.protocol.storage import lock, write_bytes
+from cloister.protocol.identity.address import free_port
+from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.identity.audit_log import AuditLog
+from cloister.protocol.identity.certificates import check_valid, read_certificate
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.invitation import Invitation
+from cloister.protocol.identity.roster import check_private, load_identity
+from cloister.protocol.machine.child import Child
+from cloister.protocol.machine.flower import QUIET, SECRET, Tasks, use_proxy
+from cloister.protocol.machine.storage import lock, write_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -18,37 +18,38 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cloister.aggregation.keys import Agreements
-from cloister.aggregation.ring import RingVector
-from cloister.aggregation.rotation import Floats
-from cloister.aggregation.scales import bounds_in
-from cloister.aggregation.secure_site import SecureSite
-from cloister.aggregation.span import Piece, manifest_digest, manifest_of
+from cloister.aggregation.features.scales import bounds_in
+from cloister.aggregation.secure.keys import Agreements
+from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.sums import BYTES, CORRECT, LOSS, TOKENS, confusion_counters, count_of_loss
-from cloister.clients.admission import Admission
-from cloister.clients.attempt import Attempts
-from cloister.clients.attempt_files import AttemptFiles
-from cloister.clients.carried import Carried
-from cloister.clients.config import SiteConfig
-from cloister.clients.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.release import code_for
-from cloister.clients.resident import Loaded, Resident
-from cloister.clients.residual import residuals
-from cloister.clients.spending import Spending
-from cloister.clients.work import Task, masking
-from cloister.lm.data import Preparation, Prepared, cached, load_prepared, prepared_path
-from cloister.lm.evaluate import HeldOut
-from cloister.lm.examples import check_tokenizer
-from cloister.lm.layout import Vector
-from cloister.lm.moments import Carry
-from cloister.lm.records import check_source
-from cloister.privacy.dataset import DatasetLedger
-from cloister.privacy.noise import NoiseStream
-from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
-from cloister.protocol.balance import OwnSteps
-from cloister.protocol.digest import instructions_digest
+from cloister.aggregation.vector.ring import RingVector
+from cloister.aggregation.vector.rotation import Floats
+from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
+from cloister.clients.consent.admission import Admission
+from cloister.clients.consent.spending import Spending
+from cloister.clients.ranks.resident import Loaded, Resident
+from cloister.clients.setup.config import SiteConfig
+from cloister.clients.state.attempt import Attempts
+from cloister.clients.state.attempt_files import AttemptFiles
+from cloister.clients.state.carried import Carried
+from cloister.clients.state.kept import Kept, Written, check_sent, checked_base, write_pieces
+from cloister.clients.state.residual import residuals
+from cloister.clients.training.release import code_for
+from cloister.clients.training.work import Task, masking
+from cloister.lm.model.layout import Vector
+from cloister.lm.tasks.evaluate import HeldOut
+from cloister.lm.text.data import Preparation, Prepared, cached, load_prepared, prepared_path
+from cloister.lm.text.examples import check_tokenizer
+from cloister.lm.text.records import check_source
+from cloister.lm.training.moments import Carry
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StaleError, UpdateError
-from cloister.protocol.messages import (
+from cloister.protocol.identity.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
+from cloister.protocol.machine.storage import sync_folders
+from cloister.protocol.messages.balance import OwnSteps
+from cloister.protocol.messages.digest import instructions_digest
+from cloister.protocol.messages.messages import (
     EVALUATE,
     NOTHING_CARRIED,
     TRAIN,
@@ -66,9 +67,8 @@ from cloister.protocol.messages import (
     Request,
     SumId,
 )
-from cloister.protocol.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
-from cloister.protocol.soundness import from_json
-from cloister.protocol.storage import sync_folders
+from cloister.protocol.plan.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
+from cloister.protocol.plan.soundness import from_json
 
 _log = logging.getLogger(__name__)
 

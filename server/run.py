@@ -11,41 +11,34 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from cloister.aggregation.rotation import Floats
-from cloister.aggregation.scales import Scales
+from cloister.aggregation.features.scales import Scales
 from cloister.aggregation.sums import Sums
-from cloister.lm.confusion import Confusion
-from cloister.lm.evaluate import HeldOut
-from cloister.lm.layout import Vector, params_sha256
-from cloister.lm.model import LanguageModel, load_model, save_pretrained
-from cloister.privacy.correlated import Blt, CorrelatedNoise, CorrelatedRow
-from cloister.privacy.dataset import DatasetLedger
-from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import participation
-from cloister.protocol.audit_log import NO_AUDIT_LOG, AuditLog
-from cloister.protocol.digest import vector_hash
+from cloister.aggregation.vector.rotation import Floats
+from cloister.lm.model.layout import Vector, params_sha256
+from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
+from cloister.lm.tasks.confusion import Confusion
+from cloister.lm.tasks.evaluate import HeldOut
+from cloister.privacy.accounting.terms import participation
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.mechanism.correlated import Blt, CorrelatedNoise, CorrelatedRow
+from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import QuorumError, SpoiledError
-from cloister.protocol.joining import check_size
-from cloister.protocol.messages import TRAIN
-from cloister.protocol.plan import NO_EVALUATION
-from cloister.protocol.roster import Roster
-from cloister.protocol.storage import sync_folders
-from cloister.server import journal as steps
-from cloister.server.attempt import KeptAttempt
-from cloister.server.channel import Channel
-from cloister.server.checkpoint import Checkpoints
-from cloister.server.evaluate import Evaluation, at_coordinator, at_sites, nowhere
-from cloister.server.folder import RunFolder
-from cloister.server.gate import Gate
-from cloister.server.history import identity
-from cloister.server.journal import Entry, Journal
-from cloister.server.members import Members
-from cloister.server.noise import kept_noise
-from cloister.server.optimizer import ServerOptimizer
-from cloister.server.outcome import Outcome, outcome
-from cloister.server.outstanding import Outstanding
-from cloister.server.phases import Phase, Phases, added
-from cloister.server.progress import (
+from cloister.protocol.identity.audit_log import NO_AUDIT_LOG, AuditLog
+from cloister.protocol.identity.roster import Roster
+from cloister.protocol.machine.storage import sync_folders
+from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.messages.joining import check_size
+from cloister.protocol.messages.messages import TRAIN
+from cloister.protocol.plan.plan import NO_EVALUATION
+from cloister.server.record import journal as steps
+from cloister.server.record.attempt import KeptAttempt
+from cloister.server.record.checkpoint import Checkpoints
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import identity
+from cloister.server.record.journal import Entry, Journal
+from cloister.server.record.outcome import Outcome, outcome
+from cloister.server.record.phases import Phase, Phases, added
+from cloister.server.record.progress import (
     BudgetSpent,
     Evaluated,
     Finished,
@@ -56,11 +49,18 @@ from cloister.server.progress import (
     RoundAbandoned,
     Started,
 )
-from cloister.server.public import base_of
-from cloister.server.round import RoundContext, run_round
-from cloister.server.spending import Spending
-from cloister.server.sum import Party
-from cloister.server.tracking import scalars
+from cloister.server.record.public import base_of
+from cloister.server.record.tracking import scalars
+from cloister.server.round.channel import Channel
+from cloister.server.round.evaluate import Evaluation, at_coordinator, at_sites, nowhere
+from cloister.server.round.gate import Gate
+from cloister.server.round.members import Members
+from cloister.server.round.noise import kept_noise
+from cloister.server.round.optimizer import ServerOptimizer
+from cloister.server.round.outstanding import Outstanding
+from cloister.server.round.round import RoundContext, run_round
+from cloister.server.round.spending import Spending
+from cloister.server.round.sum import Party
 
 
 def run(

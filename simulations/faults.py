@@ -10,9 +10,9 @@ import threading
 import time
 from dataclasses import replace
 
-from cloister.clients.serve import Served
+from cloister.clients.network.serve import Served
 from cloister.protocol.errors import BudgetError, FaultError, PolicyError
-from cloister.protocol.messages import (
+from cloister.protocol.messages.messages import (
     TRAIN,
     Agree,
     Contribute,
@@ -23,7 +23,7 @@ from cloister.protocol.messages import (
     Request,
     Step,
 )
-from cloister.protocol.plan import Plan
+from cloister.protocol.plan.plan import Plan
 
 
 class Faulty:

@@ -22,41 +22,50 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from cloister.aggregation.keys import Agreements
+from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.app import client_app
-from cloister.clients.config import SiteConfig, read_config
-from cloister.clients.device_mesh import mesh_for
-from cloister.clients.kept import DECLARED_ROUNDING, base_path, save_vector
-from cloister.clients.resident import Resident
+from cloister.clients.ranks.device_mesh import mesh_for
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Simulated, Site
-from cloister.lm import saved
-from cloister.lm.corpus import check_corpus, corpus_records
-from cloister.lm.data import Prepared, check_usable
-from cloister.lm.layout import Vector
-from cloister.lm.model import count_parameters
-from cloister.lm.records import Records, Unusable, read_each
-from cloister.lm.tokenizer import tokenizer_of
-from cloister.privacy.dataset import DatasetLedger
-from cloister.privacy.noise import NoiseStream
-from cloister.privacy.terms import terms_of
-from cloister.protocol.digest import vector_hash
+from cloister.clients.state.kept import DECLARED_ROUNDING, base_path, save_vector
+from cloister.lm.model import saved
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import count_parameters
+from cloister.lm.text.corpus import check_corpus, corpus_records
+from cloister.lm.text.data import Prepared, check_usable
+from cloister.lm.text.records import Records, Unusable, read_each
+from cloister.lm.text.tokenizer import tokenizer_of
+from cloister.privacy.accounting.terms import terms_of
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import EngineError, ModelError, PlanError, one_line
-from cloister.protocol.plan import SIMULATED_PUBLIC, Plan, ProfileSection
-from cloister.protocol.roster import Card, Roster, load_roster, new_identity, save_identity, save_roster
-from cloister.protocol.storage import sync_to_disk, write_file, write_folder, write_new
-from cloister.server.app import GridChannel, server_app
-from cloister.server.folder import RunFolder, SitesFolder
-from cloister.server.history import reached, run_history
-from cloister.server.journal import DONE, FINISHED
-from cloister.server.outcome import Outcome, finish, outcome
-from cloister.server.phases import Phase, Phases
-from cloister.server.progress import Event, Observer, Preparing, Started, Step
-from cloister.server.public import base_of, public_model
+from cloister.protocol.identity.roster import (
+    Card,
+    Roster,
+    load_roster,
+    new_identity,
+    save_identity,
+    save_roster,
+)
+from cloister.protocol.machine.storage import sync_to_disk, write_file, write_folder, write_new
+from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
+from cloister.server.federation.app import GridChannel, server_app
+from cloister.server.record.folder import RunFolder, SitesFolder
+from cloister.server.record.history import reached, run_history
+from cloister.server.record.journal import DONE, FINISHED
+from cloister.server.record.outcome import Outcome, finish, outcome
+from cloister.server.record.phases import Phase, Phases
+from cloister.server.record.progress import Event, Observer, Preparing, Started, Step
+from cloister.server.record.public import base_of, public_model
 from cloister.server.run import run
-from cloister.simulations import fork_server, store
+from cloister.simulations import store
+from cloister.simulations.engines import fork_server
+from cloister.simulations.engines.flower import run_on_flower
+from cloister.simulations.engines.grid import LocalGrid
+from cloister.simulations.engines.process import peak_rss, return_freed_memory
 from cloister.simulations.faults import Faulty
-from cloister.simulations.flower import run_on_flower
-from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import (
     Alter,
     keep_apart,
@@ -67,7 +76,6 @@ from cloister.simulations.partition import (
     write_sites,
 )
 from cloister.simulations.poison import altered, multiplied, scale_of
-from cloister.simulations.process import peak_rss, return_freed_memory
 
 _RUN_ID = 1
 

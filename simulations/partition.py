@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cloister.lm.records import Records
+from cloister.lm.text.records import Records
 from cloister.protocol.errors import DataError
-from cloister.protocol.plan import SimulationSection
-from cloister.protocol.storage import write_file
+from cloister.protocol.machine.storage import write_file
+from cloister.protocol.plan.plan import SimulationSection
 
 _DRAWS = 100
 _ROWS = 256  # records of a site that are read together

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cloister.clients.work import Task
-from cloister.protocol.plan import Plan, PoisonSection
+from cloister.clients.training.work import Task
+from cloister.protocol.plan.plan import Plan, PoisonSection
 from cloister.simulations.faults import drawn
 
 Record = Mapping[str, Any]

@@ -17,19 +17,19 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from cloister.clients.resident import Resident
-from cloister.lm.layout import Vector
-from cloister.lm.model import load_model
-from cloister.protocol.digest import vector_hash
-from cloister.protocol.plan import NO_EVALUATION, Plan
-from cloister.protocol.storage import write_bytes
-from cloister.server.checkpoint import Checkpoints
-from cloister.server.folder import RunFolder
-from cloister.server.outcome import outcome
-from cloister.server.progress import Observer, Step
-from cloister.server.public import base_of, public_model
+from cloister.clients.ranks.resident import Resident
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import load_model
+from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.plan.plan import NO_EVALUATION, Plan
+from cloister.server.record.checkpoint import Checkpoints
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.outcome import outcome
+from cloister.server.record.progress import Observer, Step
+from cloister.server.record.public import base_of, public_model
+from cloister.simulations.engines.grid import LocalGrid
 from cloister.simulations.federation import local_grid, open_site
-from cloister.simulations.grid import LocalGrid
 from cloister.simulations.partition import site_name
 
 _QUERY = "held_out"

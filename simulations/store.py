@@ -1,9 +1,9 @@
 """The token sequences of all simulated sites: made in one pass, and mapped from one file for each kind of array.
 
-A deployed site makes its sequences itself (`lm/data.py`). For thousands of sites on one machine that costs a reader, a
-folder and several synced files for each. Here one process makes those of all sites, from the same records in the same
-way, and a worker that plays a site slices what is mapped. Nothing is synced, because it can be made again: a run that
-goes on checks the files by their record (`lm/saved.py`) first.
+A deployed site makes its sequences itself (`lm/text/data.py`). For thousands of sites on one machine that costs a
+reader, a folder and several synced files for each. Here one process makes those of all sites, from the same records
+in the same way, and a worker that plays a site slices what is mapped. Nothing is synced, because it can be made
+again: a run that goes on checks the files by their record (`lm/model/saved.py`) first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from cloister.lm import saved
-from cloister.lm.data import Prepared, Sequences, prepare, unit_rule
-from cloister.lm.records import Record
+from cloister.lm.model import saved
+from cloister.lm.text.data import Prepared, Sequences, prepare, unit_rule
+from cloister.lm.text.records import Record
 from cloister.protocol.errors import DataError
-from cloister.protocol.plan import Plan
-from cloister.protocol.storage import write_folder
+from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.plan.plan import Plan
 
 _TYPES: dict[str, np.dtype[Any]] = {
     "tokens": np.dtype(np.int32),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # it imports Flower, which most tests do not need
-    from cloister.tests.grid_sites import Events, Open
+    from cloister.tests.parties.grid_sites import Events, Open
 
 
 # Without bytecode on disk each process of a test compiles this package again, and pytest rewrites each test module.
@@ -74,8 +74,8 @@ def _interruptible() -> None:
 def _fork_server(_interruptible: None) -> None:
     """Start the fork server with all that any test needs: one that a light test starts has nothing for later ones, and
     each of their processes imports torch and transformers for itself. Nothing waits for its imports."""
-    from cloister.protocol.soundness import parse
-    from cloister.simulations import fork_server
+    from cloister.protocol.plan.soundness import parse
+    from cloister.simulations.engines import fork_server
 
     fork_server.start(parse("model.adapter.scheme = 'ffa-lora'"))
 
@@ -119,7 +119,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def unsynced() -> Iterator[None]:
     """Do not sync files, where a test writes many and none about power cuts."""
-    from cloister.protocol.storage import sync_to_disk
+    from cloister.protocol.machine.storage import sync_to_disk
 
     sync_to_disk(False)
     yield
@@ -133,7 +133,7 @@ def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its server optimizer has a state, which a resumed run must restore. Its model has two blocks, which a pipeline can
     divide.
     """
-    from cloister.tests.federation import TINY, write_records
+    from cloister.tests.parties.federation import TINY, write_records
 
     folder = tmp_path_factory.mktemp("tiny")
     path = folder / "tiny.toml"
@@ -162,7 +162,7 @@ def private(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one round that trains an adapter after public text, with the unit `record`; do not change
     it."""
     from cloister.cli.main import main
-    from cloister.tests.command import set_options
+    from cloister.tests.tools.command import set_options
 
     folder = tmp_path_factory.mktemp("private")
     (folder / "public.txt").write_text("The public text of a test. It has a few lines.\n\n" * 40)
@@ -176,7 +176,7 @@ def private(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def open_grid(tmp_path: Path) -> Iterator[Open]:
     """Opens grids for the sites of `grid_sites.py` in `tmp_path` and closes them."""
-    from cloister.tests.grid_sites import opener
+    from cloister.tests.parties.grid_sites import opener
 
     with opener(tmp_path) as open_grid:
         yield open_grid
@@ -185,7 +185,7 @@ def open_grid(tmp_path: Path) -> Iterator[Open]:
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[Events]:
     """What the sites in `tmp_path` report."""
-    from cloister.tests.grid_sites import Events
+    from cloister.tests.parties.grid_sites import Events
 
     events = Events(tmp_path)
     yield events

@@ -21,22 +21,22 @@ ALLOWED: dict[str, set[str]] = {
 }
 KNOWS_FLOWER = {
     "clients/app.py",
-    "protocol/flower.py",
-    "server/app.py",
+    "protocol/machine/flower.py",
+    "server/federation/app.py",
     "simulations/federation.py",
-    "simulations/flower.py",
-    "simulations/grid.py",
-    "simulations/process.py",
-    "simulations/ray_workers.py",
-    "simulations/segments.py",
+    "simulations/engines/flower.py",
+    "simulations/engines/grid.py",
+    "simulations/engines/process.py",
+    "simulations/engines/ray_workers.py",
+    "simulations/engines/segments.py",
     "simulations/site_losses.py",
-    "simulations/workers.py",
+    "simulations/engines/workers.py",
 }
 """The carriers over Flower. No other file imports it."""
 KNOWS_GRPC = {
-    "clients/exchange.py",
-    "clients/superlink.py",
-    "server/exchange.py",
+    "clients/network/exchange.py",
+    "clients/network/superlink.py",
+    "server/exchange/exchange.py",
 }
 """The carriers over the exchange, and the question to the SuperLink. No other file imports gRPC."""
 
@@ -81,19 +81,47 @@ def test_no_file_imports_in_a_circle() -> None:
         list(TopologicalSorter(looped).static_order())
 
 
+def room(name: str) -> str:
+    """The room of a module: its folder, or its package where it lies in none."""
+    return name.rpartition(".")[0]
+
+
+def test_no_room_imports_in_a_circle() -> None:
+    names = {path: "cloister." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules()}
+    known = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, name in names.items():
+        found = {room(other) for other in imported(path) & known} - {room(name)}
+        graph[room(name)] = graph.get(room(name), set()) | found
+    assert len(list(TopologicalSorter(graph).static_order())) > 30
+    graph["cloister.protocol.plan"] = {"cloister.server.round"}
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(graph).static_order())
+
+
+def test_no_folder_has_more_than_13_files() -> None:
+    folders = {path.parent for package in [*ALLOWED, "tests"] for path in (ROOT / package).rglob("*.py")}
+    many = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder for folder, files in many.items() if files > 13} == {"cli/verbs"}
+
+
 def test_every_package_is_covered() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == set(ALLOWED)
 
 
 def test_the_check_finds_a_wrong_import() -> None:
-    assert wrong_imports("clients/site.py", {"cloister.server.round"}) == {"cloister.server"}
-    assert wrong_imports("server/round.py", {"flwr.serverapp"}) == {"flwr.serverapp"}
-    assert wrong_imports("server/app.py", {"grpc"}) == {"grpc"}
-    assert wrong_imports("server/exchange.py", {"grpc.aio", "flwr.serverapp"}) == {"flwr.serverapp"}
-    assert wrong_imports("protocol/plan.py", {"cloister.aggregation.graph"}) == {"cloister.aggregation"}
-    assert wrong_imports("privacy/terms.py", {"cloister.aggregation.graph"}) == {"cloister.aggregation"}
-    assert not wrong_imports("server/app.py", {"flwr.serverapp", "cloister.protocol.plan"})
+    assert wrong_imports("clients/site.py", {"cloister.server.round.round"}) == {"cloister.server"}
+    assert wrong_imports("server/round/round.py", {"flwr.serverapp"}) == {"flwr.serverapp"}
+    assert wrong_imports("server/federation/app.py", {"grpc"}) == {"grpc"}
+    assert wrong_imports("server/exchange/exchange.py", {"grpc.aio", "flwr.serverapp"}) == {"flwr.serverapp"}
+    assert wrong_imports("protocol/plan/plan.py", {"cloister.aggregation.secure.graph"}) == {
+        "cloister.aggregation"
+    }
+    assert wrong_imports("privacy/accounting/terms.py", {"cloister.aggregation.secure.graph"}) == {
+        "cloister.aggregation"
+    }
+    assert not wrong_imports("server/federation/app.py", {"flwr.serverapp", "cloister.protocol.plan.plan"})
 
 
 @pytest.mark.parametrize(("carrier", "known"), [("flwr", KNOWS_FLOWER), ("grpc", KNOWS_GRPC)])
@@ -135,5 +163,7 @@ def drags_in(package: str, *starts: str) -> set[str]:
 def test_training_code_runs_without_flower() -> None:
     """Importing a site's own code must not drag Flower in by way of another module."""
     assert not drags_in("flwr", "cloister.clients.site", "cloister.server.run")
-    assert "flwr.serverapp" in drags_in("flwr", "cloister.server.deployed"), "by way of server/app.py"
+    assert "flwr.serverapp" in drags_in("flwr", "cloister.server.federation.deployed"), (
+        "by way of server/federation/app.py"
+    )
     assert "torch" in drags_in("torch", "cloister.clients.site")

@@ -1,0 +1,320 @@
+"""The weighted mean of updates, and exact totals of counters, from one sum of ring vectors.
+
+A site's contribution is one vector: its weighted, coded update and then a tail with its counters. The update may be
+coded in any number of spans, because values are keyed by their offset. The tail has one owner and is a span of its own.
+The coordinator adds contributions to one accumulator as they arrive and opens the total once, so its memory does
+not grow with the number of sites, and a site sends no figures outside of the vector:
+
+    mean = (sum_i w_i x_i) / (sum_i w_i)        (McMahan et al. 2017, algorithm 1)
+
+with weights represented as w_i / w_max in [0, 1], so that the heaviest site uses the whole resolution of the ring.
+Weights are whole numbers, so that the sum of them is exact (`weight_of`).
+
+With `aggregation.compression` the update is rotated and coded in blocks (`compression.py`); the rest is the same.
+
+A site may lie in its counters, and the mean is divided by one of them. So each counter has a range for one site
+(`Counter`), and a total outside of as many times that range makes no mean: with uniform weights the total weight is the
+number of sites. With others a site that lies can move it anywhere between the number of sites and as many times
+`heaviest`.
+
+The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
+weighted by its own staleness (`BufferedSum`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.aggregation.vector.compression import BlockCode
+from cloister.aggregation.vector.ring import Ring, RingVector
+from cloister.aggregation.vector.rotation import Floats
+from cloister.aggregation.vector.span import Piece, add_pieces, check_pieces
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.messages.blocks import cut
+
+WEIGHT = "weight"
+CLIPPED = "clipped"
+
+
+def weight_of(tokens: int, heaviest: int, temperature: float) -> int:
+    """A site's weight by its tokens n: n^(1/T), in units in which the largest possible n has the weight n.
+
+    It is rounded to a whole number, n itself for T = 1, and at least 1 for a site with a token. Arivazhagan et al. 2019
+    ("Massively multilingual neural machine translation in the wild", section 4.2) sample languages by such powers.
+
+    Args:
+        tokens: n, 0 or more.
+        heaviest: The largest n that a site can have.
+        temperature: T, 1 or more.
+    """
+    if temperature == 1 or not tokens:
+        return tokens
+    return max(1, round(heaviest * math.pow(tokens / heaviest, 1 / temperature)))
+
+
+class Counter(NamedTuple):
+    """An exact total that travels with an update, and what one site can add to it."""
+
+    name: str
+    most: int
+    """The largest number that a site can send."""
+    least: int = 0
+    """The smallest."""
+
+
+@dataclass(frozen=True)
+class SumLayout:
+    """What a summed vector holds: `size` values of the update, `extra` values beside it, and the counters.
+
+    Args:
+        ring: The ring and its fixed-point code.
+        size: Ring elements of the update, one for each value; 0 for a sum of counters alone. With `blocks` those of
+            whole blocks.
+        counters: The counters, in their order.
+        heaviest: The largest weight a site can have.
+        extra: Values that a mechanism sums beside the update, coded as the update is.
+        blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
+    """
+
+    ring: Ring
+    size: int
+    counters: tuple[Counter, ...]
+    heaviest: int = 1
+    extra: int = 0
+    blocks: BlockCode | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the counters, in their order."""
+        return tuple(counter.name for counter in self.counters)
+
+    @property
+    def values(self) -> int:
+        """Values of an update before it is coded."""
+        return self.size if self.blocks is None else self.blocks.values
+
+    @property
+    def length(self) -> int:
+        """Ring elements in a vector of this layout: the update in [0, size), the tail in [size, length)."""
+        return self.size + self.extra + len(self.counters) * self.ring.limbs
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        weight: int,
+        seed: bytes,
+        offset: int = 0,
+        out: RingVector | None = None,
+    ) -> tuple[RingVector, int]:
+        """One span of a site's part of a weighted mean.
+
+        Args:
+            values: (d,) float32: elements [offset, offset + d) of the update.
+            weight: The site's weight, from 1 to `heaviest`.
+            seed: Of the stochastic rounding, as in `Ring.encode`: the same for all spans of an update.
+            offset: Element of the update where `values` starts.
+            out: (d,) ring integers to write into.
+
+        Returns:
+            (d,) ring integers, and the number of values that were beyond the ring's bound.
+
+        Raises:
+            UpdateError: the values are not finite, end beyond the update, or the weight is out of range.
+        """
+        self._check_span(values.shape, offset)
+        if not 0 < weight <= self.heaviest:
+            raise UpdateError("weight", weight, expected=f"from 1 to {self.heaviest}")
+        return self.ring.encode(values, seed, offset, factor=weight / self.heaviest, out=out)
+
+    def tail(self, counters: Mapping[str, int], extra: npt.ArrayLike = ()) -> RingVector:
+        """The span [size, length): the extra values, as whole numbers of steps, and then the counters.
+
+        Args:
+            counters: The exact counters, at least those of the layout.
+            extra: The extra values; those beyond the ring are reduced modulo 2^bits.
+
+        Returns:
+            (length - size,) ring integers.
+
+        Raises:
+            UpdateError: there are more or fewer extra values than the layout has.
+        """
+        steps = np.asarray(extra, np.int64)
+        if steps.shape != (self.extra,):
+            raise UpdateError("extra values", steps.shape, expected=f"a vector of {self.extra} values")
+        coded = self.ring.encode_counters([counters[name] for name in self.names])
+        vector: RingVector = np.concatenate([steps.astype(self.ring.dtype), coded])
+        return vector
+
+    def _check_span(self, shape: tuple[int, ...], offset: int) -> None:
+        if len(shape) != 1 or offset < 0 or offset + shape[0] > self.size:
+            raise UpdateError(
+                "update", f"{shape} at {offset}", expected=f"a span of a vector of {self.size} values"
+            )
+
+    def counted(self, tail: RingVector, sites: int) -> dict[str, int]:
+        """The totals of the counters over some sites, checked.
+
+        Args:
+            tail: Their ring integers, the end of the vector.
+            sites: The number of sites whose vectors were added.
+
+        Raises:
+            UpdateError: a total is beyond what so many sites can send.
+        """
+        totals = self.ring.decode_counters(tail)
+        for (name, most, least), total in zip(self.counters, totals, strict=True):
+            if not least * sites <= total <= most * sites:
+                expected = f"{least * sites}" if least == most else f"{least * sites} to {most * sites}"
+                raise UpdateError(f"total of {name}", total, expected=f"{expected} for {sites} updates")
+        return dict(zip(self.names, totals, strict=True))
+
+    def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
+        """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
+
+        Args:
+            total: (length,) ring integers; overwritten.
+            sites: The number of vectors in the sum.
+            bounds: With `blocks`, the bound of each block.
+
+        Raises:
+            UpdateError: there is no vector in it; or a counter is out of range, so a site lied in it.
+        """
+        if not sites:
+            raise UpdateError("number of updates", 0, expected="at least one contribution")
+        values = self.size + self.extra
+        counters = self.counted(total[values:], sites)
+        if not values:
+            return Opened(np.empty(0, dtype=np.float32), counters)
+        if self.blocks is not None:
+            assert bounds is not None, "a compressed sum has a bound for each block"
+            factor = self.heaviest / counters[WEIGHT]
+            return Opened(self.blocks.decode(total[:values], bounds, factor), counters)
+        mean = total[:values].view(np.float32) if total.itemsize == 4 else np.empty(values, np.float32)
+        for begin, end, _, _ in cut(0, values):
+            block = self.ring.decode(total[begin:end])
+            block *= self.heaviest / counters[WEIGHT]
+            mean[begin:end] = block
+        return Opened(mean, counters)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A decoded sum."""
+
+    mean: npt.NDArray[np.float32]
+    """(values + extra,) weighted mean of the updates, and of the extra values."""
+    counters: dict[str, int]
+    """Exact totals."""
+
+
+class PlainSum:
+    """The sum in clear: one accumulator, to which contributions are added in any order."""
+
+    def __init__(self, layout: SumLayout) -> None:
+        self._layout = layout
+        self._total: RingVector | None = np.zeros(layout.length, dtype=layout.ring.dtype)
+        self.terms = 0
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Fold in one contribution, in pieces that tile the vector.
+
+        Raises:
+            UpdateError: the pieces have another type or do not tile it, a counter is out of range, or the sum already
+                has as many contributions as the ring holds; the sum is unchanged.
+        """
+        check_pieces(pieces, self._layout.length, self._layout.ring.dtype)
+        self._layout.counted(_tail(self._layout, pieces), 1)
+        if self.terms >= self._layout.ring.terms:
+            raise UpdateError(
+                "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
+            )
+        assert self._total is not None, "a contribution was added after the sum was opened"
+        add_pieces(self._total, pieces)
+        self.terms += 1
+
+    def open(self, bounds: Floats | None = None) -> Opened:
+        """Decode the sum of what was added; once, because its memory becomes the mean's.
+
+        Args:
+            bounds: As for `SumLayout.open`.
+        """
+        assert self._total is not None, "the sum was opened before"
+        total, self._total = self._total, None
+        return self._layout.open(total, self.terms, bounds)
+
+
+class BufferedSum:
+    """The sum of a buffer of FedBuff (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
+
+    An update x_i with the weight w_i of its site and the staleness s_i, the number of server steps since its model, has
+
+        mean = (sum_i c_i w_i x_i) / (sum_i c_i w_i),        c_i = 1 / sqrt(1 + s_i)
+
+    FedBuff divides by the number of updates; dividing by their weights makes a buffer of equally stale updates count
+    as a fresh one. Terms are added in float64, in which ring integers and their sums are exact: where no update is
+    stale, the mean is that of `PlainSum` to the last bit, in any order.
+
+    Args:
+        layout: Layout of the updates, without extra values and compression.
+    """
+
+    def __init__(self, layout: SumLayout) -> None:
+        assert not layout.extra, "a mechanism's extra values are not summed in a buffer"
+        assert layout.blocks is None, "scales are those of one round"
+        self._layout = layout
+        self._total = np.zeros(layout.size)
+        self._counters = dict.fromkeys(layout.names, 0)
+        self._weight = 0.0
+        self.terms = 0
+
+    def add(self, pieces: Sequence[Piece], staleness: int) -> None:
+        """Fold in one contribution, in pieces that tile the vector.
+
+        Args:
+            pieces: Offset and ring integers of each span.
+            staleness: Server steps since its model, 0 or more.
+
+        Raises:
+            UpdateError: the pieces have another type or do not tile it, or a counter is out of range; the sum is
+                unchanged.
+        """
+        layout = self._layout
+        check_pieces(pieces, layout.length, layout.ring.dtype)
+        counters = layout.counted(_tail(layout, pieces), 1)
+        counts = 1 / math.sqrt(1 + staleness)
+        for offset, vector in pieces:
+            for begin, end, _, _ in cut(0, max(0, min(vector.size, layout.size - offset))):
+                steps = layout.ring.signed(vector[begin:end])
+                steps *= counts
+                self._total[offset + begin : offset + end] += steps
+        for name, count in counters.items():
+            self._counters[name] += count
+        self._weight += counts * counters[WEIGHT]
+        self.terms += 1
+
+    def open(self) -> Opened:
+        """The mean of what was added, and the totals of the counters, which staleness does not weigh."""
+        layout = self._layout
+        mean = np.empty(layout.size, np.float32)
+        for begin, end, _, _ in cut(0, layout.size):
+            block = self._total[begin:end] / layout.ring.scale
+            block *= layout.heaviest / self._weight
+            mean[begin:end] = block
+        return Opened(mean, self._counters)
+
+
+def _tail(layout: SumLayout, pieces: Sequence[Piece]) -> RingVector:
+    """The counters' ring integers of a contribution, from the pieces that tile it."""
+    start = layout.size + layout.extra
+    tail: RingVector = np.empty(layout.length - start, layout.ring.dtype)
+    for offset, vector in pieces:
+        after = max(offset, start)
+        tail[after - start : max(offset + vector.size, start) - start] = vector[after - offset :]
+    return tail

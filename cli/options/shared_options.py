@@ -1,0 +1,190 @@
+"""The options that several verbs share, and the plan that the plan options choose.
+
+Imported for `--help`: nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloister.protocol.plan.plan import Plan
+
+
+_DEFAULT = "private-code"
+"""The shipped plan of a command without one."""
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN: the folder of a run."""
+    parser.add_argument("run", metavar="RUN", help="the run folder")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json: output for programs."""
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def add_log_format(parser: argparse.ArgumentParser) -> None:
+    """--log-format: how a process that stays logs."""
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="log lines of text, or one JSON object a line, with run, round, attempt and site where they are known "
+        "(default: text)",
+    )
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """--metrics and --metrics-on-network: where a coordinator serves metrics."""
+    parser.add_argument(
+        "--metrics",
+        default="",
+        metavar="HOST:PORT",
+        help="serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
+    )
+    parser.add_argument(
+        "--metrics-on-network",
+        action="store_true",
+        help="accept another address than one of loopback; metrics are not encrypted, and name the sites",
+    )
+
+
+def add_per_site(parser: argparse.ArgumentParser) -> None:
+    """--per-site: what the sites' own records say of the run."""
+    parser.add_argument(
+        "--per-site",
+        action="store_true",
+        help="when the run is finished, evaluate the initial and the final model on each site's own held-out records "
+        "(simulation.per_site); not under a privacy unit",
+    )
+
+
+def add_plan(parser: argparse.ArgumentParser, default: str = _DEFAULT) -> None:
+    """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
+    parser.add_argument(
+        "plan",
+        nargs="?",
+        metavar="PLAN",
+        help="a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
+        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
+    )
+    parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a field of the plan, such as local.steps=50; repeatable",
+    )
+
+
+def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
+    """PLAN and the options of a deployed run, or --again alone.
+
+    Args:
+        parser: The parser.
+        runs: Where run folders are made, for the help text.
+    """
+    add_plan(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument("--out", metavar="DIR", help=f"run folder, new or empty (default: {runs}/NAME)")
+    parser.add_argument(
+        "--transport",
+        choices=("exchange", "flower"),
+        help="what carries the requests: the exchange, or Flower's own messages, for sites that may open no second "
+        "connection (default: exchange)",
+    )
+    parser.add_argument(
+        "--again",
+        metavar="RUN",
+        help="instead of a new run: continue this one, which has failed or was stopped, as it began",
+    )
+
+
+def check_again(arguments: argparse.Namespace) -> None:
+    """Check that --again comes without an option of `add_deployed` that a run keeps from its beginning.
+
+    Raises:
+        RunFolderError: it does not.
+    """
+    from cloister.protocol.errors import RunFolderError
+
+    kept = {"PLAN": arguments.plan, "--set": arguments.set or None}
+    kept |= {f"--{name}": getattr(arguments, name) for name in ("sites", "rounds", "out", "transport")}
+    kept["--wait"] = getattr(arguments, "wait", None)
+    given = [name for name, value in kept.items() if value is not None]
+    if arguments.again and given:
+        raise RunFolderError(
+            "--again",
+            arguments.again,
+            expected=f"it without {', '.join(given)}: a run keeps the plan, folder, transport and wait it began with",
+        )
+
+
+def chosen_plan(
+    arguments: argparse.Namespace, fields: Mapping[str, object] | None = None, *, default: str = _DEFAULT
+) -> Plan:
+    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the default.
+
+    Args:
+        arguments: The parsed options.
+        fields: Further overrides by field, such as `run.rounds`; None leaves the field as it is.
+        default: The shipped plan that is taken without PLAN; empty: the plan with the defaults of all fields.
+
+    Raises:
+        PlanError: the plan is missing or unsound.
+    """
+    from cloister.protocol.errors import PlanError
+    from cloister.protocol.plan.soundness import load, parse
+
+    options = {**(fields or {}), "cohort.sites": arguments.sites}
+    given = [f"{field}={value}" for field, value in options.items() if value is not None]
+    overrides = [*arguments.set, *given]
+    shipped = shipped_plans()
+    name = arguments.plan or default
+    if not name:
+        return parse("", overrides)
+    if arguments.plan is not None and (
+        Path(name).is_file() or Path(name).suffix or len(Path(name).parts) > 1
+    ):
+        return load(Path(name), overrides)
+    if name not in shipped:
+        known = ", ".join(sorted(shipped))
+        raise PlanError("plan", name, expected=f"an existing TOML file, or a shipped plan: {known}")
+    return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
+
+
+def shipped_plans() -> dict[str, str]:
+    """The text of each plan that comes with the program, by name."""
+
+    folder = files("cloister.simulations.plans")
+    return {
+        entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    }
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--workers, --engine and --ray-address: what runs the sites and carries the messages."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes (default: what the machine or cluster has)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "flower"),
+        default="local",
+        help="what carries the messages: local worker processes, or Flower's simulation (default: local)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="with --engine flower: the running Ray cluster to use, whose nodes share the run folder "
+        "(default: start Ray on this machine)",
+    )

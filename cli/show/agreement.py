@@ -1,0 +1,53 @@
+"""Fingerprints at the command line: shown, asked for, and compared."""
+
+from __future__ import annotations
+
+import sys
+
+from cloister.protocol.errors import RosterError
+
+FIX = "do not go on: one of you has another file; tell the other side, and get the file again over another channel"
+
+
+def fingerprint_line(fingerprint: bytes) -> str:
+    """A fingerprint as a person reads it aloud."""
+    from cloister.protocol.identity.fingerprint import shown
+
+    return f"fingerprint  {shown(fingerprint)}"
+
+
+def asked(who: str) -> bytes:
+    """The fingerprint that the person at the terminal types.
+
+    Args:
+        who: Who reads it to them.
+
+    Raises:
+        RosterError: there is no terminal, or it is no fingerprint.
+    """
+    from cloister.protocol.identity.fingerprint import given
+
+    if not sys.stdin.isatty():
+        raise RosterError(
+            "--fingerprint",
+            expected=f"the fingerprint that {who} told you",
+            fix="do not copy it from this screen",
+        )
+    try:
+        return given(input(f"Type the fingerprint that {who} tells you: "))
+    except EOFError:
+        raise KeyboardInterrupt from None
+
+
+def check(given: bytes, actual: bytes, what: str) -> None:
+    """Check that what a person was told is the fingerprint of the file.
+
+    Raises:
+        RosterError: it is not.
+    """
+    from cloister.protocol.identity.fingerprint import same, shown
+
+    if not same(given, actual):
+        raise RosterError(
+            f"fingerprint of {what}", shown(actual), expected=f"{shown(given)}, which was given", fix=FIX
+        )

@@ -1,0 +1,392 @@
+"""The events of a run as a person sees them: a live screen on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cloister.privacy.report.figures import at_most
+from cloister.protocol.plan.plan import Plan
+from cloister.server.record.progress import (
+    AttemptFailed,
+    BudgetSpent,
+    Connected,
+    Evaluated,
+    Event,
+    Finished,
+    NotEvaluated,
+    NotJoined,
+    Preparing,
+    Refusing,
+    RoundAbandoned,
+    RoundDone,
+    RoundStarted,
+    SiteAnswered,
+    SiteFailed,
+    Started,
+    Step,
+)
+
+_SHOWN_ROUNDS = 10
+_SHOWN_FAILURES = 3
+_DOING = {"train": "training", "evaluate": "evaluating"}
+
+
+class Display(Protocol):
+    """Shows a run while it is in progress; a context manager. `event` and `watch` may be called from any thread."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(self, *_: object) -> None: ...
+    def event(self, event: Event) -> None:
+        """Show an event of the run."""
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Show that a site started or stopped working."""
+
+
+class LineDisplay:
+    """Prints one plain line for each event; for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        """Print the event."""
+        line = describe(event)
+        if line:
+            self._console.print(Text(line), soft_wrap=True)
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Print nothing: these changes are too frequent for a log."""
+
+
+class Absent(dict[str, str]):
+    """The sites that take no part in a run, each with the reason."""
+
+    def event(self, event: Event) -> None:
+        """Follow the run."""
+        match event:
+            case NotJoined(site, reason):
+                self[site] = reason
+            case SiteAnswered(site=site):
+                self.pop(site, None)  # it has joined since
+
+
+def describe(event: Event) -> str:
+    """An event as one plain line; empty for events that are too frequent to print."""
+    match event:
+        case Preparing(what):
+            return f"preparing {what}"
+        case Connected(sites, missing):
+            rest = "; ".join(f"{site}: {why}" for site, why in missing.items())
+            return f"{len(sites)} of {len(sites) + len(missing)} sites are connected" + (
+                f"; {rest}" if rest else ""
+            )
+        case Started(plan, sites, parameters, done):
+            resumed = f", from round {done}" if done else ""
+            return (
+                f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
+                f"{parameters:,} trained parameters, {_how(plan)}, plan {plan.digest()[:12]}"
+            )
+        case NotJoined(site, reason):
+            return f"{site} did not join: {reason}"
+        case SiteFailed(number, site, reason):
+            return f"round {number}: {site} dropped out: {reason}"
+        case AttemptFailed(number, attempt, reason):
+            return f"round {number}: attempt {attempt} failed: {reason}"
+        case RoundAbandoned(number, spoiled=wrong) if wrong:
+            return f"round {number}: given up: a site lied in its counters: {wrong}; the model is unchanged"
+        case RoundAbandoned(number, attempts):
+            return f"round {number}: given up after {attempts} attempts; the model is unchanged"
+        case NotEvaluated(number, spoiled=wrong) if wrong:
+            return f"round {number}: not evaluated: a site lied in its totals: {wrong}"
+        case NotEvaluated(number, attempts):
+            return f"round {number}: not evaluated, after {attempts} attempts"
+        case Refusing(number, sites):
+            return f"round {number}: not started: {', '.join(sites)} refused, and too few sites are left; the run ends"
+        case BudgetSpent(number, epsilon, budget, dataset):
+            of, most = (f" of {dataset!r} over all runs", "limit") if dataset else ("", "budget")
+            return (
+                f"round {number}: not started: epsilon{of} is {at_most(epsilon)}, and the round would exceed the "
+                f"{most} of {budget:g}; the run ends"
+            )
+        case RoundDone():
+            parts = [f"round {event.round}: {event.sites} sites"]
+            if event.groups is not None:
+                parts.append(f"median of {len(event.groups)} groups")
+            if event.refused:
+                parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
+            if event.mean_staleness is not None:
+                parts.append(
+                    f"staleness {event.mean_staleness:.1f} on average and at most {event.most_staleness}"
+                )
+            if event.too_stale:
+                plural = "s" * (event.too_stale != 1)
+                parts.append(f"{event.too_stale} update{plural} dropped as too stale")
+            if event.least_steps is not None:
+                parts.append(f"{_steps(event)} local steps")
+            if event.train_loss is not None:
+                parts.append(f"training loss {event.train_loss:.3f}")
+            if event.tokens is not None:
+                parts.append(f"{_rate(event):,.0f} {event.label}s/s")
+            if event.epsilon is not None:
+                parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
+            return ", ".join(parts) + _clipped(event)
+        case Evaluated():
+            return ", ".join(_evaluated(event))
+        case Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
+            return f"{done} of {of} {what}"
+        case Finished(rounds):
+            return f"finished {rounds} rounds"
+    return ""
+
+
+def _evaluated(event: Evaluated) -> Iterator[str]:
+    yield f"round {event.round}: held-out loss {event.loss:.3f}"
+    if event.perplexity is not None:
+        yield f"perplexity {event.perplexity:.2f}"
+    yield f"accuracy {event.accuracy:.1%}"
+    if event.bits_per_byte is not None:
+        yield f"{event.bits_per_byte:.3f} bits/byte"
+    if event.choice_accuracy is not None:
+        yield f"choice accuracy {event.choice_accuracy:.1%}"
+    if event.macro_f1 is not None:
+        yield f"macro precision {event.macro_precision:.3f}, recall {event.macro_recall:.3f}, F1 {event.macro_f1:.3f}"
+
+
+def with_group(cohort: tuple[str, ...], event: RoundStarted) -> tuple[str, ...]:
+    """The sites that are asked in a round with groups, with those of another attempt at the sum of one group."""
+    return cohort + tuple(site for site in event.cohort if site not in cohort)
+
+
+def answers(count: int, cohort: tuple[str, ...], updates: int | None) -> str:
+    """How many sites have answered in an attempt, or how many updates have arrived in an asynchronous round.
+
+    Args:
+        count: So many.
+        cohort: As in `RoundStarted`.
+        updates: As in `RoundStarted`.
+    """
+    return (
+        f"{count} of {len(cohort)} sites have answered"
+        if updates is None
+        else f"{count} of {updates} updates"
+    )
+
+
+def _how(plan: Plan) -> str:
+    how = "secure sum" if plan.aggregation.secure else "sum IN CLEAR: the coordinator sees every update"
+    unit = plan.privacy.unit
+    if unit == "none":
+        return f"{how}, NO differential privacy"
+    declared = ", noise from a DECLARED seed" if plan.simulation.noise_seed is not None else ""
+    return f"{how}, private per {unit}{declared}"
+
+
+def _rate(event: RoundDone) -> float:
+    return (event.tokens or 0) / event.seconds if event.seconds else 0.0
+
+
+def _steps(event: RoundDone) -> str:
+    same = event.least_steps == event.most_steps
+    return f"{event.least_steps}" if same else f"{event.least_steps} to {event.most_steps}"
+
+
+def _clipped(event: RoundDone) -> str:
+    if not event.clipped:
+        return ""
+    how = (
+        "at aggregation.bound" if event.multiple is None else "at the bounds of their blocks, and sent later"
+    )
+    return f", {event.clipped:,} coordinates clipped {how}"
+
+
+class LiveDisplay:
+    """A live screen: progress, sites at work, the last rounds, the last failures.
+
+    Args:
+        console: The terminal.
+        plan: The run's plan.
+        path: The run folder.
+    """
+
+    def __init__(self, console: Console, plan: Plan, path: Path) -> None:
+        self._console = console
+        self._path = path
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._status = "starting"
+        self._step: Step | None = None
+        self._done = 0
+        self._first = 0
+        self._begun: RoundStarted | None = None
+        self._cohort: tuple[str, ...] = ()
+        self._answered: list[str] = []
+        self._updates: int | None = None
+        self._working: set[str] = set()
+        self._rounds: dict[int, RoundDone | None] = {}
+        self._losses: dict[int, Evaluated] = {}
+        self._failures: deque[str] = deque(maxlen=_SHOWN_FAILURES)
+        self._clock = time.monotonic()
+        self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def event(self, event: Event) -> None:
+        """Update the screen."""
+        with self._lock:
+            if isinstance(
+                event, Step | Preparing | Started | RoundStarted | Finished
+            ):  # what sets the status
+                self._step = event if isinstance(event, Step) else None
+            match event:
+                case Preparing(what):
+                    self._status = f"preparing {what}"
+                case Connected() if not self._cohort:
+                    self._status = describe(event)
+                case Connected(missing=missing) if missing:
+                    self._failures.append(describe(event))
+                case Started(done=done):
+                    self._done = self._first = done
+                    self._status = "evaluating"
+                    self._clock = time.monotonic()
+                case RoundStarted(number, attempt, purpose, cohort, updates):
+                    again = f", attempt {attempt}" if attempt > 1 else ""
+                    self._status = f"round {number}{again}, {_DOING[purpose]}"
+                    if event.beside(self._begun):
+                        self._cohort = with_group(self._cohort, event)
+                        self._answered = [site for site in self._answered if site not in cohort]
+                    else:
+                        self._begun = event
+                        self._cohort, self._updates, self._answered = cohort, updates, []
+                case SiteAnswered():
+                    self._answered.append(event.site)
+                case NotJoined() | SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
+                    self._failures.append(describe(event))
+                case Step(what, done, of):
+                    self._status = f"{done} of {of} {what}"
+                case BudgetSpent() | Refusing():
+                    self._failures.append(describe(event))
+                case RoundDone():
+                    self._done = event.round
+                    self._rounds[event.round] = event
+                    self._cohort = ()
+                    if event.refused:
+                        self._failures.append(describe(event))
+                case Evaluated():
+                    self._losses[event.round] = event
+                    self._rounds.setdefault(event.round, None)
+                case Finished():
+                    self._status, self._cohort = "finished", ()
+        self._live.refresh()
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Update the list of sites at work."""
+        with self._lock:
+            (self._working.add if at_work else self._working.discard)(site)
+
+    def _screen(self) -> RenderableType:
+        with self._lock:
+            return Group(*self._parts())
+
+    def _parts(self) -> list[RenderableType]:
+        plan = self._plan
+        style = "green" if plan.aggregation.secure else "bold yellow"
+        head = Text.assemble(
+            ("cloister ", "bold cyan"), (plan.run.name, "bold"), "  ", (_how(plan), style), f"  {self._path}"
+        )
+        head.truncate(self._console.width, overflow="ellipsis")
+        progress = Table.grid(padding=(0, 1), expand=True)
+        progress.add_column(no_wrap=True)
+        progress.add_column(ratio=1)
+        progress.add_column(no_wrap=True)
+        done, of = (self._step.done, self._step.of) if self._step else (self._done, plan.run.rounds)
+        left = "" if self._step else self._time_left()
+        progress.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
+        state = Text(self._status)
+        if self._cohort:
+            state.append(f"  {answers(len(self._answered), self._cohort, self._updates)}", style="green")
+        if self._working:
+            state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
+        state.truncate(self._console.width, overflow="ellipsis")
+        parts: list[RenderableType] = [head, progress, state]
+        shown = sorted(self._rounds)[-max(1, min(_SHOWN_ROUNDS, self._console.height - 10)) :]
+        if shown:
+            parts.append(self._table(shown))
+        for failure in self._failures:
+            line = Text(failure, style="yellow")
+            line.truncate(self._console.width, overflow="ellipsis")
+            parts.append(line)
+        return parts
+
+    def _table(self, shown: list[int]) -> Table:
+        """The rounds, in as many columns as fit the width of the terminal without being cut."""
+        private = self._plan.privacy.unit != "none"
+        rate = f"{self._plan.data.label}s/s"
+        first, second = "perplexity", "bits/byte"
+        if self._plan.data.outcomes:
+            first, second = "accuracy" if self._plan.data.classes else "choice accuracy", "macro F1"
+        headings = ["round", "loss", "epsilon" if private else rate, "sites", first]
+        headings += [second] if private else ["train loss", second]
+        headings += ["staleness"] if self._plan.cohort.mode == "async" else []
+        headings += ["steps"] if self._plan.local.balance != "fixed" else []
+        width = self._console.width
+        headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for number in shown:
+            done, loss = self._rounds[number], self._losses.get(number)
+            cells = {"round": str(number)}
+            if loss:
+                cells |= {"loss": f"{loss.loss:.3f}", "accuracy": f"{loss.accuracy:.1%}"}
+                figures = {
+                    "perplexity": (loss.perplexity, ".2f"),
+                    "bits/byte": (loss.bits_per_byte, ".3f"),
+                    "choice accuracy": (loss.choice_accuracy, ".1%"),
+                    "macro F1": (loss.macro_f1, ".3f"),
+                }
+                cells |= {
+                    name: format(value, form) for name, (value, form) in figures.items() if value is not None
+                }
+            if done:
+                cells["sites"] = str(done.sites)
+                cells["steps"] = _steps(done)
+                if done.mean_staleness is not None:
+                    cells["staleness"] = f"{done.mean_staleness:.1f}"
+                if done.train_loss is not None:
+                    cells |= {"train loss": f"{done.train_loss:.3f}", rate: f"{_rate(done):,.0f}"}
+                if done.epsilon is not None:
+                    cells["epsilon"] = at_most(done.epsilon)
+            table.add_row(*(cells.get(heading, "") for heading in headings))
+        return table
+
+    def _time_left(self) -> str:
+        here = self._done - self._first
+        if not here:
+            return ""
+        left = (time.monotonic() - self._clock) / here * (self._plan.run.rounds - self._done)
+        minutes, seconds = divmod(round(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"

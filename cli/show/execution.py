@@ -1,0 +1,107 @@
+"""Execute the plan of a run folder under a display; a failed run either leaves no folder or says how to continue.
+
+A run that came to its end ends with exit code 0, whatever cannot be shown of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from cloister.cli.show.console import PipedConsole
+from cloister.cli.show.display import Absent, Display, LineDisplay, LiveDisplay
+from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.journal import DONE
+from cloister.simulations.engines import fork_server
+from cloister.simulations.engines.process import collect_rarely
+
+if TYPE_CHECKING:
+    from cloister.server.record.outcome import Outcome
+    from cloister.server.record.progress import Event
+
+
+def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
+    """Execute a folder's plan, show it, and print the outcome; returns the exit code.
+
+    Args:
+        folder: The run folder, new or with some rounds done.
+        arguments: `engine`, `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
+        new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
+            unless the disk refused a write: then the run can be resumed.
+    """
+    console = PipedConsole(stderr=arguments.json)
+    live = console.is_terminal and not arguments.json
+    display: Display = LiveDisplay(console, folder.plan, folder.path) if live else LineDisplay(console)
+    started = time.monotonic()
+    outcome: Outcome | None = None
+    absent = Absent()
+
+    def observe(event: Event) -> None:
+        absent.event(event)
+        display.event(event)
+
+    try:
+        if arguments.engine == "local":
+            fork_server.start(folder.plan)
+        from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
+
+        collect_rarely()
+        with display:
+            outcome = simulate(
+                folder,
+                observe,
+                engine=arguments.engine,
+                workers=arguments.workers,
+                ray_address=arguments.ray_address,
+                watch=display.watch,
+            )
+            seconds = time.monotonic() - started
+            from cloister.cli.show.outcome import losses_of_sites, print_outcome, to_json
+
+            if arguments.json:  # first, so that it depends on nothing that follows
+                print(json.dumps(to_json(folder, outcome, absent, seconds=seconds)), flush=True)
+            losses = None
+            if folder.plan.simulation.per_site or arguments.per_site:
+                losses = losses_of_sites(console, folder, display, arguments.workers)
+        if not arguments.json:
+            print_outcome(console, folder, outcome, losses, absent)
+    except KeyboardInterrupt:
+        if outcome is None:
+            _print_how_to_continue(console, folder)
+        else:
+            _print_that_it_is_finished(console, folder)
+        raise
+    except CloisterError as error:
+        if not _begun(folder):
+            if new and not isinstance(error, StorageError):
+                folder.discard()
+        elif not isinstance(error, RunFolderError):
+            _print_how_to_continue(console, folder)
+        raise
+    return 0
+
+
+def _begun(folder: RunFolder) -> bool:
+    """Whether the folder holds results; a journal that cannot be read may list some."""
+    from cloister.server.record.history import reached
+
+    try:
+        return reached(folder, DONE)
+    except RunFolderError:
+        return True
+
+
+def _print_how_to_continue(console: Console, folder: RunFolder) -> None:
+    console.print(Text(f"stopped; continue with: {folder.resume_command()}", style="yellow"), soft_wrap=True)
+
+
+def _print_that_it_is_finished(console: Console, folder: RunFolder) -> None:
+    command = folder.resume_command()
+    line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
+    console.print(Text(line, style="yellow"), soft_wrap=True)

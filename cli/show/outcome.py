@@ -1,0 +1,314 @@
+"""The outcome of a finished run: tables and advice for a person, one JSON object for a program.
+
+What is shown beside the figures of the run itself (the losses of each site, a sample of text) may fail, and then a line
+says what is not shown: the run is finished all the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cloister.cli.show.display import Display
+from cloister.lm.output.generate import generate
+from cloister.lm.tasks.confusion import Confusion
+from cloister.privacy.accounting.claims import unit
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.report.figures import at_most
+from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
+from cloister.protocol.plan.plan import DataSection, Plan
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import run_history
+from cloister.server.record.outcome import Outcome
+from cloister.server.record.phases import Phase
+from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
+
+T = TypeVar("T")
+
+_SHOWN_CLASSES = 6
+"""Most classes whose confusion matrix fits on a terminal; the JSON has it for any number."""
+
+
+def to_json(
+    folder: RunFolder, outcome: Outcome, absent: Mapping[str, str], *, seconds: float
+) -> dict[str, object]:
+    """The outcome for a program.
+
+    Args:
+        folder: The run folder.
+        outcome: The outcome.
+        absent: The sites that took no part, each with the reason.
+        seconds: Wall-clock time of this command, with imports, up to the end of the run.
+
+    Returns:
+        Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
+        that worked on the run (`server/record/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`,
+        or of a classifier `texts` and `texts_per_second`; `classification`, the held-out texts by class, or prompts
+        by choice, and what they were taken for (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of
+        texts or tokens; `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
+        None where there is no figure.
+    """
+    epsilon = None if _noise_declared(folder.plan) else outcome.epsilon
+    over = None if epsilon is None else _over_runs(folder, epsilon)
+    label = folder.plan.data.label
+    return {
+        "run": str(folder.path),
+        "rounds": outcome.rounds,
+        "initial_loss": outcome.initial_loss,
+        "final_loss": outcome.final_loss,
+        "perplexity": outcome.perplexity,
+        "accuracy": outcome.accuracy,
+        "classification": None
+        if outcome.confusion is None
+        else outcome.confusion.to_json(folder.plan.data.outcomes),
+        "epsilon": epsilon,
+        "delta": None if epsilon is None else folder.plan.privacy.delta,
+        "dataset": None if over is None else asdict(over),
+        "stopped": outcome.stopped,
+        "absent": dict(absent),
+        "command_seconds": seconds,
+        "phase_seconds": dict(outcome.phase_seconds),
+        "round_seconds": outcome.round_seconds,
+        "tokens": outcome.tokens or None if label == "token" else None,
+        "texts": outcome.tokens or None if label == "text" else None,
+        "least_steps": outcome.least_steps,
+        "most_steps": outcome.most_steps,
+        "mean_staleness": outcome.mean_staleness,
+        "most_staleness": outcome.most_staleness,
+        "too_stale": outcome.too_stale,
+        "gate_refused": outcome.gate_refused,
+        "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
+        "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
+        "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
+        "params_sha256": outcome.params_sha256,
+    }
+
+
+@dataclass(frozen=True)
+class _OverRuns:
+    """The dataset of a run over all its runs, as a program gets it."""
+
+    name: str
+    limit: float | None
+    runs: int | None = None
+    epsilon: float | None = None
+    problem: str = ""
+    """Why neither is known; empty if they are."""
+
+
+def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
+    """What the plan's dataset has spent over all runs, with this one's epsilon; None if no ledger counts them."""
+    shared = DatasetLedger.of(folder.plan)
+    if shared is None:
+        return None
+    try:
+        history = run_history(folder)
+        spent = shared.spent(history.run, history.summed)
+    except (BudgetError, LedgerError, StorageError) as error:  # the run is finished all the same
+        return _OverRuns(shared.dataset, shared.limit, problem=str(error))
+    return _OverRuns(shared.dataset, shared.limit, spent.runs, max(spent.epsilon, epsilon))
+
+
+def losses_of_sites(
+    console: Console, folder: RunFolder, display: Display, workers: int | None
+) -> Losses | None:
+    """Evaluate each site of a finished run, and keep the result; None if that is not possible.
+
+    A line says what is not known or not kept, and why.
+    """
+    what = "not shown: the held-out loss of"
+    reason = not_evaluated(folder.plan)
+    if reason:
+        _warn(console, f"{what} each site: {reason}")
+        return None
+    found = _tried(
+        console,
+        f"{what} each site",
+        lambda: per_site(folder, display.event, workers=workers, watch=display.watch),
+    )
+    if found is None:
+        return None
+    if found.problems:
+        first, *others = found.problems
+        more = f" and {len(others)} more" if others else ""
+        _warn(console, f"{what} {first}{more}: {found.problems[first]}")
+    _tried(console, "not kept: the held-out loss of each site", lambda: keep(folder, found.sites))
+    return found
+
+
+def print_outcome(
+    console: Console,
+    folder: RunFolder,
+    outcome: Outcome,
+    losses: Losses | None,
+    absent: Mapping[str, str],
+) -> None:
+    """Print the outcome for a person: losses, privacy, a sample of text, and the next commands.
+
+    Args:
+        console: Where to.
+        folder: The run folder.
+        outcome: The outcome.
+        losses: What `losses_of_sites` returned; None if they were not asked for.
+        absent: As for `to_json`.
+    """
+    plan = folder.plan
+    if losses is not None:
+        _print_losses(console, losses)
+    console.print(_summary(folder, outcome))
+    if outcome.confusion is not None:
+        console.print(*_classes(outcome.confusion, plan.data))
+    for site, why in absent.items():
+        _warn(console, f"{site} took no part in the run: {why}")
+    reason = ""
+    if plan.privacy.unit == "none":
+        reason = "the plan has no privacy unit"
+    elif _noise_declared(plan):
+        reason = "the noise came from the declared seed simulation.noise_seed"
+    if reason:
+        console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
+    writes = plan.data.task == "generate"
+    if writes:
+        text = _tried(
+            console,
+            "not shown: a sample of the final model",
+            lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
+        )
+        if text is not None:
+            sample = Text(" ".join(text.split()), style="italic")
+            console.print(Text("the final model writes: ", style="bold") + sample)
+    run = shlex.quote(str(folder.path))
+    for line in (
+        f"weights {outcome.params_sha256}",
+        f"run     {folder.path}",
+        f"report  cloister report {run}",
+        f"try     cloister generate {run} --prompt 'The '"
+        if writes
+        else f"export  cloister export {run} DIR",
+    ):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _print_losses(console: Console, losses: Losses) -> None:
+    sites = Table(title="Held-out loss of each site", title_justify="left")
+    for heading in ("site", "sequences", "before", "after"):
+        sites.add_column(heading, justify="left" if heading == "site" else "right")
+    for site in losses.sites:
+        shown = ("" if loss is None else f"{loss:.3f}" for loss in (site.before, site.after))
+        sites.add_row(site.site, f"{site.sequences:,}", *shown)
+    if sites.row_count:
+        console.print(sites)
+
+
+def _tried(console: Console, failure: str, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None, after a line with what failed and why, if it fails."""
+    try:
+        return make()
+    except Exception as error:  # of any class: the run is finished, and its command must not fail
+        _warn(console, f"{failure}: {one_line(error)}")
+        return None
+
+
+def _warn(console: Console, line: str) -> None:
+    console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def _noise_declared(plan: Plan) -> bool:
+    """Whether the noise comes from a seed in the plan: anyone who reads the plan can subtract it."""
+    return plan.simulation.noise_seed is not None
+
+
+def _summary(folder: RunFolder, outcome: Outcome) -> Table:
+    label = folder.plan.data.label
+    table = Table(title="Outcome", title_justify="left", show_header=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    if outcome.initial_loss is not None and outcome.final_loss is not None:
+        loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
+        table.add_row("held-out loss", loss)
+        if folder.plan.data.task == "generate":
+            table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
+            table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
+        if outcome.confusion is not None:
+            macro, (counted, by) = outcome.confusion.macro(), folder.plan.data.counted
+            of = "" if by == "class" else f" of {counted}s by {by}"
+            table.add_row(f"accuracy{of}", f"{outcome.confusion.accuracy:.1%}")
+            figures = f"{macro.precision:.3f}, {macro.recall:.3f}, {macro.f1:.3f}"
+            table.add_row("macro precision, recall, F1", figures)
+    ends = {
+        "budget": ", ended by the budget",
+        "dataset": ", ended by the limit over all runs",
+        "refused": ", ended by refusals",
+    }
+    table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
+    if outcome.gate_refused:
+        table.add_row("rounds refused by the gate", str(outcome.gate_refused))
+    if outcome.least_steps is not None:
+        table.add_row("local steps of a site in a round", f"{outcome.least_steps} to {outcome.most_steps}")
+    if outcome.mean_staleness is not None:
+        stale = f"{outcome.mean_staleness:.2f}, {outcome.most_staleness}"
+        table.add_row("staleness of an update in rounds, mean and greatest", stale)
+        table.add_row("updates dropped as too stale", f"{outcome.too_stale:,}")
+    plan, privacy = folder.plan, folder.plan.privacy
+    if outcome.epsilon is not None:
+        budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
+        limit = "" if budget is None else f", of a budget of {budget:g}"
+        table.add_section()
+        table.add_row("what is protected", unit(plan))
+        over = _over_runs(folder, outcome.epsilon)
+        alone = "epsilon, this run" if over is not None and not over.problem else "epsilon, this run alone"
+        table.add_row(alone, f"{at_most(outcome.epsilon)}{limit}")
+        if over is not None:
+            limit = "" if over.limit is None else f", of a limit of {over.limit:g}"
+            which, figure = f"epsilon, all runs on {over.name}", f"not known: {over.problem}"
+            if over.epsilon is not None:
+                which = f"epsilon, all runs ({over.runs}) on {over.name}"
+                figure = f"{at_most(over.epsilon)}{limit}"
+            table.add_row(Text(which), Text(figure))
+        table.add_row("delta", f"{privacy.delta:g}")
+    _add_costs(table, outcome, label)
+    return table
+
+
+def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
+    """The held-out texts by class, or prompts by choice: the figures of each, and where there are few what they were
+    taken for."""
+    classes, (counted, by) = data.outcomes, data.counted
+    table = Table(title=f"Held-out {counted}s by {by}", title_justify="left")
+    table.add_column(by)
+    for heading in ("precision", "recall", "F1", f"{counted}s"):
+        table.add_column(heading, justify="right")
+    for name, each in zip(classes, confusion.by_class(), strict=True):
+        table.add_row(
+            Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
+        )
+    yield table
+    if len(classes) > _SHOWN_CLASSES:
+        return
+    matrix = Table(title="What they were taken for", title_justify="left")
+    matrix.add_column(by)
+    for name in classes:
+        matrix.add_column(Text(name), justify="right")
+    for name, row in zip(classes, confusion.counts, strict=True):
+        matrix.add_row(Text(name), *(f"{count:,}" for count in row))
+    yield matrix
+
+
+def _add_costs(table: Table, outcome: Outcome, label: str) -> None:
+    """Time, if it is known, and memory; the phases two to a row, so that a narrow terminal holds the table."""
+    table.add_section()
+    names = [phase.value for phase in Phase]
+    for pair in zip(names[::2], names[1::2], strict=True) if outcome.phase_seconds else ():
+        figures = (f"{outcome.phase_seconds.get(name, 0.0):,.1f} s" for name in pair)
+        table.add_row(", ".join(pair), ", ".join(figures))
+    if outcome.tokens_per_second:
+        table.add_row(f"{label}s/s in rounds", f"{outcome.tokens_per_second:,.0f}")
+    for whose, peak in (("coordinator", outcome.coordinator_rss), ("largest worker", outcome.worker_rss)):
+        if peak is not None:
+            table.add_row(f"peak RSS, {whose}", f"{peak / 1e9:.2f} GB")

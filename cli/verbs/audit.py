@@ -1,0 +1,141 @@
+"""`cloister audit`: a lower bound on epsilon by canaries, beside the epsilon that a run claims."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_json, add_run
+
+if TYPE_CHECKING:
+    from cloister.privacy.audit.fit import Check
+    from cloister.simulations.audit.audited import Audited
+
+HELP = "attack a run's mechanism with canaries, to test its claim"
+
+ALARM = 3
+"""Exit code of an audit that refutes the claim."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, size and confidence of the attack."""
+    parser.description = (
+        "Play a simulated run again, with new noise, through the functions that a run calls, and attack it with "
+        "canaries. With unit record or owner, a new site with the records of the first one joins the plan and "
+        "trains; canaries with planted gradients are among its units, and the noised sum of each step is seen. "
+        "With unit site, new sites join and a coordinator runs the rounds, under masks if the plan has them; a "
+        "site has a canary for its update, or no records, and the noised sums are seen. The lower bound on epsilon "
+        "that the guesses prove is compared with the epsilon that was charged, and noise, clipping, sampling and "
+        "number of releases with their charge; with each is printed the smallest error that would have been found. "
+        "What is sent must follow from the noised sums to the last byte. Not played: processes and networks, "
+        "dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the "
+        "alarm, if the bound is above the charge or what was released is not what was charged; for honest code "
+        "that has a probability of at most 1e-4."
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--canaries",
+        type=int,
+        metavar="M",
+        help="canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
+    )
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="confidence of the printed bound, not of an alarm (default: 0.95)",
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="local steps to attack, at most (default: all of the run)"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit a run and print both epsilons; returns 3 if the claim is refuted."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cloister.privacy.report.figures import at_least, at_most
+    from cloister.server.record.folder import RunFolder
+
+    with RunFolder.reopen(Path(arguments.run)) as folder:
+        from cloister.simulations.audit.audit import (
+            audit,  # takes seconds: only for a folder that holds a run
+        )
+
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("auditing", total=None)
+            found = audit(
+                folder,
+                canaries=arguments.canaries,
+                steps=arguments.steps,
+                confidence=arguments.confidence,
+                progress=lambda done, of: bar.update(task, completed=done, total=of),
+            )
+    if arguments.json:
+        print(json.dumps(_to_json(found)))
+    else:
+        _print(found)
+    if found.alarm:
+        reasons = [found.row.problem] if found.row.problem else []
+        if found.refuted:
+            assert found.row.refuting is not None
+            bound, claimed = at_least(found.row.refuting), at_most(found.claimed)
+            reasons.insert(0, f"epsilon is at least {bound}, but {claimed} is claimed")
+        why = "; ".join(reasons)
+        print(
+            f"cloister: alarm: {why}: the code does not keep its guarantee; release nothing from this run",
+            file=sys.stderr,
+        )
+        return ALARM
+    return 0
+
+
+def _to_json(found: Audited) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "what": found.what,
+        "row": asdict(found.row),
+        "claimed": found.claimed,
+        "claimed_run": found.claimed_run,
+        "delta": found.delta,
+        "at_half_noise": found.at_half_noise,
+        "checks": [asdict(check) for check in found.checks],
+        "alarm": found.alarm,
+    }
+
+
+def _print(found: Audited) -> None:
+    from cloister.cli.show.console import PipedConsole
+    from cloister.privacy.report.figures import at_least, at_most, scientific
+
+    row = found.row
+    claims = f"{at_most(found.claimed)} for what was played, {at_most(found.claimed_run)} for the run"
+    lines = [
+        f"played    {found.what}",
+        f"guesses   {row.correct:,} of {row.guesses:,} right, among {row.canaries:,} fair coins",
+        f"audited   epsilon is at least {at_least(row.epsilon)}, with confidence {100 * row.confidence:g} %",
+        f"claimed   epsilon is at most {claims}; delta {scientific(found.delta)}",
+        f"power     half of the noise would show as about {at_least(found.at_half_noise)}",
+        *(
+            f"{'' if number else 'measured':10}{_measured(check)}"
+            for number, check in enumerate(found.checks)
+        ),
+    ]
+    if not found.alarm:
+        lines.append("no alarm: the claim is not refuted, which does not prove it")
+    PipedConsole().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def _measured(check: Check) -> str:
+    line = f"{check.what}: {check.found:.5g}, charged {check.charged:.5g}"
+    return (
+        line if check.visible is None else f"{line}; an error of {100 * check.visible:.2g} % would be found"
+    )

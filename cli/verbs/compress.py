@@ -1,0 +1,225 @@
+"""`cloister compress`: a smaller copy of a run's final model, and what it costs in loss."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_json, add_run
+from cloister.cli.verbs.export import check_new
+from cloister.cli.verbs.tokenizer import check_public
+from cloister.protocol.errors import CloisterError, DataError
+
+if TYPE_CHECKING:
+    from cloister.lm.output.compress import Measured
+    from cloister.protocol.plan.plan import DataSection, Plan
+    from cloister.server.record.folder import RunFiles
+
+HELP = "write a smaller copy of the final model of a run, and show what it costs"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, method, public text, target folder."""
+    parser.description = (
+        "Write a smaller copy of the final model of a finished run, with its adapter merged, to a folder that "
+        "from_pretrained of transformers loads; then load it and show size, loss and speed before and after. It costs "
+        "no privacy: it uses the model, which is public in the sense of the guarantee, and public text."
+    )
+    add_run(parser)
+    method = parser.add_mutually_exclusive_group(required=True)
+    method.add_argument(
+        "--prune", type=float, metavar="SHARE", help="set this share of the weights of linear layers to zero"
+    )
+    method.add_argument("--int8", action="store_true", help="store the weights in 8 bits (extra: compress)")
+    method.add_argument(
+        "--distil",
+        metavar="CONFIG",
+        help="train a smaller model to give the same distributions; CONFIG: JSON with the fields of the configuration "
+        "that it changes, such as num_hidden_layers",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="SOURCE",
+        help="public text: a file, a folder, a hub name or builtin:python-docs (default: the public records that the "
+        "run evaluated, and with --distil the plan's public.source to learn from)",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of --distil (default: 200)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder to write, new or empty (default: compressed in RUN)"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the copy, and print the table."""
+    if arguments.prune is not None and not 0 < arguments.prune < 1:
+        raise CloisterError("--prune", arguments.prune, expected="a share between 0 and 1")
+    if arguments.steps is not None and arguments.distil is None:
+        raise CloisterError("--steps", arguments.steps, expected="only with --distil")
+    steps = 200 if arguments.steps is None else arguments.steps
+    if steps < 1:
+        raise CloisterError("--steps", steps, expected="1 or more")
+    from tempfile import TemporaryDirectory
+
+    from cloister.protocol.plan.soundness import recorded
+    from cloister.server.record.folder import RunFiles, read_plan
+
+    source = Path(arguments.run)
+    plan, files = read_plan(source, recorded), RunFiles(source)
+    target = files.compressed if arguments.out is None else Path(arguments.out)
+    check_new(target, "--out")
+    if plan.data.task == "classify":
+        raise CloisterError(
+            "data.task",
+            "classify",
+            expected='"generate": the model of this run is a classifier, and only a causal LM can be compressed',
+            fix="export the model (cloister export)",
+        )
+    if arguments.text is not None:
+        check_public(Path(arguments.text), "--text")
+        check_other(plan, files, arguments.text)
+    from cloister.lm.model.model import load_saved
+    from cloister.lm.output import compress
+    from cloister.lm.output.export import write_model
+    from cloister.lm.text.corpus import corpus_records
+    from cloister.lm.text.data import Sequences, prepare
+    from cloister.protocol.machine.storage import write_folder
+    from cloister.server.record.outcome import outcome
+
+    if arguments.int8:
+        compress.check_torchao()
+    figures = outcome(files)  # refuses a run that is not finished
+    measured_on, learned_from = _sources(plan, files, arguments)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".compress-", dir=target.parent) as work:
+        model, made = Path(work) / "model", Path(work) / "made"
+        adapted = plan.model.adapter.scheme != "full"
+        write_model(files.final, model, model, plan.model, figures.params_sha256, merge=adapted)
+        _, tokenizer = load_saved(model)
+
+        def sequences(text: tuple[str, str, DataSection]) -> tuple[Sequences, Sequences]:
+            source, split, section = text
+            records = corpus_records(source, split=split).records
+            prepared = prepare(records, tokenizer, section, seed=plan.run.seed)
+            return prepared.train, prepared.held_out
+
+        train, held_out = sequences(measured_on)
+        scored = held_out if measured_on[2].held_out else train
+        if learned_from is not None:
+            if learned_from != measured_on:
+                train, _ = sequences(learned_from)
+            compress.distil(
+                model,
+                made,
+                Path(arguments.distil),
+                train,
+                steps=steps,
+                batch_size=plan.local.batch_size,
+                learning_rate=plan.public.learning_rate,
+                seed=plan.run.seed,
+                progress=lambda step: _say(step, steps),
+            )
+        elif arguments.int8:
+            compress.to_8_bits(model, made)
+        else:
+            compress.prune(model, made, arguments.prune)
+        before = compress.measure(model, scored, plan.local.batch_size)
+        after = compress.measure(made, scored, plan.local.batch_size)
+
+        def fill(staging: Path) -> None:
+            for file in made.iterdir():
+                file.rename(staging / file.name)
+
+        write_folder(target, fill)
+    _print(arguments, target, measured_on[0], before, after)
+    return 0
+
+
+def check_other(plan: Plan, files: RunFiles, text: str) -> None:
+    """Check that text is not what the sites of a simulation with a privacy unit were given, as far as names show it.
+
+    A hub name is compared without its configuration and case, and a file also by its name alone, because a relative
+    path of the plan is one of the folder where the run was started. A copy under another name is not known.
+
+    Raises:
+        DataError: it is.
+    """
+    if plan.privacy.unit == "none" or not files.sites.path.is_dir():
+        return
+    given, source = Path(text).expanduser(), Path(plan.simulation.source).expanduser()
+    private = text.partition(":")[0].lower() == plan.simulation.source.partition(":")[0].lower()
+    if text.startswith("builtin:"):
+        private = text == plan.simulation.source
+    private |= given.exists() and given.resolve().name == source.name
+    for records in (source.resolve(), files.sites.path.resolve()):
+        path = given.resolve()
+        private |= path.is_relative_to(records) or records.is_relative_to(path)
+    private &= given.resolve() != files.sites.public_records.resolve()
+    if private:
+        raise DataError(
+            "--text",
+            text,
+            expected="public text: these are records of the sites, and a loss on them or a model that learns from them "
+            "would be a release that no ledger was charged for",
+        )
+
+
+def _sources(
+    plan: Plan, files: RunFiles, arguments: argparse.Namespace
+) -> tuple[tuple[str, str, DataSection], tuple[str, str, DataSection] | None]:
+    """What losses are measured on, and what a student learns from: source, split, and what the records are."""
+    from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection
+
+    plain = DataSection(sequence_length=plan.data.sequence_length, held_out=0.0)
+    if arguments.text is not None:
+        if arguments.distil is None:
+            return (arguments.text, "train", plain), None
+        both = (arguments.text, "train", plain.model_copy(update={"held_out": 0.1}))
+        return both, both
+    source = plan.server.evaluation
+    if source in ("", NO_EVALUATION):
+        raise DataError("--text", expected="public text, because the run evaluated no public records")
+    if source == SIMULATED_PUBLIC:
+        source = str(files.sites.public_records)
+    measured_on = (source, "train", plan.data.model_copy(update={"held_out": 0.0}))
+    if arguments.distil is None:
+        return measured_on, None
+    if not plan.public.source:
+        raise DataError("--text", expected="public text to learn from, because the plan has no public.source")
+    return measured_on, (plan.public.source, plan.public.split, plain)
+
+
+def _say(step: int, steps: int) -> None:
+    if step % max(1, steps // 10) == 0:
+        print(f"{step} of {steps} steps", file=sys.stderr)
+
+
+def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measured, after: Measured) -> None:
+    from dataclasses import asdict
+
+    if arguments.json:
+        found = {"run": arguments.run, "folder": str(target), "text": text}
+        print(json.dumps(found | {"before": asdict(before), "after": asdict(after)}))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.verbs.plan import size
+
+    table = Table()
+    table.add_column()
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    both = (before, after)
+    table.add_row("weights on disk", *(size(each.weight_bytes) for each in both))
+    table.add_row("weights that are zero", *(f"{each.zeros:.1%}" for each in both))
+    table.add_row("loss, nats per token", *(f"{each.loss:.4f}" for each in both))
+    table.add_row("bits per byte", *(f"{each.bits_per_byte:.4f}" for each in both))
+    table.add_row("tokens/s", *(f"{each.tokens_per_second:,.0f}" for each in both))
+    console = PipedConsole()
+    console.print(table)
+    console.print(Text(f"model   {target}\ntext    {text}"), soft_wrap=True)

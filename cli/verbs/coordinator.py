@@ -1,0 +1,400 @@
+"""`cloister coordinator approve | remove | revoke | renew | show | start | run`: a federation, and its coordinator."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister.cli.options.shared_options import add_json, add_log_format, add_metrics
+from cloister.cli.show.agreement import asked, fingerprint_line
+from cloister.protocol.errors import RosterError
+
+if TYPE_CHECKING:
+    from cloister.protocol.identity.federation import Federation
+    from cloister.protocol.identity.request import Request
+    from cloister.server.federation.registry import Registry
+
+HELP = "make a federation of approved sites, change it, and run its coordinator"
+
+_FOUNDING = {
+    "name": ("NAME", "name of the federation"),
+    "superlink": ("HOST:PORT", "where sites reach Flower's SuperLink"),
+    "exchange": ("HOST:PORT", "where sites reach the coordinator's exchange"),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
+    parser.description = (
+        "Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in "
+        "one file that every site installs after its operator has compared the fingerprint. `start` runs the "
+        "coordinator's process, which sites connect to."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    approve = actions.add_parser(
+        "approve",
+        help="approve requests of sites: make a federation, add sites, or take a site's next key",
+        description="Approve requests of sites. The first time, make the folder of the federation, with a certificate "
+        "authority and the certificate of the SuperLink. Later, add sites, or replace the key of a site whose old "
+        "key signed the request. Compare the fingerprint of each request with the site first, by telephone.",
+    )
+    approve.add_argument("requests", nargs="+", metavar="REQUEST", help="a site's request file")
+    approve.add_argument("--out", required=True, metavar="FEDERATION", help="the folder of the federation")
+    _add_fingerprint(approve)
+    for field, (metavar, help_) in _FOUNDING.items():
+        approve.add_argument(f"--{field}", metavar=metavar, help=f"{help_} (for a new federation)")
+    _add_certificate(approve)
+    approve.add_argument(
+        "--authority-days",
+        type=int,
+        metavar="N",
+        help="days for which the certificate authority is valid (default: 3650)",
+    )
+    remove = actions.add_parser(
+        "remove",
+        help="remove a site that leaves",
+        description="Make a version without a site that leaves. Its key may come back.",
+    )
+    revoke = actions.add_parser(
+        "revoke",
+        help="revoke the key of a site, after it was lost or stolen",
+        description="Make a version in which the key of a site is revoked for good. With --request, the site has the "
+        "keys of that request from then on, which the old key has not signed: be sure who sent it. Runs that have "
+        "begun go on with the old key: stop them if it was stolen.",
+    )
+    revoke.add_argument("--request", metavar="REQUEST", help="the site's new request (default: it leaves)")
+    _add_fingerprint(revoke)
+    renew = actions.add_parser(
+        "renew",
+        help="make the SuperLink's certificate again, or move a server",
+        description="Make the SuperLink's certificate again, with the same key. Other addresses make a new version, "
+        "which the sites install.",
+    )
+    renew.add_argument("--superlink", metavar="HOST:PORT", help="another address of Flower's SuperLink")
+    renew.add_argument(
+        "--exchange", metavar="HOST:PORT", help="another address of the coordinator's exchange"
+    )
+    _add_certificate(renew)
+    show = actions.add_parser(
+        "show",
+        help="print the newest version and its fingerprint",
+        description="Print the sites, addresses, certificates and the fingerprint of the newest version.",
+    )
+    start = actions.add_parser(
+        "start",
+        help="run the coordinator: let sites connect, and run what is submitted",
+        description="Run the coordinator until Ctrl-C or SIGTERM. It starts Flower's SuperLink, prints the command, "
+        "and starts it again when it ends; it runs the runs that are submitted, one after the other. A run that was "
+        "interrupted goes on at the next start.",
+    )
+    start.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    start.add_argument(
+        "--superlink-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where the SuperLink listens (default: all interfaces, the port of its address)",
+    )
+    start.add_argument(
+        "--exchange-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where the exchange listens (default: all interfaces, the port of its address)",
+    )
+    add_metrics(start)
+    add_log_format(start)
+    start.set_defaults(act=_start)
+    one = actions.add_parser(
+        "run",
+        help="the process of one run, which `start` starts",
+        description="Run one run, and print its events as lines of JSON. `start` starts this process with the right "
+        "options; it is here so that what it prints can be typed.",
+    )
+    one.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    one.add_argument("run", metavar="RUN", help="the run folder")
+    one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
+    one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
+    one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
+    add_log_format(one)
+    one.set_defaults(act=_run)
+    for action, act in (
+        (approve, _approve),
+        (remove, _remove),
+        (revoke, _revoke),
+        (renew, _renew),
+        (show, _show),
+    ):
+        if action in (remove, revoke):
+            action.add_argument("site", metavar="SITE", help="name of the site")
+        if action is not approve:
+            action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+        action.set_defaults(act=act)
+        add_json(action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    arguments.act(arguments, datetime.datetime.now(datetime.UTC))
+    return 0
+
+
+def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    """Run the coordinator until it is interrupted."""
+    import logging
+
+    from cloister.cli.verbs.logs import log_to_stderr
+
+    log_to_stderr(arguments.log_format, {})
+    from cloister.server.federation.coordinator import Coordinator
+
+    coordinator = Coordinator(
+        Path(arguments.federation),
+        logging.getLogger("cloister").info,
+        superlink_bind=arguments.superlink_bind,
+        exchange_bind=arguments.exchange_bind,
+        metrics_bind=arguments.metrics,
+        metrics_on_network=arguments.metrics_on_network,
+        options=("--log-format", arguments.log_format),
+    )
+    try:
+        coordinator.run()
+    finally:
+        coordinator.stop()
+
+
+def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    """Run one run, and print its events."""
+    import logging
+    import resource
+    import threading
+
+    from cloister.cli.show.display import describe
+    from cloister.cli.verbs.logs import FIELDS, log_to_stderr
+
+    known: dict[str, object] = {}
+    log_to_stderr(arguments.log_format, known)
+    log = logging.getLogger("cloister")
+    from cloister.server.federation.app import SuperLink
+    from cloister.server.federation.deployed import coordinate
+    from cloister.server.federation.registry import Registry
+    from cloister.server.record.events import to_json
+    from cloister.server.record.folder import RunFolder
+    from cloister.server.record.history import identity, reached
+    from cloister.server.record.journal import CREATED
+    from cloister.server.record.progress import Event, RoundStarted
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # each upload that waits to be summed is an open file
+    one_at_a_time = threading.Lock()
+
+    def observe(event: Event) -> None:
+        with one_at_a_time:
+            print(to_json(event), flush=True)
+            if "run" not in known and reached(folder, CREATED):
+                known["run"] = identity(folder)
+            if isinstance(event, RoundStarted):
+                known.update(round=event.round, attempt=event.attempt)
+            words = describe(event)
+            if words:
+                about = {field: getattr(event, field) for field in FIELDS if hasattr(event, field)}
+                log.info("%s", words, extra=about)
+
+    registry = Registry.open(Path(arguments.federation))
+    secret, certificate = Path(arguments.secret).read_bytes(), registry.certificate_bytes("authority")
+    with (
+        RunFolder.reopen(Path(arguments.run)) as folder,
+        SuperLink(arguments.superlink_api, secret, certificate) as superlink,
+    ):
+        coordinate(folder, registry, superlink, observe, arguments.bind)
+
+
+def _add_fingerprint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fingerprint",
+        action="append",
+        default=[],
+        metavar="HEX",
+        help="the fingerprint that a site told you of its request; repeatable (default: ask for each)",
+    )
+
+
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--certificate-name",
+        action="append",
+        metavar="HOST",
+        help="a DNS name or IP address in the SuperLink's certificate, besides the host of its address; repeatable",
+    )
+    parser.add_argument(
+        "--certificate-days",
+        type=int,
+        metavar="N",
+        help="days for which the SuperLink's certificate is valid (default: 398)",
+    )
+
+
+def _approve(arguments: argparse.Namespace, now: datetime.datetime) -> None:
+    from cloister.server.federation.registry import Registry
+
+    folder = Path(arguments.out)
+    requests = [_read_request(Path(name)) for name in arguments.requests]
+    founding = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if founding:
+        terms = _terms(arguments)
+        agreed = _agreed(requests, arguments)
+        _told(Registry.create(folder, terms, agreed, now), None, arguments)
+        return
+    for field in (*_FOUNDING, "certificate_name", "certificate_days", "authority_days"):
+        if getattr(arguments, field) is not None:
+            raise RosterError(
+                f"--{field.replace('_', '-')}",
+                getattr(arguments, field),
+                expected="it only for a new federation",
+                fix="to change addresses or certificates: cloister coordinator renew",
+            )
+    registry = Registry.open(folder)
+    registry.check_certificates(now)
+    new = [request for request in requests if registry.federation.site(request.name) != request]
+    if not new:
+        _told(registry, None, arguments)  # an interrupted command is run again
+        return
+    following = registry.federation.approving(new)
+    _agreed(new, arguments)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _remove(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.federation.registry import Registry
+
+    registry = Registry.open(Path(arguments.federation))
+    following = registry.federation.removing(arguments.site)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _revoke(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.federation.registry import Registry
+
+    registry = Registry.open(Path(arguments.federation))
+    request = _read_request(Path(arguments.request)) if arguments.request else None
+    following = registry.federation.revoking(arguments.site, request)
+    _agreed([request] if request else [], arguments)
+    _told(registry.publish(following), registry.federation, arguments)
+
+
+def _renew(arguments: argparse.Namespace, now: datetime.datetime) -> None:
+    from cloister.server.federation.registry import Registry, Renewal
+
+    given = {
+        "superlink": arguments.superlink,
+        "exchange": arguments.exchange,
+        "certificate_names": arguments.certificate_name,
+        "certificate_days": arguments.certificate_days,
+    }
+    renewal = Renewal.settings().from_json(_json(given))
+    registry = Registry.open(Path(arguments.federation))
+    before = registry.federation
+    renewed = registry.renew(renewal, now)
+    _told(renewed, before if renewed.federation != before else None, arguments)
+
+
+def _show(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+    from cloister.server.federation.registry import Registry
+
+    _told(Registry.open(Path(arguments.federation)), None, arguments)
+
+
+def _terms(arguments: argparse.Namespace) -> Any:
+    from cloister.server.federation.registry import Terms
+
+    given = {field: getattr(arguments, field) for field in _FOUNDING}
+    for field, value in given.items():
+        if value is None:
+            raise RosterError(
+                f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
+            )
+    given["certificate_names"] = arguments.certificate_name
+    given["certificate_days"] = arguments.certificate_days
+    given["authority_days"] = arguments.authority_days
+    return Terms.settings().from_json(_json(given))
+
+
+def _json(given: dict[str, Any]) -> str:
+    return json.dumps({field: value for field, value in given.items() if value is not None})
+
+
+def _read_request(path: Path) -> Request:
+    from cloister.protocol.identity.document import read_document
+    from cloister.protocol.identity.request import Request
+
+    return Request.from_toml(read_document(path, "request"), str(path))
+
+
+def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Request]:
+    """The requests, each of whose fingerprints a person was told by its site.
+
+    Raises:
+        RosterError: a fingerprint was not given, or another one was.
+    """
+    from cloister.protocol.errors import visible
+    from cloister.protocol.identity import fingerprint
+
+    told = [fingerprint.given(text) for text in arguments.fingerprint]
+    for request in requests:
+        if not arguments.json:
+            print(f"{request.name}\n  contact      {visible(request.contact)}\n  made         {request.date}")
+            print(f"  {fingerprint_line(request.fingerprint)}\n")
+    for request in requests:
+        same = [one for one in told if fingerprint.same(one, request.fingerprint)]
+        if not same and not told:
+            one = asked(request.name)
+            same = [one] if fingerprint.same(one, request.fingerprint) else []
+        if not same:
+            raise RosterError(
+                f"fingerprint of the request of {request.name}",
+                fingerprint.shown(request.fingerprint),
+                expected="one of those that were given" if told else "the one that was typed",
+                fix=f"do not approve it: {request.name} has another request; get the file again over another channel",
+            )
+    unused = [one for one in told if not any(fingerprint.same(one, each.fingerprint) for each in requests)]
+    if unused:
+        raise RosterError("--fingerprint", fingerprint.shown(unused[0]), expected="that of a request")
+    return requests
+
+
+def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> None:
+    """Print a version, what is new in it, and what to do next."""
+    federation = registry.federation
+    changes = federation.changes_since(before) if before else ()
+    if arguments.json:
+        print(json.dumps(_found(registry) | {"changes": [vars(change) for change in changes]}))
+        return
+    for change in changes:
+        print(f"{change.kind:<8}  {change.what}  {change.detail}")
+    print(f"{federation.name}, version {federation.version}: {len(federation.sites)} sites")
+    for site in federation.sites:
+        print(f"  {site.name}")
+    print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
+    for name in ("authority", "superlink"):
+        print(f"certificate  {name}: valid until {registry.certificate(name).not_valid_after_utc:%Y-%m-%d}")
+    print(f"file         {registry.file}")
+    print(f"{fingerprint_line(federation.fingerprint)}\n")
+    print("next:")
+    print(f"  1. Send {registry.file.name} to every site, by any channel.")
+    print("  2. Tell every site the fingerprint over another channel, such as the telephone.")
+    print(f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX")
+
+
+def _found(registry: Registry) -> dict[str, Any]:
+    federation = registry.federation
+    return {
+        "name": federation.name,
+        "version": federation.version,
+        "fingerprint": federation.fingerprint.hex(),
+        "file": str(registry.file),
+        "roster_hash": federation.roster.hash.hex(),
+        "sites": [site.name for site in federation.sites],
+    }

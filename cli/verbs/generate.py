@@ -1,0 +1,75 @@
+"""`cloister generate`: write text with the final model of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cloister.cli.options.shared_options import add_run
+from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
+
+HELP = "write text with the final model of a run"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Run folder, prompt, sampling."""
+    parser.description = (
+        "Print a prompt and the text with which the final model of a finished run continues it."
+    )
+    add_run(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to write (default: 200)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 always takes the most probable token (default: 0.8)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and its continuation."""
+    if arguments.tokens < 1:
+        raise CloisterError("--tokens", arguments.tokens, expected="1 or more")
+    if not 0 <= arguments.temperature <= 100:
+        raise CloisterError("--temperature", arguments.temperature, expected="from 0 to 100")
+    if not 0 <= arguments.seed < 2**63:
+        raise CloisterError("--seed", arguments.seed, expected="from 0 to 2^63 - 1")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
+    from cloister.server.record.folder import RunFiles, read_plan
+
+    folder = Path(arguments.run)
+    plan = read_plan(folder)  # refuses a folder that holds no run
+    if plan.data.task == "classify":
+        raise CloisterError(
+            "data.task",
+            "classify",
+            expected='"generate": the model of this run is a classifier, which writes no text',
+            fix="load it with AutoModelForSequenceClassification (docs/use-the-model.md)",
+        )
+    final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
+    if not final.is_dir():
+        raise RunFolderError(
+            str(folder), expected="a finished run, with final/ in it", fix=f"finish it: {resume}"
+        )
+    from cloister.lm.output.generate import generate
+
+    try:
+        text = generate(
+            final,
+            arguments.prompt,
+            max_new_tokens=arguments.tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+    except ModelError as error:
+        if not error.field.startswith("model"):
+            raise
+        raise RunFolderError(str(final), expected=error.expected, fix=f"make it again: {resume}") from error
+    print(text)
+    return 0

@@ -1,0 +1,190 @@
+"""`cloister ledger verify | show`: check the hash chain of a ledger, and print what was spent by dataset and run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister.cli.options.shared_options import add_json
+from cloister.protocol.errors import LedgerError
+
+if TYPE_CHECKING:
+    from cloister.privacy.accounting.accountant import Spent
+    from cloister.privacy.ledger.ledger import Entry, History
+
+HELP = "verify a ledger, and show what was spent"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `verify` and `show`."""
+    parser.description = "Work with ledgers: durable lists of every release that was charged."
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    verify = actions.add_parser(
+        "verify",
+        help="check that a ledger was not altered",
+        description="Check the hash chain of a ledger, and print the number of its entries and its head. Exit code 1, "
+        "and the reason, if the ledger was altered.",
+    )
+    verify.add_argument("--head", metavar="HEX", help="a head noted earlier, for example from a report")
+    show = actions.add_parser(
+        "show",
+        help="print what was spent, by dataset and run",
+        description="Print the epsilon of each run, and of all runs together, by dataset.",
+    )
+    for name, action in {"verify": verify, "show": show}.items():
+        action.set_defaults(action=name)
+        action.add_argument("ledger", metavar="PATH", help="a ledger, or a run folder")
+        add_json(action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify a ledger or show what is in it; returns 1 for a ledger that does not verify."""
+    path = _find(Path(arguments.ledger))
+    return _verify(path, arguments) if arguments.action == "verify" else _show(path, arguments)
+
+
+def rounded_up(epsilon: float | None) -> str:
+    """Epsilon in five digits, rounded up; None is no bound."""
+    if epsilon is None:
+        return "no bound"
+    from decimal import ROUND_CEILING, Context
+
+    return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"
+
+
+def _find(path: Path) -> Path:
+    from cloister.server.record.folder import RunFiles
+
+    inside = RunFiles(path).ledger
+    found = inside if path.is_dir() else path
+    if not found.is_file():
+        raise LedgerError("ledger", str(path), expected=f"a ledger, or a run folder with {inside.name} in it")
+    return found
+
+
+def _verify(path: Path, arguments: argparse.Namespace) -> int:
+    noted = arguments.head
+    if noted is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", noted):
+        raise LedgerError("--head", noted, expected="64 hexadecimal digits")
+    from cloister.privacy.ledger.ledger import read_history
+
+    try:
+        verified = read_history(path).verified(noted)
+    except LedgerError as error:
+        if arguments.traceback:
+            raise
+        if arguments.json:
+            print(json.dumps({"ledger": str(path), "ok": False, "problem": str(error)}))
+        print(f"cloister: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(
+            json.dumps({"ledger": str(path), "entries": verified.entries, "head": verified.head, "ok": True})
+        )
+        return 0
+    print(f"entries {verified.entries}\nhead {verified.head}")
+    if noted is None:
+        print(
+            "ok: the hash chain verifies. Only a head noted elsewhere (--head) shows that no entries are missing at "
+            "its end."
+        )
+    else:
+        print("ok: the hash chain verifies, and contains the noted head")
+    return 0
+
+
+def _show(path: Path, arguments: argparse.Namespace) -> int:
+    from cloister.privacy.ledger.ledger import read_history
+
+    history = read_history(path)
+    datasets = [_dataset(history, name) for name in history.datasets()]
+    if arguments.json:
+        found = {"ledger": str(path), "entries": len(history.entries), "head": history.head.hex()}
+        print(json.dumps(found | {"datasets": datasets}))
+        return 0
+    _print(history, datasets)
+    return 0
+
+
+def _dataset(history: History, name: str) -> dict[str, Any]:
+    """What a dataset has spent, at the smallest delta among its entries."""
+    entries = [entry for entry in history.entries if entry.charge.dataset == name]
+    delta = min(entry.charge.delta for entry in entries)
+    runs: dict[str, list[Entry]] = {}
+    for entry in entries:
+        runs.setdefault(entry.charge.run, []).append(entry)
+    return {
+        "dataset": name,
+        "delta": delta,
+        **_epsilon(_spent(entries, delta)),
+        "runs": [
+            {
+                "run": run,
+                "entries": len(charged),
+                "rounds": sorted({entry.charge.round for entry in charged}),
+                **_epsilon(_spent(charged, delta)),
+            }
+            for run, charged in runs.items()
+        ],
+    }
+
+
+def _spent(entries: Iterable[Entry], delta: float) -> Spent:
+    from cloister.privacy.accounting.accountant import spent
+    from cloister.privacy.mechanism.events import from_json
+
+    return spent([event for entry in entries for event in from_json(entry.charge.event)], delta)
+
+
+def _epsilon(spent: Spent) -> dict[str, Any]:
+    """For JSON, which has no infinity: null means that there is no bound."""
+    epsilon = spent.epsilon if math.isfinite(spent.epsilon) else None
+    return {"epsilon": epsilon, "accountant": spent.accountant, "note": spent.note}
+
+
+def _print(history: History, datasets: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.show.console import PipedConsole
+
+    console = PipedConsole()
+    if not datasets:
+        console.print("nothing was charged yet")
+        return
+    table = Table(title=f"Ledger of {history.entries[0].owner}", title_justify="left")
+    table.add_column("dataset")
+    table.add_column("run")
+    for column in ("rounds", "entries", "epsilon", "delta"):
+        table.add_column(column, justify="right")
+    for dataset in datasets:
+        name, delta = dataset["dataset"], f"{dataset['delta']:g}"
+        for run in dataset["runs"]:
+            cells = (
+                name,
+                run["run"],
+                _span(run["rounds"]),
+                f"{run['entries']:,}",
+                rounded_up(run["epsilon"]),
+                delta,
+            )
+            table.add_row(*map(Text, cells))
+        count = f"{sum(run['entries'] for run in dataset['runs']):,}"
+        together = (name, "all runs together", "", count, rounded_up(dataset["epsilon"]), delta)
+        table.add_row(*(Text(cell, style="bold") for cell in together))
+        table.add_section()
+    console.print(table)
+    for dataset in datasets:
+        if dataset["note"]:
+            console.print(Text(f"{dataset['dataset']}: {dataset['note']}"), soft_wrap=True)
+    console.print(Text(f"head {history.head.hex()}", style="dim"), soft_wrap=True)
+
+
+def _span(rounds: list[int]) -> str:
+    return str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"

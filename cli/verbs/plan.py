@@ -1,0 +1,212 @@
+"""`cloister plan new | check`: a plan to edit, with the meaning of each field; a plan as it will run, and its cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_json, add_plan, chosen_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cloister.privacy.accounting.terms import Terms
+    from cloister.privacy.mechanism.correlated import Blt
+    from cloister.protocol.plan.plan import Plan
+    from cloister.server.federation.cost import Cost, SecureCost
+
+HELP = "make a plan, and check it before a run"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `new` and `check`."""
+    parser.description = "Work with plans: what the parties agree on before a run."
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    new = actions.add_parser(
+        "new",
+        help="print a plan to edit, with the meaning of each field",
+        description="Print a plan as a TOML file: each field with its value, after a comment that says what it means. "
+        "A field without a value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt "
+        "> my-plan.toml",
+    )
+    add_plan(new, default="the defaults of all fields")
+    new.set_defaults(act=_new)
+    check = actions.add_parser(
+        "check",
+        help="print a plan as it will run, and its cost; refuse it if unsound",
+        description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
+        "coordinator. An unsound plan is refused, with the field that is wrong; so is a plan whose simulation.source "
+        "is missing on this machine, has other fields than [data], or cannot be divided over the sites.",
+    )
+    add_plan(check)
+    add_json(check)
+    check.set_defaults(act=_check)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    return int(arguments.act(arguments))
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    """Print the plan as a file."""
+    plan = chosen_plan(arguments, default="")
+    from cloister.protocol.plan.template import to_toml
+
+    print(to_toml(plan, comments=True), end="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Print the resolved plan and its cost."""
+    from dataclasses import asdict
+
+    plan = chosen_plan(arguments)
+    from cloister.cli.show.console import PipedConsole
+    from cloister.lm.model.model import count_parameters
+    from cloister.privacy.accounting.terms import terms_of
+    from cloister.server.federation.cost import cost, secure_cost
+
+    _check_records(plan)
+    estimate = cost(plan, *count_parameters(plan))
+    secure = secure_cost(plan, estimate.trained_parameters)
+    terms = terms_of(plan, estimate.trained_parameters)
+    if arguments.json:
+        found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
+        found["least_steps"], found["most_steps"] = plan.local.step_limits()
+        if plan.cohort.mode == "async":
+            found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
+        found |= asdict(secure) if secure else {}
+        print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
+        return 0
+    console = PipedConsole()
+    _print_plan(console, plan)
+    _print_cost(console, plan, estimate, secure, terms)
+    return 0
+
+
+def _check_records(plan: Plan) -> None:
+    """Refuse a plan whose own records are missing, have other fields, or cannot be divided over its sites.
+
+    A plan that leaves `simulation.source` may be for a deployment; a data set of the hub is read when the run begins.
+    """
+    from cloister.lm.text.tokenizer import looks_like_path
+    from cloister.protocol.plan.plan import SimulationSection
+
+    source = plan.simulation.source
+    local = (
+        source.startswith("builtin:")
+        or looks_like_path(source)
+        or Path(source).suffix
+        or Path(source).exists()
+    )
+    if local and source != SimulationSection().source:
+        from cloister.simulations.federation import divided
+
+        divided(plan)
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people: three digits and a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
+    return {
+        "unit": terms.unit,
+        "noise_multiplier": terms.noise_multiplier,
+        "epsilon": terms.epsilon(plan.run.rounds),
+        "delta": terms.delta,
+        "relation": terms.relation,
+    }
+
+
+def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
+    """The row of correlated noise: what it does to the sum of all rounds."""
+    from cloister.privacy.accounting.terms import participation
+    from cloister.privacy.mechanism.correlated import Blt, loss
+
+    pattern = participation(plan)
+    assert pattern is not None, "a mechanism with a matrix has a plan with a pattern"
+    found = f"{len(blt.decay)}: {loss(blt, pattern):.2f}; independent: {loss(Blt(), pattern):.2f}"
+    return "buffers of correlated noise: noise on the sum of all rounds", found
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    from rich.text import Text
+
+    from cloister.protocol.plan.template import to_toml
+
+    for line in to_toml(plan, comments=False).splitlines():
+        console.print(Text(line, style="bold" if line.startswith("[") else ""), soft_wrap=True)
+    console.print()
+
+
+def _print_cost(
+    console: Console, plan: Plan, estimate: Cost, secure: SecureCost | None, terms: Terms | None
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.privacy.accounting.claims import unit
+    from cloister.privacy.report.figures import at_most
+
+    table = Table(title="Cost", title_justify="left", show_header=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    table.add_row("parameters", f"{estimate.parameters:,}")
+    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
+    cohort = plan.cohort
+    if cohort.mode == "async":
+        table.add_row("sites that train at the same time", f"{estimate.cohort:,}")
+        table.add_row("updates in a round, asynchronous (FedBuff)", f"{plan.quorum():,}")
+        table.add_row("rounds after which an update is dropped", f"{cohort.most_stale():,}")
+    else:
+        table.add_row("sites in a round", f"{estimate.cohort:,}")
+    least, most = plan.local.step_limits()
+    by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
+    steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    table.add_row("local steps of a site in a round", f"{steps}{by[plan.local.balance]}")
+    table.add_row("to a site, each round", size(estimate.bytes_down))
+    table.add_row("from a site, each round", size(estimate.bytes_up))
+    table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
+    table.add_row("tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}")
+    if plan.aggregation.groups > 1:
+        of = " or ".join(f"{n:,}" for n in plan.summed())
+        table.add_row(
+            "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
+        )
+    if secure:
+        table.add_section()
+        of_group = " of a group" if plan.aggregation.groups > 1 else ""
+        table.add_row(
+            f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
+        )
+        table.add_row("dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}")
+        table.add_row("sites that must finish", f"{secure.quorum}")
+        table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
+        table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
+        table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")
+        table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
+    if terms:
+        table.add_section()
+        table.add_row("privacy: what is protected", unit(plan))
+        table.add_row("noise multiplier", f"{terms.noise_multiplier:g}")
+        if terms.mechanism is not None and terms.mechanism.correlation is not None:
+            table.add_row(*_correlated(plan, terms.mechanism.correlation))
+        spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
+        table.add_row(f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent)
+    console.print(table)
+    if not terms:
+        warning = "no privacy unit: the model may repeat its training data"
+        console.print(Text(warning, style="bold yellow"))
+    if not secure:
+        warning = "the sum is in clear: the coordinator sees every site's update"
+        console.print(Text(warning, style="bold yellow"))
+    console.print(Text(f"digest {plan.digest()}", style="dim"))

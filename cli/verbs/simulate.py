@@ -1,0 +1,77 @@
+"""`cloister simulate`: run a whole federation on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_engine, add_json, add_per_site, add_plan, chosen_plan
+
+if TYPE_CHECKING:
+    from cloister.protocol.plan.plan import Plan
+
+HELP = "run a whole federation on this machine"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Plan, run folder, engine."""
+    parser.description = (
+        "Run a whole federation on this machine: the coordinator and every site, each with its own records, "
+        "exchanging the same messages as in a deployment. The result is kept in the run folder."
+    )
+    add_plan(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
+    parser.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
+    over = parser.add_argument_group("privacy over several runs")
+    over.add_argument(
+        "--ledger",
+        metavar="FILE",
+        help="charge this ledger, which outlives the run; created if missing (simulation.ledger)",
+    )
+    over.add_argument(
+        "--dataset", metavar="NAME", help="name of the records in that ledger (simulation.dataset)"
+    )
+    over.add_argument(
+        "--greatest-epsilon",
+        type=float,
+        metavar="EPS",
+        help="stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    add_per_site(parser)
+    add_engine(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the plan in a new folder."""
+    from cloister.cli.show.execution import execute
+    from cloister.server.record.folder import RunFolder
+
+    fields = {
+        "run.rounds": arguments.rounds,
+        "run.seed": arguments.seed,
+        "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
+        "simulation.dataset": arguments.dataset and _text(arguments.dataset),
+        "simulation.greatest_epsilon": arguments.greatest_epsilon,
+        "simulation.per_site": "true" if arguments.per_site else None,
+    }
+    plan = chosen_plan(arguments, fields)
+    out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
+    with RunFolder.create(out, plan) as folder:
+        return execute(folder, arguments, new=True)
+
+
+def _text(value: str) -> str:
+    """A string as TOML: a name such as `2024` stays text."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _names(plan: Plan) -> Iterator[Path]:
+    yield Path("runs") / plan.run.name
+    for number in itertools.count(2):
+        yield Path("runs") / f"{plan.run.name}-{number}"

@@ -1,0 +1,325 @@
+"""`cloister site request | install | rotate | check | start`: a site's keys, its data and devices, its process."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_json, add_log_format, add_plan, chosen_plan
+from cloister.cli.show.agreement import asked, check, fingerprint_line
+from cloister.protocol.errors import DataError
+
+if TYPE_CHECKING:
+    from cloister.cli.verbs.devices import Devices
+    from cloister.clients.setup.config import SiteConfig
+    from cloister.clients.setup.enrolment import Offer
+    from cloister.lm.text.data import Prepared
+    from cloister.protocol.identity.request import Request
+    from cloister.protocol.plan.plan import Plan
+
+HELP = "set up a site, check its data and devices, and run it"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `request`, `install`, `rotate`, `check` and `start`."""
+    parser.description = (
+        "Set up a site: make its keys and its request, install the federation that the coordinator made of all "
+        "requests, replace its keys; check its data; and run it. Keys never leave the site's machine."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    request = actions.add_parser(
+        "request",
+        help="make a site's keys, settings and request",
+        description="Make a site's keys, a site.toml and a policy.toml to fill in, and the request to send to the "
+        "coordinator. A key or file that is there is never replaced.",
+    )
+    request.add_argument(
+        "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
+    )
+    request.add_argument(
+        "--contact",
+        required=True,
+        metavar="TEXT",
+        help="who answers for the site, and how to reach them; every site sees it",
+    )
+    install = actions.add_parser(
+        "install",
+        help="install the federation that the coordinator sent",
+        description="Show what a version of the federation changes, compare its fingerprint with the one that the "
+        "coordinator told you, and install it. Without --fingerprint it is asked for. Runs that have begun go on with "
+        "the version that was installed when they began.",
+    )
+    install.add_argument("file", metavar="FILE", help="the file of the federation")
+    install.add_argument("--fingerprint", metavar="HEX", help="the fingerprint that you were told")
+    rotate = actions.add_parser(
+        "rotate",
+        help="make new keys, and the request to replace the present ones",
+        description="Make new keys for the site, and a request, signed with the present key, to replace the present "
+        "ones. They are used once a federation with them is installed.",
+    )
+    for action, act in ((request, _request), (install, _install), (rotate, _rotate)):
+        action.add_argument(
+            "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
+        )
+        action.set_defaults(act=act)
+        add_json(action)
+    check_ = actions.add_parser(
+        "check",
+        help="check a site's data and devices for a plan",
+        description="Check a site for a plan before the run; the coordinator hears nothing of it, and nothing is "
+        "charged. First its data: it is prepared, as the first training would do it, and the number of records that "
+        "are used and that are not is printed, with the reasons. These counts are exact and no privacy unit covers "
+        "them, so their line, and their object in JSON, is marked: must stay at this site. Send neither it nor an "
+        "error about a record to anyone. A record that cannot be used is "
+        "left out and counted. What is prepared is kept in the site's state folder, and the run does not "
+        "prepare it again. Then its devices: what each rank of the site's mesh will hold, which must fit into the "
+        "memory of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.",
+    )
+    check_.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_plan(check_)
+    check_.add_argument(
+        "--only", choices=("data", "devices"), help="check only the data, or only the devices (default: both)"
+    )
+    check_.add_argument(
+        "--device",
+        metavar="NAME",
+        help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
+    )
+    check_.set_defaults(act=_check)
+    add_json(check_)
+    start = actions.add_parser(
+        "start",
+        help="run the site: connect to the coordinator, and take part in its runs",
+        description="Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and "
+        "starts it again when it ends. It opens connections to the coordinator's two addresses only, and to the hub if "
+        "the plan's model or tokenizer or the site's data is a hub name; none is opened to it. It runs no code that a "
+        "coordinator sends. A site that was killed is started again with the same command, and goes on with the "
+        "run.",
+    )
+    start.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_log_format(start)
+    start.set_defaults(act=_start)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    return int(arguments.act(arguments))
+
+
+def _closed(config: SiteConfig) -> SiteConfig:
+    """The configuration. Its state folder, which may hold records, is closed to others if it is this user's."""
+    with suppress(OSError):
+        if config.folder.stat().st_uid == os.geteuid():
+            config.folder.chmod(0o700)
+    return config
+
+
+@contextmanager
+def _own_files() -> Iterator[None]:
+    """Let only this user read the files that are made here: prepared records, and a run's state."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@_own_files()
+def _start(arguments: argparse.Namespace) -> int:
+    """Run the site until it is interrupted."""
+    import threading
+
+    from cloister.cli.verbs.logs import log_to_stderr
+
+    known: dict[str, object] = {}
+    log_to_stderr(arguments.log_format, known)
+    from cloister.clients.deployed import DeployedSite
+    from cloister.clients.setup.config import read_config
+
+    known["site"] = _closed(read_config(Path(arguments.site))).name
+    stopped = threading.Event()
+    site = DeployedSite(Path(arguments.site), logging.getLogger("cloister").info)
+    try:
+        with_rest = not site.run(stopped)
+    except KeyboardInterrupt:
+        with_rest = True
+    sys.stderr.flush()
+    if with_rest:
+        os._exit(
+            130
+        )  # a training in another thread would keep the process: it is begun again when the site is back
+    return 0
+
+
+@_own_files()
+def _check(arguments: argparse.Namespace) -> int:
+    """Check the data, the devices, or both; a mesh that does not fit the plan is refused before data is prepared."""
+    plan = chosen_plan(arguments)
+    from cloister.clients.setup.config import read_config
+
+    config = _closed(read_config(Path(arguments.site)))
+    devices = None
+    if arguments.only != "data":
+        from cloister.cli.verbs.devices import Devices
+
+        devices = Devices.of(plan, config.mesh, arguments.device or config.device)
+    found: dict[str, object] = {}
+    if arguments.only != "devices":
+        from cloister.clients.site import MUST_STAY
+
+        made = _prepared(config, plan)
+        counts = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
+        found[MUST_STAY.replace(" ", "_")] = counts | {"summary": made.summary()}
+        if not arguments.json:
+            print(f"{MUST_STAY}: {made.summary()}", flush=True)
+    return _finish(arguments, found, devices)
+
+
+def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
+    """Prepare the site's data; refuse data of which nothing is trained on."""
+    from cloister.clients.site import MUST_STAY, preparation_of
+    from cloister.lm.text.data import cached
+    from cloister.lm.text.tokenizer import tokenizer_of
+
+    preparation = preparation_of(config, plan, tokenizer_of(plan))
+    made = cached(preparation.folder, preparation.key(), preparation.make)
+    if not len(made.train):
+        raise DataError(
+            "data",
+            config.data,
+            expected=f"records to train on ({MUST_STAY}: {made.summary()})",
+            fix="compare the records with [data] of the plan",
+        )
+    return made
+
+
+def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:
+    """Print what was found, with what the devices will hold."""
+    from cloister.cli.show.console import PipedConsole
+
+    if devices is None:
+        if arguments.json:
+            print(json.dumps(found))
+        return 0
+    from cloister.cli.verbs.devices import ABSENT
+
+    console, absent = PipedConsole(), devices.absent
+    if not arguments.json:
+        devices.show(console)
+    devices.check_memory()
+    if arguments.json:
+        print(json.dumps(found | devices.as_json()))
+    elif absent:
+        console.print(
+            f"[bold yellow]devices absent[/]: this machine lacks {len(absent)} of the "
+            f"{len(devices.names)} devices. The mesh suits the plan; compare what is needed with their memory.",
+            soft_wrap=True,
+        )
+    else:
+        console.print("[bold green]the mesh suits the plan, and what its ranks hold fits the devices[/]")
+    return ABSENT if absent else 0
+
+
+def _request(arguments: argparse.Namespace) -> int:
+    """Make keys, settings and request, and print what to do with the request."""
+    from cloister.clients.setup.enrolment import make_request
+
+    folder = Path(arguments.folder)
+    today = datetime.datetime.now(datetime.UTC).date()
+    request, path = make_request(folder, arguments.name, arguments.contact, today)
+    if arguments.json:
+        _print_request(request, path)
+        return 0
+    print(f"identity  {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again")
+    print(f"key       {folder / 'supernode.key'}: secret")
+    print(f"settings  {folder / 'site.toml'} and policy.toml: fill them in")
+    _tell(request, path)
+    return 0
+
+
+def _rotate(arguments: argparse.Namespace) -> int:
+    """Make the next keys and the request for them, and print what to do with it."""
+    from cloister.clients.setup.enrolment import make_rotation
+
+    today = datetime.datetime.now(datetime.UTC).date()
+    request, path = make_rotation(Path(arguments.folder), today)
+    if arguments.json:
+        _print_request(request, path)
+        return 0
+    print("The present keys stay in use until a federation with the new ones is installed.")
+    _tell(request, path)
+    return 0
+
+
+def _print_request(request: Request, path: Path) -> None:
+    print(json.dumps({"name": request.name, "request": str(path), "fingerprint": request.fingerprint.hex()}))
+
+
+def _tell(request: Request, path: Path) -> None:
+    print(f"request   {path}: public")
+    print(f"{fingerprint_line(request.fingerprint)}\n")
+    print("next:")
+    print(f"  1. Send {path.name} to the coordinator, by any channel.")
+    print("  2. Tell the coordinator the fingerprint over another channel, such as the telephone.")
+    print("  3. With the file that the coordinator sends back: cloister site install FILE")
+
+
+def _install(arguments: argparse.Namespace) -> int:
+    """Show a version, compare its fingerprint with the given one, and install it."""
+    from cloister.clients.setup.enrolment import consider, install
+    from cloister.protocol.identity import fingerprint
+    from cloister.protocol.identity.document import read_document
+    from cloister.protocol.identity.federation import Federation
+
+    told = None if arguments.fingerprint is None else fingerprint.given(arguments.fingerprint)
+    path = Path(arguments.file)
+    federation = Federation.from_toml(read_document(path, "federation"), str(path))
+    now = datetime.datetime.now(datetime.UTC)
+    if told is not None:
+        check(told, federation.fingerprint, f"{path}")
+    offer = consider(Path(arguments.folder), federation, now)
+    if not arguments.json:
+        _show(offer)
+    if told is None:
+        check(asked("the coordinator"), federation.fingerprint, f"{path}")
+    installed = install(offer)
+    if arguments.json:
+        found = {
+            "name": federation.name,
+            "version": federation.version,
+            "fingerprint": federation.fingerprint.hex(),
+            "installed": str(installed),
+            "roster_hash": federation.roster.hash.hex(),
+            "changes": [vars(change) for change in offer.changes],
+        }
+        print(json.dumps(found))
+        return 0
+    print(f"\ninstalled    {installed}")
+    return 0
+
+
+def _show(offer: Offer) -> None:
+    """Print a version as the person sees it who decides on it."""
+    federation, installed = offer.federation, offer.installed
+    print(f"{federation.name}, version {federation.version}")
+    print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
+    print(f"{fingerprint_line(federation.fingerprint)}")
+    print(f"sites        {len(federation.sites)}")
+    for site in federation.sites:
+        print(f"  {site.name:<16}  {site.contact}")
+    if installed is None:
+        print("changes      nothing is installed yet: check that you know every site above")
+    elif installed.fingerprint == federation.fingerprint:
+        print("changes      none: this version is installed")
+    else:
+        print(f"changes      since version {installed.version}")
+        for change in offer.changes:
+            print(f"  {change.kind:<8}  {change.what}  {change.detail}")

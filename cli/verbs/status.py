@@ -1,0 +1,133 @@
+"""`cloister status PATH`: what a coordinator and its sites do, or whether a site's process is well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cloister.cli.options.shared_options import add_json
+from cloister.protocol.errors import EngineError, RunFolderError
+
+HELP = "show what a coordinator and its sites do, or probe a site"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """PATH, --follow, --probe, --json."""
+    parser.description = (
+        "For the folder of a federation whose coordinator runs on this machine: the runs, and what each site of the "
+        "present one does. For a site's TOML: whether its process is alive, and in which run. With --probe only the "
+        "exit code counts, 0 if it is well and 1 if not: for systemd, Docker and Kubernetes, because neither a site "
+        "nor its SuperNode listens on a port that could be probed."
+    )
+    parser.add_argument("path", metavar="PATH", help="the folder of a federation, or a site's TOML file")
+    parser.add_argument("--follow", action="store_true", help="show the present run until it has ended")
+    parser.add_argument(
+        "--probe", action="store_true", help="print one line; the exit code is 1 if it is not well"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show it."""
+    path = Path(arguments.path)
+    if path.is_file():
+        return _site(path, arguments)
+    from cloister.server.federation.control import command
+
+    try:
+        (found,) = command(path, do="status")
+    except EngineError as error:
+        if not arguments.probe:
+            raise
+        print(error)
+        return 1
+    if arguments.probe:
+        print("the coordinator runs")
+        return 0
+    if arguments.follow:
+        from cloister.cli.show.follow import follow
+
+        running = [entry["run"] for entry in found["runs"] if entry["state"] in ("running", "waiting")]
+        if not running:
+            raise RunFolderError(
+                str(path), expected="a run that runs or waits", fix="submit one: cloister submit"
+            )
+        return follow(path, Path(running[0]), json_=arguments.json)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    return 0
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.cli.show.console import PipedConsole
+
+    console = PipedConsole()
+    if not found["runs"]:
+        console.print("no run was submitted")
+        return
+    runs = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("run", "state", "reason"):
+        runs.add_column(heading, overflow="fold")
+    for entry in found["runs"]:
+        runs.add_row(*(Text(entry[field]) for field in ("run", "state", "reason")))
+    console.print(runs)
+    now = found["now"]
+    connected = now.get("Connected")
+    if connected is None or not any(entry["state"] == "running" for entry in found["runs"]):
+        return
+    begun, done = now.get("RoundStarted"), now.get("RoundDone")
+    of = now["Started"]["plan"]["run"]["rounds"] if "Started" in now else None
+    if of is not None:
+        console.print(f"rounds     {done['round'] if done else now['Started']['done']} of {of} done")
+    if begun is not None:
+        console.print(f"now        round {begun['round']}, attempt {begun['attempt']}: {begun['purpose']}")
+    moved = now.get("Moved", {"sent": {}, "received": {}})
+    sites = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("site", "state", "sent MB", "received MB"):
+        sites.add_column(heading, justify="right" if "MB" in heading else "left", overflow="fold")
+    states = dict.fromkeys(connected["sites"], "connected") | connected["missing"]
+    for site in sorted(states):
+        bytes_ = (moved[way].get(site, 0) / 1e6 for way in ("sent", "received"))
+        sites.add_row(Text(site), Text(states[site]), *(f"{each:,.1f}" for each in bytes_))
+    console.print(sites)
+
+
+def _site(path: Path, arguments: argparse.Namespace) -> int:
+    """Show or probe a site by the file that its process writes."""
+    from cloister.clients.checks.heartbeat import DEAD_S, heartbeat_path
+    from cloister.clients.setup.config import read_config
+
+    file = heartbeat_path(read_config(path))
+    try:
+        seen, age = json.loads(file.read_bytes()), time.time() - file.stat().st_mtime
+    except (OSError, ValueError):
+        seen, age = None, 0.0
+    if seen is None:
+        problem = "its process does not run"
+    elif age > DEAD_S:
+        problem = f"its process has written no heartbeat for {age:.0f} s"
+    elif seen["supernode_answered_s"] > DEAD_S:
+        problem = f"its SuperNode has not answered for {seen['supernode_answered_s']:.0f} s"
+    else:
+        problem = ""
+    if arguments.json:
+        print(json.dumps({"well": not problem, "problem": problem} | (seen or {})))
+    elif problem:
+        print(problem)
+    else:
+        run_ = (
+            f"in run {seen['run']}, {'connected' if seen['connected'] else 'not connected'}"
+            if seen["run"]
+            else ""
+        )
+        print(f"well: process {seen['pid']}, SuperNode {seen['supernode']}; {run_ or 'in no run'}")
+    return 1 if arguments.probe and problem else 0

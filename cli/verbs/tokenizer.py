@@ -1,0 +1,142 @@
+"""`cloister tokenizer`: train a tokenizer on public text, and show how one cuts a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloister.cli.options.shared_options import add_json
+from cloister.cli.verbs.export import check_new
+from cloister.protocol.errors import CloisterError, DataError
+
+HELP = "train a tokenizer on public text, or show how one cuts a text"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The actions `train` and `show`."""
+    parser.description = "Train a tokenizer for a model with fresh weights (model.tokenizer), or show one."
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    train = actions.add_parser(
+        "train",
+        help="train a tokenizer on public text",
+        description="Train a tokenizer on public text of any language, and write it to a folder for model.tokenizer of "
+        "a plan. Every byte is a token, so any text comes back whole. All parties get the tokenizer, and its "
+        "vocabulary shows words of the text: train it on public text only.",
+    )
+    train.set_defaults(act=_train)
+    train.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="public text: .txt, .jsonl, .json or .parquet files, folders of them, or builtin:python-docs",
+    )
+    train.add_argument("--field", default="text", metavar="NAME", help="field of the text (default: text)")
+    train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: bpe)")
+    train.add_argument(
+        "--vocab", type=int, default=8192, metavar="N", help="tokens, at least 258 (default: 8192)"
+    )
+    train.add_argument("--out", required=True, metavar="DIR", help="folder to write, new or empty")
+    add_json(train)
+    show = actions.add_parser(
+        "show",
+        help="show the tokens of a text",
+        description="Print the tokens of a text with their bytes, and whether the text comes back whole.",
+    )
+    show.set_defaults(act=_show)
+    show.add_argument("tokenizer", metavar="DIR", help="folder of a tokenizer, a hub name, or bytes")
+    show.add_argument("text", metavar="TEXT", help="the text")
+    add_json(show)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the action."""
+    code: int = arguments.act(arguments)
+    return code
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    target = Path(arguments.out)
+    check_new(target, "--out")
+    for file in arguments.files:
+        check_public(Path(file), "FILE")
+    from cloister.lm.text.corpus import corpus_records
+    from cloister.lm.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, train_tokenizer
+    from cloister.protocol.machine.storage import write_folder
+
+    if not SMALLEST_VOCABULARY <= arguments.vocab <= LARGEST_VOCABULARY:
+        expected = f"from {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}"
+        raise CloisterError("--vocab", arguments.vocab, expected=expected)
+    count = {"records": 0, "characters": 0, "bytes": 0}
+
+    def texts() -> Iterator[str]:
+        for file in arguments.files:
+            for record in corpus_records(file).records:
+                text = record.get(arguments.field)
+                if not isinstance(text, str):
+                    raise DataError(f"{file}: field {arguments.field}", text, expected="text in each record")
+                count["records"] += 1
+                count["characters"] += len(text)
+                count["bytes"] += len(text.encode())
+                yield text
+
+    trained = train_tokenizer(texts(), arguments.kind, arguments.vocab)
+
+    def fill(staging: Path) -> None:
+        trained.save_pretrained(staging)
+
+    write_folder(target, fill)
+    if arguments.json:
+        print(
+            json.dumps({"folder": str(target), "kind": arguments.kind, "vocabulary": len(trained), **count})
+        )
+        return 0
+    print(f"{len(trained):,} tokens, from {count['characters']:,} characters of {count['records']:,} records")
+    print(f"folder  {target}\nplan    model.tokenizer = {json.dumps(str(target))}")
+    return 0
+
+
+def check_public(file: Path, field: str) -> None:
+    """Check that a file does not lie in a site's folder, where its records are.
+
+    Args:
+        file: The file; a name of something else is none.
+        field: The option that named it.
+
+    Raises:
+        DataError: it does.
+    """
+    place = file.expanduser().resolve()
+    if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
+        raise DataError(
+            field,
+            str(file),
+            expected="public text, and this is in a site's folder",
+        )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from cloister.lm.text.tokenizer import load_tokenizer
+    from cloister.protocol.plan.plan import ModelSection
+
+    try:
+        length = len(arguments.text.encode())
+    except UnicodeEncodeError:
+        raise CloisterError("TEXT", arguments.text, expected="text in UTF-8") from None
+    tokenizer = load_tokenizer(ModelSection(tokenizer=arguments.tokenizer))
+    ids: list[int] = tokenizer(arguments.text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer.decode(ids) == arguments.text
+    pieces = [tokenizer.decode([token]) for token in ids]
+    if arguments.json:
+        found = {"vocabulary": len(tokenizer), "ids": ids, "pieces": pieces, "bytes": length, "whole": whole}
+        print(json.dumps(found))
+        return 0
+    for token, piece in zip(ids, pieces, strict=True):
+        shown = "bytes of a part of a character" if "\ufffd" in piece else repr(piece)
+        print(f"{token:>8}  {shown}")
+    rate = f", {length / len(ids):.2f} bytes each" if ids else ""
+    print(
+        f"{len(ids):,} tokens of {len(tokenizer):,}{rate}; {'comes back whole' if whole else 'is not whole'}"
+    )
+    return 0

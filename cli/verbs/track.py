@@ -1,0 +1,83 @@
+"""`cloister track RUN`: send a run's metrics to Weights & Biases or MLflow."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from cloister.cli.options.shared_options import add_json, add_run
+
+HELP = "send a run's metrics to Weights & Biases or MLflow"
+
+_LOOK_S = 1.0
+"""Seconds between two looks at a run that goes on."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """RUN, --to, --project, --uri, --offline, --follow, --json."""
+    parser.description = (
+        "Send the figures of a run's rounds, the epsilon spent among them, and the fields of its plan to an experiment "
+        "tracker. A run that goes on is sent to its newest round but one; the command continues where it ended before. "
+        "TensorBoard needs no command: tensorboard --logdir RUN/tensorboard."
+    )
+    add_run(parser)
+    parser.add_argument("--to", required=True, choices=("wandb", "mlflow"), help="the tracker")
+    parser.add_argument(
+        "--project",
+        default="cloister",
+        metavar="NAME",
+        help="project or experiment there (default: cloister)",
+    )
+    parser.add_argument(
+        "--uri", default="", metavar="URI", help="address of the MLflow server (default: MLFLOW_TRACKING_URI)"
+    )
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="write Weights & Biases' own files into the run folder, to be sent later with `wandb sync`",
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on until the run is finished, or Ctrl-C"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Send it."""
+    from cloister.protocol.errors import EngineError
+    from cloister.server.record.folder import RunFiles
+    from cloister.server.record.tracking import mlflow_run, send, wandb_run
+
+    if arguments.uri and arguments.to != "mlflow":
+        raise EngineError("--uri", expected="no address; it is only valid with --to mlflow")
+    if arguments.offline and arguments.to != "wandb":
+        raise EngineError("--offline", expected="only with --to wandb")
+    files = RunFiles(Path(arguments.run))
+
+    def ended() -> bool:
+        if arguments.follow:
+            time.sleep(_LOOK_S)  # not an event: the run's files do not tell that they have changed
+        return not arguments.follow
+
+    place = " ".join((arguments.to, arguments.project, *(["offline"] if arguments.offline else [])))
+    if arguments.to == "mlflow":  # a hash, because an address may have a password
+        uri = arguments.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        place += f" {hashlib.sha256(uri.encode()).hexdigest()[:16]}"
+    if arguments.to == "wandb":
+        opener = wandb_run(arguments.project, files.path, offline=arguments.offline)
+    else:
+        opener = mlflow_run(arguments.project, arguments.uri)
+    sent = []
+    for number in send(files, place, opener, ended=ended):
+        sent.append(number)
+        if not arguments.json:
+            print(f"sent the {'initial model' if number == 0 else f'round {number}'}", flush=True)
+    if arguments.json:
+        print(json.dumps({"to": arguments.to, "sent": sent}))
+    elif not sent:
+        print("all rounds were sent before")
+    return 0

@@ -1,0 +1,254 @@
+"""`cloister tune`: search over fields of a plan, with the price of the search under a privacy unit."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.cli.options.shared_options import add_engine, add_json, add_plan, chosen_plan
+from cloister.protocol.errors import CloisterError, SearchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cloister.protocol.plan.plan import Plan
+    from cloister.simulations.search.search import Search, Values
+    from cloister.simulations.search.study import Trial
+    from cloister.simulations.search.tuning import Found, SearchFolder
+
+HELP = "search over fields of a plan; private searches have a price"
+
+_SHOWN = 10
+"""Trials of the table at the end."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Plan, search, folder, engine."""
+    parser.description = (
+        "Run a plan several times with other settings, each time a whole simulation, and find the settings with the "
+        "least held-out loss. SEARCH is a TOML file: sampler (grid, random or tpe), trials, pruner, workers, and a "
+        "[[parameter]] for each field. Under a privacy unit the number of trials is drawn in secret, only the best "
+        "trial is kept, and its report has the price of the search."
+    )
+    add_plan(parser)
+    parser.add_argument("search", nargs="?", metavar="SEARCH", help="a TOML file")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the search, new or empty (default: runs/NAME-search)"
+    )
+    parser.add_argument(
+        "--again",
+        metavar="DIR",
+        help="instead of a new search: continue this one, which was stopped, as it began",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the search, print what it costs, and run no trial"
+    )
+    add_engine(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a search, new or begun."""
+    if arguments.again is not None:
+        _check_again(arguments)
+    elif arguments.plan is None or arguments.search is None:
+        raise SearchError(
+            "SEARCH",
+            expected="a plan and a search: cloister tune PLAN.toml SEARCH.toml",
+            fix="or --again DIR",
+        )
+    from cloister.cli.show.console import PipedConsole
+
+    console = PipedConsole(stderr=arguments.json)
+    if arguments.again is not None:
+        from cloister.simulations.search.tuning import SearchFolder
+
+        with SearchFolder.reopen(Path(arguments.again)) as folder:
+            return _tune(folder, arguments, console, new=False)
+    from cloister.simulations.search.search import check, load_search
+
+    plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
+    check(plan, search)
+    if arguments.dry_run:
+        return _say_price(plan, search, arguments, console)
+    from cloister.simulations.search.tuning import SearchFolder
+
+    out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
+    with SearchFolder.create(out, plan, search) as folder:
+        return _tune(folder, arguments, console, new=True)
+
+
+def _check_again(arguments: argparse.Namespace) -> None:
+    given = {"PLAN": arguments.plan, "SEARCH": arguments.search, "--set": arguments.set or None}
+    given |= {f"--{name}": getattr(arguments, name) for name in ("sites", "out")}
+    wrong = [name for name, value in given.items() if value is not None] + ["--dry-run"] * arguments.dry_run
+    if wrong:
+        raise SearchError(
+            "--again",
+            arguments.again,
+            expected=f"it without {', '.join(wrong)}: a search keeps plan, settings and folder it began with",
+        )
+
+
+def _names(plan: Plan) -> Iterator[Path]:
+    yield Path("runs") / f"{plan.run.name}-search"
+    for number in itertools.count(2):
+        yield Path("runs") / f"{plan.run.name}-search-{number}"
+
+
+def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace, console: Console) -> int:
+    """Print what a search would do and cost."""
+    if plan.privacy.unit == "none":
+        if arguments.json:
+            print(json.dumps({"trials": search.count(), "epsilon": None}))
+        else:
+            _say(console, _opening(plan, search))
+        return 0
+    from cloister.simulations.search.search import private_plan
+    from cloister.simulations.search.tuning import price
+
+    trial = private_plan(plan, search, "0" * 32)
+    if arguments.json:
+        cost, chosen = price(trial), trial.simulation.search
+        assert chosen is not None, "it is the plan of a trial"
+        facts = {"trials": None, "law": chosen.law, "mean": chosen.mean, "shape": chosen.shape}
+        print(
+            json.dumps(
+                {
+                    **facts,
+                    "epsilon": cost.epsilon,
+                    "epsilon_of_one": cost.one,
+                    "delta": cost.delta,
+                    "one_search_in_a_hundred": cost.many,
+                }
+            )
+        )
+    else:
+        _say(console, _opening(trial, search))
+    return 0
+
+
+def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: Console, *, new: bool) -> int:
+    from cloister.simulations.engines import fork_server
+    from cloister.simulations.search.trials import Engine
+    from cloister.simulations.search.tuning import to_json, tune
+
+    try:
+        _say(console, _opening(folder.plan, folder.search))
+        _say(console, f"folder    {folder.path}")
+        if arguments.engine == "local":
+            fork_server.start(folder.plan)
+        engine = Engine(arguments.engine, arguments.workers, arguments.ray_address)
+        found = tune(folder, engine, lambda trial: _say(console, _line(trial)))
+    except KeyboardInterrupt:
+        _say_how_to_continue(console, folder)
+        raise
+    except CloisterError:
+        if new and not folder.begun():
+            folder.discard()
+        else:
+            _say_how_to_continue(console, folder)
+        raise
+    if arguments.json:
+        print(json.dumps(to_json(folder, found)))
+    else:
+        _print(console, folder, found)
+    # Under a privacy unit the exit code is no result: it must not tell more than the model.
+    return 0 if folder.private or found.best is not None else 1
+
+
+def _opening(plan: Plan, search: Search) -> str:
+    """What the search does and costs."""
+    fields = ", ".join(parameter.field for parameter in search.parameter)
+    at_once = "" if search.workers == 1 else f", {search.workers} at a time"
+    if plan.simulation.search is None:
+        pruned = "" if search.pruner == "none" else f", pruned by {search.pruner}"
+        trials = "1 trial" if search.count() == 1 else f"{search.count():,} trials"
+        return f"search    {trials} by {search.sampler}{pruned}{at_once}: {fields}"
+    from cloister.privacy.accounting.claims import law
+    from cloister.privacy.report.figures import at_most
+    from cloister.simulations.search.tuning import price
+
+    cost, chosen = price(plan), plan.simulation.search
+    return "\n".join(
+        (
+            f"search    the best of a secret number of trials by {search.sampler}{at_once}: {fields}",
+            f"trials    from {law(chosen)} with mean {chosen.mean:g}; 1 search in 100 has more than {cost.many:,}",
+            f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g}; one run alone costs {at_most(cost.one)}",
+            "          toward those who see nothing but the best trial; losses and number of trials stay sealed",
+        )
+    )
+
+
+def _line(trial: Trial) -> str:
+    """A trial that begins or has ended."""
+    name = f"trial {trial.number}"
+    match trial.state:
+        case "running":
+            return f"{name}: {_settings(trial.values)}"
+        case "failed":
+            return f"{name}: failed: {trial.reason}"
+        case "pruned":
+            return f"{name}: ended early{'' if trial.loss is None else f' at held-out loss {trial.loss:.4f}'}"
+        case _:
+            return f"{name}: held-out loss {trial.loss:.4f}"
+
+
+def _settings(values: Values) -> str:
+    shown = (
+        f"{field} = {value:.4g}" if isinstance(value, float) else f"{field} = {value}"
+        for field, value in values.items()
+    )
+    return ", ".join(shown)
+
+
+def _print(console: Console, folder: SearchFolder, found: Found) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cloister.privacy.report.figures import at_most
+    from cloister.simulations.search.tuning import price
+
+    if found.trials:
+        table = Table(title="Trials", title_justify="left")
+        for heading in ("trial", "held-out loss", "", "settings"):
+            table.add_column(heading, justify="right" if heading in ("trial", "held-out loss") else "left")
+        ended = sorted(
+            found.trials,
+            key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number),
+        )
+        for trial in ended[:_SHOWN]:
+            loss = "" if trial.loss is None else f"{trial.loss:.4f}"
+            state = {"complete": "", "pruned": "ended early"}.get(trial.state, trial.state)
+            table.add_row(f"{trial.number}", loss, state, Text(_settings(trial.values)))
+        console.print(table)
+        if len(ended) > _SHOWN:
+            _say(console, f"and {len(ended) - _SHOWN:,} more")
+    if found.best is not None:
+        run = shlex.quote(str(found.folder))
+        loss = "" if found.best.loss is None else f", held-out loss {found.best.loss:.4f}"
+        _say(console, f"best      {_settings(found.best.values)}{loss}")
+        _say(console, f"run       {run}")
+        _say(console, f"report    cloister report {run}")
+    elif folder.private:
+        _say(console, f"best      no trial: the untrained model is in {found.folder}/final")
+    else:
+        _say(console, "best      no trial has finished")
+    if folder.private:
+        cost = price(folder.plan)
+        _say(console, f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g} for the whole search")
+
+
+def _say_how_to_continue(console: Console, folder: SearchFolder) -> None:
+    _say(console, f"stopped; continue with: cloister tune --again {shlex.quote(str(folder.path))}")
+
+
+def _say(console: Console, line: str) -> None:
+    from rich.text import Text
+
+    console.print(Text(line), soft_wrap=True)

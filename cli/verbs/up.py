@@ -1,0 +1,83 @@
+"""`cloister up`: rehearse a deployment on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cloister.cli.options.shared_options import (
+    add_deployed,
+    add_json,
+    add_log_format,
+    add_metrics,
+    check_again,
+    chosen_plan,
+)
+
+HELP = "rehearse a deployment on this machine, with real processes"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Plan, run folder, --again, --transport."""
+    parser.description = (
+        "Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and "
+        "every site with Flower's SuperLink and SuperNodes, over TLS with the keys of each party, runs the plan, and "
+        "ends all of it. The run folder is that of `cloister simulate`, with the same final weights if no noise is "
+        "drawn."
+    )
+    add_deployed(parser, "runs")
+    add_log_format(parser)
+    add_metrics(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, run and show it."""
+    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.show.display import describe
+    from cloister.cli.show.follow import follow
+    from cloister.cli.verbs.submit import free_name
+    from cloister.protocol.errors import RunFolderError
+    from cloister.server.record.folder import RunFiles, RunFolder, read_plan
+    from cloister.server.record.progress import Event
+    from cloister.simulations.rehearsal.rehearsal import prepare, running
+
+    check_again(arguments)
+    console = PipedConsole(stderr=arguments.json)
+
+    def told(line: str) -> None:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def observe(event: Event) -> None:
+        console.print(describe(event), markup=False, highlight=False, soft_wrap=True)
+
+    if arguments.again:
+        files = RunFiles(Path(arguments.again))
+        read_plan(files.path)  # refuses a folder that holds no run
+        if not files.federation.exists():
+            raise RunFolderError(
+                str(files.path),
+                expected="a rehearsal, and this run is not one",
+                fix=f"continue it with: {files.resume_command()}",
+            )
+    else:
+        plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+        out = Path(arguments.out) if arguments.out else free_name(Path("runs"), plan.run.name)
+        with RunFolder.create(out, plan) as folder:
+            try:
+                prepare(folder, observe, arguments.transport or "exchange")
+            except BaseException:
+                folder.discard()
+                raise
+        files = RunFiles(out)
+    plan = read_plan(files.path)
+    observe_start = f"starting the coordinator and {plan.cohort.sites} sites; their logs are in {files.path}"
+    console.print(observe_start, markup=False, highlight=False, soft_wrap=True)
+    try:
+        metrics = ["--metrics", arguments.metrics] if arguments.metrics else []
+        metrics += ["--metrics-on-network"] if arguments.metrics_on_network else []
+        with running(files, plan, told, log_format=arguments.log_format, metrics=metrics):
+            return follow(files.federation, files.path.absolute(), json_=arguments.json)
+    except KeyboardInterrupt:
+        told(f"stopped; continue with: {files.resume_command()}")
+        raise

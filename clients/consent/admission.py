@@ -1,0 +1,278 @@
+"""Admission: a site's own demands on a plan, a run and a cohort, checked on its own machine.
+
+The coordinator may lie, so every message is checked as far as it can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import lru_cache
+from pathlib import Path
+
+from cloister.clients.consent.pins import Pins
+from cloister.clients.consent.spending import Spending
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import Membership, SiteConfig
+from cloister.clients.state.attempt import Member
+from cloister.lm.model.model import count_parameters
+from cloister.privacy.accounting.terms import Terms, terms_of
+from cloister.privacy.ledger.policy import Policy, load_policy, offer_of
+from cloister.protocol.errors import (
+    BudgetError,
+    PlanError,
+    PolicyError,
+    RosterError,
+    StaleError,
+)
+from cloister.protocol.identity.roster import Roster
+from cloister.protocol.messages.balance import OwnSteps, own_steps
+from cloister.protocol.messages.cohort import Draw, draw_of
+from cloister.protocol.messages.joining import check_size, sign_joined
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Instructions, Join, Joined, Purpose, Refused
+from cloister.protocol.messages.refusal import printable, sign_refusal
+from cloister.protocol.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class Admission:
+    """The demands of one site.
+
+    Args:
+        config: The site's configuration.
+        resident: The state that the process has in memory.
+        spending: The site's ledger.
+    """
+
+    def __init__(self, config: SiteConfig, resident: Resident, spending: Spending) -> None:
+        self._config = config
+        self._resident = resident
+        self._spending = spending
+
+    @property
+    def membership(self) -> Membership | None:
+        """As whom the site takes part; None where no federation is installed."""
+        return self._config.membership
+
+    def check_new(self, plan: Plan, run: str) -> None:
+        """Check a plan and a run that the site is asked to join, before any work for them.
+
+        Raises:
+            PinnedError: the site has joined another plan or run before.
+            PolicyError, BudgetError: its policy does not allow it.
+            PlanError: the plan sums in clear, which its configuration does not allow.
+            RosterError: its roster has not as many sites as the plan.
+        """
+        self.check_secure(plan)
+        self._pins.check_free(plan, run)
+        if plan.aggregation.secure:
+            check_size(self.roster(), plan)
+        if self._config.policy:
+            self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
+
+    def pin(self, plan: Plan, run: str) -> None:
+        """Join a plan and a run, durably: the site joins no other after this.
+
+        Raises:
+            PinnedError: the site joined another before.
+            StorageError: the pin cannot be kept.
+        """
+        self._pins.join(plan, run)
+
+    def check(self, plan: Plan, run: str) -> None:
+        """Check that a message belongs to the plan and run that the site has joined.
+
+        Raises:
+            PinnedError: it does not.
+            PlanError: the plan sums in clear, which the configuration does not allow.
+        """
+        self.check_secure(plan)
+        self._pins.check(plan, run)
+
+    def check_secure(self, plan: Plan) -> None:
+        """Refuse a sum in clear that the configuration does not allow, and a masked one without a valid identity.
+
+        Raises:
+            PlanError: the configuration does not allow a sum in clear, or the site has no identity key.
+            RosterError: the roster has another key for the site, or is not the one that it pinned.
+        """
+        if plan.aggregation.secure:
+            self.member()
+        elif self._config.secure:
+            raise PlanError(
+                "aggregation.secure",
+                False,
+                expected=f"true: {self._config.name} does not take part in a sum in clear",
+                fix="only the site itself can allow it: set secure = false in its TOML",
+            )
+
+    def check_round(self, plan: Plan, purpose: Purpose, round_number: int) -> None:
+        """Check that the round of an attempt is in the plan, and that an evaluation is due at the sites.
+
+        Raises:
+            StaleError: the plan has no such round or evaluation.
+        """
+        first = 1 if purpose == TRAIN else 0
+        if not first <= round_number <= plan.run.rounds:
+            raise StaleError(
+                "round", round_number, expected=f"one of {first} to {plan.run.rounds}, as the plan has"
+            )
+        if purpose == EVALUATE and (plan.server.evaluation or not plan.evaluates(round_number)):
+            raise StaleError(
+                f"evaluation of round {round_number}",
+                plan.server.evaluation,
+                expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
+            )
+
+    def own_steps(self, plan: Plan, told: Instructions) -> OwnSteps:
+        """The site's local steps in a round, by the cohort's list, which must be one that the plan allows.
+
+        Raises:
+            BalanceError: it is not, or its sites are not the cohort that the site draws.
+        """
+        cohort, purpose = None, told.sum.purpose
+        if told.steps and plan.aggregation.secure:
+            draw, names = draw_of(plan, purpose), self.roster().names
+            group = draw.group_of(self._config.name, names, told.sum.round)
+            cohort = draw.divided(names, told.sum.round)[group]
+        return own_steps(plan, purpose, told.steps, self._config.name, cohort)
+
+    def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
+        """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.
+
+        Raises:
+            PolicyError: the plan has a privacy unit.
+        """
+        if purpose == EVALUATE and plan.privacy.unit != "none":
+            raise PolicyError(
+                "evaluation at a site",
+                plan.privacy.unit,
+                expected="no privacy unit: losses on a site's records would be released without a charge",
+            )
+
+    def check_policy(self, plan: Plan, run: str, terms: Terms | None) -> None:
+        """Check every demand of the site's policy as it is now.
+
+        Args:
+            plan: The plan.
+            run: Identity of the run.
+            terms: The plan's privacy.
+
+        Raises:
+            PolicyError: the policy does not allow the plan.
+            PlanError: the policy cannot be read, or the site's ledger is not one that a limit over runs requires.
+        """
+        policy = self.policy()
+        if policy is None:
+            return
+        if policy.greatest_epsilon is not None:
+            self._spending.check_outlives_runs()
+        noise, epsilon = 0.0, math.inf
+        if terms is not None:
+            noise = terms.noise_multiplier
+            epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
+        offer = offer_of(
+            plan,
+            noise_multiplier=noise,
+            epsilon_after=epsilon,
+            cohort=plan.quorum(),
+            roster_hash=self.roster().hash.hex() if self._config.roster else "",
+        )
+        policy.check(offer)
+
+    def rounds(self, plan: Plan) -> int:
+        """Rounds of the plan that draw this site; all rounds if the site has no roster."""
+        if not self._config.roster or plan.cohort.fraction == 1:
+            return plan.run.rounds
+        return _rounds_of(draw_of(plan, TRAIN), plan.run.rounds, self.roster().names, self._config.name)
+
+    def policy(self) -> Policy | None:
+        """The site's policy, read again each time, so that it can be tightened without stopping the site.
+
+        Raises:
+            PlanError: the policy's file cannot be read. The coordinator does not learn the reason.
+        """
+        if not self._config.policy:
+            return None
+        try:
+            return load_policy(Path(self._config.policy))
+        except PolicyError as error:
+            _log.error("%s", error)
+            raise PlanError("policy of the site", expected="a policy that can be read") from error
+
+    def member(self, needed: int = 0) -> Member:
+        """The site's identity, roster and minimum for a secure sum of at least `needed` sites.
+
+        Raises:
+            PlanError: the site has no identity key.
+            RosterError: the roster has another key for it, or is not the one that it pinned.
+        """
+        config = self._config
+        if not config.identity:
+            raise PlanError(
+                f"identity of {config.name}",
+                expected="a key in the site's TOML, because the plan sums securely",
+                fix="make one: cloister site request",
+            )
+        identity = self._resident.identity(config.identity)
+        if identity.public_key() != self.roster().key(config.name):
+            raise RosterError(f"identity of {config.name}", expected="the key that the roster has for it")
+        return Member(config.name, identity, max(config.minimum_cohort, needed))
+
+    def roster(self) -> Roster:
+        """The roster that the site has pinned.
+
+        Raises:
+            RosterError: the file has another roster.
+        """
+        if not self._config.roster:
+            raise RosterError(
+                f"roster of {self._config.name}",
+                expected="an installed federation",
+                fix="cloister site install FILE",
+            )
+        return self._resident.roster(self._config.roster, self._config.roster_hash)
+
+    def joined(self, request: Join, plan: Plan) -> Joined:
+        """The site's answer to a join, signed if the site has an identity key.
+
+        Raises:
+            RosterError: the key cannot be read.
+        """
+        name = self._config.name
+        speed = self._config.speed if plan.local.balance == "weighted" else 1.0
+        if not self._config.identity:
+            return Joined(name, speed=speed)
+        identity = self._resident.identity(self._config.identity)
+        roster, digest = self.roster().hash if self._config.roster else b"", bytes.fromhex(plan.digest())
+        return sign_joined(identity, request, site=name, plan=digest, roster=roster, speed=speed)
+
+    def refuse(self, run: str, plan: bytes, error: PolicyError | BudgetError) -> Refused:
+        """The site's signed refusal.
+
+        What the site has spent in other runs stays private: a refusal over the budget states no figures.
+
+        Args:
+            run: The run that the site was asked to take part in.
+            plan: Digest of the plan.
+            error: The reason.
+        """
+        if isinstance(error, BudgetError) or "epsilon" in error.field:
+            reason = "the privacy budget of its data does not allow it"
+        else:
+            reason = str(error)
+        name = self._config.name
+        if not self._config.identity:
+            return Refused(name, run, plan, printable(reason), b"")
+        identity = self._resident.identity(self._config.identity)
+        return sign_refusal(identity, site=name, run=run, plan=plan, reason=reason)
+
+    @property
+    def _pins(self) -> Pins:
+        return Pins(self._config.folder / "secure" / "pins", self._config.name, self._config.plan)
+
+
+@lru_cache(maxsize=64)
+def _rounds_of(draw: Draw, rounds: int, names: tuple[str, ...], name: str) -> int:
+    return sum(name in draw.cohort(names, number) for number in range(1, rounds + 1))

@@ -1,0 +1,199 @@
+"""The spending of a site's data: its own ledger, charged durably before any record is used."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from cloister.clients.setup.config import SiteConfig
+from cloister.privacy.accounting.accountant import composed, epsilon_of
+from cloister.privacy.accounting.claims import unit_in_words
+from cloister.privacy.accounting.terms import Terms
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
+from cloister.privacy.ledger.policy import Policy
+from cloister.privacy.mechanism.events import Event, from_json, to_json
+from cloister.protocol.errors import BudgetError, PlanError, PolicyError, StaleError
+from cloister.protocol.plan.plan import Plan
+
+
+class Spending:
+    """The privacy ledger of one site.
+
+    Args:
+        config: The site's configuration.
+        dataset: In a simulation, the ledger over runs that all sites charge as well.
+    """
+
+    def __init__(self, config: SiteConfig, dataset: DatasetLedger | None = None) -> None:
+        self._config = config
+        self._shared = dataset
+
+    def pay(
+        self, plan: Plan, terms: Terms, run: str, round_number: int, rounds: int, policy: Policy | None
+    ) -> Entry:
+        """Charge the site's ledger for a round, durably, before any record is used.
+
+        Training again, after a crash that lost the update, is another release and another charge. Correlated noise is
+        charged for the whole run in the first round. Each later round has a charge without events: the record of the
+        site's rounds, by which it checks that they keep to the pattern that was paid for.
+
+        Args:
+            plan: The plan.
+            terms: Its privacy.
+            run: Identity of the run.
+            round_number: The round.
+            rounds: Rounds of the plan that draw this site.
+            policy: The site's demands.
+
+        Returns:
+            The entry of the site's ledger.
+
+        Raises:
+            StaleError: a later round is charged, so that the round's own update may have been released and removed.
+            BudgetError: the policy or the plan does not allow the charge; nothing was charged.
+            PolicyError: with correlated noise, the round is too near another one of the site, or one too many.
+        """
+        budget = None
+        if policy is not None and policy.greatest_epsilon is not None:
+            budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
+        most = terms.budget
+        if most is None:  # the whole plan, with room for updates that were lost in crashes
+            most = terms.epsilon(rounds + plan.cohort.attempts)
+
+        rounds_paid = [entry.charge.round for entry in self._ledger.entries(run)]
+        if round_number < (newest := max(rounds_paid, default=0)):
+            raise StaleError(
+                "round", round_number, expected=f"{newest} or later, because that round is charged already"
+            )
+        events = terms.events(1, len(set(rounds_paid)))
+
+        def check_run(entries: tuple[Entry, ...]) -> None:
+            """Check the plan's bounds on one run, which hold for every request of the coordinator."""
+            earlier = [entry.charge for entry in entries if entry.charge.run == run]
+            self._check_pattern(plan, round_number, {charge.round for charge in earlier})
+            before = [event for charge in earlier for event in from_json(charge.event)]
+            spent = epsilon_of((*before, *events), terms.delta, terms.accountant)
+            if spent > most:
+                raise BudgetError(
+                    f"epsilon of {self._config.name} in this run",
+                    spent,
+                    expected=f"at most the {most:g} that the plan allows for it",
+                )
+
+        if self._shared is not None:  # first: after a crash in between, the same charge is found there again
+            times = rounds_paid.count(round_number)
+            self._shared.pay(run, round_number, self._config.name, times, events)
+        return self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
+
+    def check_paid(self, run: str, round_number: int) -> None:
+        """In a simulation with a ledger over runs, check that it still has the charge of a kept update.
+
+        Raises:
+            LedgerError, StorageError: it has not, or cannot be read.
+        """
+        if self._shared is not None:
+            self._shared.check_paid(run, round_number)
+
+    def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
+        """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
+
+        It is computed at several messages of a round, so the ledger is read once and not locked. Nothing is reserved:
+        `pay` checks again, in the transaction that charges.
+
+        Args:
+            plan: The plan.
+            terms: Its privacy.
+            run: Identity of the run, of which some rounds may be charged already.
+            rounds: Rounds of the plan that draw this site.
+            delta: Delta at which epsilon is stated; None: the plan's.
+
+        Raises:
+            LedgerError: the ledger is damaged or altered, or has another owner.
+            StorageError: it cannot be read.
+        """
+        history = History(())
+        if self._path.exists():
+            history = read_history(self._path).of_owner(self._config.name)
+        paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
+        coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
+        return composed([*history.events(self._dataset), *coming], delta or terms.delta)
+
+    def _check_pattern(self, plan: Plan, round_number: int, charged: Set[int]) -> None:
+        """Check that a round keeps to the pattern for which correlated noise protects the site.
+
+        The last round may be trained again, after a crash that lost its update.
+
+        Args:
+            plan: The plan.
+            round_number: The round.
+            charged: The rounds of the run that are charged.
+
+        Raises:
+            PolicyError: it is too near another one, or one too many.
+        """
+        pattern = plan.privacy.correlated
+        if pattern is None or not charged or round_number == max(charged):
+            return
+        first = max(charged) + pattern.separation
+        if round_number < first:
+            raise PolicyError(
+                "round",
+                round_number,
+                expected=f"round {first} or later: {self._config.name} was in round {max(charged)}, and the noise "
+                f"covers rounds of a site that are at least {pattern.separation} apart",
+            )
+        if len(charged) >= pattern.participations:
+            raise PolicyError(
+                "round",
+                round_number,
+                expected=f"no more rounds: {self._config.name} was in {len(charged)}, the most that the noise covers",
+            )
+
+    def check_outlives_runs(self) -> None:
+        """Check that ledger and data set have names that persist across runs, as a limit over runs requires.
+
+        Raises:
+            PlanError: the data set has no name, or the ledger is not a file outside the state folder.
+        """
+        config = self._config
+        if not config.dataset:
+            raise PlanError(
+                f"dataset of {config.name}",
+                expected="a name in the site's TOML, because its policy limits the epsilon of its data",
+            )
+        if not config.ledger or Path(config.ledger).absolute().is_relative_to(config.folder.absolute()):
+            raise PlanError(
+                f"ledger of {config.name}",
+                config.ledger,
+                expected="a file outside the state folder, because the site's policy limits epsilon over runs",
+            )
+
+    @property
+    def _path(self) -> Path:
+        return Path(self._config.ledger) if self._config.ledger else self._config.folder / "ledger.sqlite"
+
+    @property
+    def _dataset(self) -> str:
+        return self._config.dataset or self._config.data
+
+    @property
+    def _ledger(self) -> Ledger:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return Ledger(self._path, self._config.name, composed)
+
+    def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
+        unit = "all data of the site"
+        if plan.privacy.dpsgd:
+            unit = unit_in_words(plan.data, plan.privacy)
+        return Charge(
+            id=f"{run}/{round_number}/{secrets.token_hex(8)}",
+            dataset=self._dataset,
+            run=run,
+            round=round_number,
+            attempt=0,
+            what=f"update, per {unit}",
+            event=to_json(events),
+            delta=plan.privacy.delta,
+        )

@@ -1,0 +1,550 @@
+"""The exchange at a site: it connects to the coordinator, answers requests, and keeps at it until the run is over.
+
+`server/exchange/exchange.py` numbers what happens in a session. The site opens all connections, so its firewall has
+to let one outbound port through; a proxy that the environment names (`HTTPS_PROXY`, `NO_PROXY`) is asked to CONNECT.
+
+A session that breaks is opened again, with exponential backoff. The reply to a request is kept until the coordinator
+has taken it and is sent again in each new session, byte for byte; its request is not handled twice. A reply with
+vectors that was not taken is kept until there is another one: a coordinator that has started again may ask for it. The
+vectors of a request are kept on disk, by hash: the global model is fetched once, and an interrupted download is
+continued.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import DecodeError
+
+from cloister.clients.network.proxy import proxy_for
+from cloister.clients.network.serve import Served, reticent, serve
+from cloister.protocol.errors import (
+    CloisterError,
+    ExchangeError,
+    InvitationError,
+    MemberError,
+    TransferError,
+    UntrustedError,
+)
+from cloister.protocol.identity.address import host_of
+from cloister.protocol.identity.invitation import Invitation, prove
+from cloister.protocol.messages.exchange_pb2 import (
+    Alive,
+    FromSite,
+    Held,
+    Hello,
+    Letter,
+    Part,
+    Proof,
+    ToSite,
+    Vector,
+    Wanted,
+    Welcome,
+)
+from cloister.protocol.messages.messages import Failed
+from cloister.protocol.messages.refusal import printable
+from cloister.protocol.messages.transfer import (
+    CHUNK,
+    HANDSHAKE_S,
+    HEARTBEAT_S,
+    MESSAGE,
+    SILENT_S,
+    STALL_S,
+    STREAMS,
+    VERSION,
+    Arrival,
+    Arrivals,
+    Named,
+    Parcel,
+    check_vectors,
+    data_of,
+    part_of,
+)
+from cloister.protocol.messages.wire import LONGEST, Buffer, decode_reply
+
+_log = logging.getLogger(__name__)
+
+MOST_BYTES = 2**40
+"""The most bytes of the vectors of one request, unless a site says less."""
+
+_FIRST_S, _LONGEST_S = 0.5, 30.0
+"""The first and the longest wait before a session is opened again."""
+_SAME = 6
+"""Tries to reach the address of one invitation before another invitation is asked for."""
+_HASHES = 3
+"""Tries to send or fetch a vector that does not match its hash."""
+_CLOSE_S = 60.0
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MESSAGE),
+    ("grpc.max_send_message_length", MESSAGE),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of another session must not be used
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+)
+_REFUSED: dict[grpc.StatusCode, type[CloisterError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: InvitationError,
+    grpc.StatusCode.PERMISSION_DENIED: MemberError,
+    grpc.StatusCode.FAILED_PRECONDITION: TransferError,
+}
+
+
+class _Moving:
+    """A call that lives while its counter moves."""
+
+    def __init__(self, call: grpc.RpcContext, limit_s: float) -> None:
+        self.call = call
+        self.limit_s = limit_s
+        self.at = time.monotonic()
+
+    def moved(self) -> None:
+        self.at = time.monotonic()
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session that the coordinator has welcomed."""
+
+    channel: grpc.Channel
+    key: bytes = field(repr=False)
+    unsent: queue.SimpleQueue[FromSite | None]
+
+    def call(self, kind: str, name: str) -> Any:
+        """A call of the service, with messages as bytes."""
+        return getattr(self.channel, kind)(f"/cloister.Exchange/{name}")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("session-bin", self.key),)
+
+
+class ExchangeSite:
+    """A site on the exchange of one run.
+
+    Args:
+        name: The site's name, as on its card.
+        identity: Its identity key.
+        open_site: Finds the site; as for `serve`.
+        invite: Returns an invitation; called at the start, and when the one at hand does not open a session, with the
+            reason. It may wait. What it raises ends `run`.
+        folder: For the vectors of requests; of this site and run alone.
+        explain: Turns an error into the line that the coordinator receives.
+        jitter: A factor by which a wait is multiplied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: Ed25519PrivateKey,
+        open_site: Callable[[], Served],
+        invite: Callable[[CloisterError | None], Invitation],
+        folder: Path,
+        *,
+        explain: Callable[[Exception], str] = reticent,
+        jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.5),
+    ) -> None:
+        self._name = name
+        self._identity = identity
+        self._open_site = open_site
+        self._invite = invite
+        self._explain = explain
+        self._jitter = jitter
+        self._arrivals = Arrivals(folder, MOST_BYTES)
+        self._stopped = threading.Event()
+        self._woken = threading.Event()
+        """Set to end the wait before the next session, and to ask for an invitation."""
+        self._changed = threading.Condition()
+        """Guards the fields below, and is notified when one changes."""
+        self._session: _Session | None = None
+        self._asked: Letter | None = None
+        """The newest request, until its handling begins."""
+        self._current = b""
+        """The request that is handled: its id."""
+        self._taken = b""
+        """The request whose reply the coordinator took last, or did not wait for: its id."""
+        self._unasked = False
+        """Whether it did not wait for it."""
+        self._moving: set[_Moving] = set()
+        self._kept: tuple[bytes, Parcel] | None = None
+        """The last reply with vectors, and the id of its request, until it is taken; of the worker alone."""
+
+    # For the owner.
+
+    def run(self) -> None:
+        """Serve until the coordinator says that the run is over, `stop` is called or `invite` raises."""
+        worker = threading.Thread(target=self._work, name="exchange-work", daemon=True)
+        pulse = threading.Thread(target=self._pulse, name="exchange-pulse", daemon=True)
+        with ThreadPoolExecutor(STREAMS, thread_name_prefix="exchange-vector") as self._streams:
+            worker.start()
+            pulse.start()
+            try:
+                self._stay()
+            finally:
+                self.stop()
+                worker.join()
+                pulse.join()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open."""
+        return self._session is not None
+
+    def invited(self) -> None:
+        """There is a new invitation: if no session is open, ask for it now, and do not wait to try an older one."""
+        if not self.connected:
+            self._woken.set()
+
+    def stop(self) -> None:
+        """Disconnect; `run` returns when the request that is handled is."""
+        self._stopped.set()
+        self._woken.set()
+        with self._changed:
+            self._changed.notify_all()
+            moving = list(self._moving)
+        for each in moving:
+            each.call.cancel()
+
+    # Sessions: in the thread of `run`.
+
+    def _stay(self) -> None:
+        invitation: Invitation | None = None
+        why: CloisterError | None = None
+        failures = 0
+        while not self._stopped.is_set():
+            if invitation is None:
+                invitation = self._invite(why)
+            started = time.monotonic()
+            try:
+                following, over = self._attend(invitation)
+            except CloisterError as error:
+                why = error
+                failures += 1
+                _log.warning("exchange: %s", error)
+                if type(error) is not ExchangeError or failures % _SAME == 0:
+                    invitation = None
+            else:
+                if over:
+                    return
+                lasted = time.monotonic() - started >= SILENT_S
+                why, failures, invitation = None, 0 if lasted else failures + 1, following
+            wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
+            if self._woken.wait(wait) and not self._stopped.is_set():
+                self._woken.clear()
+                invitation = None
+
+    def _attend(self, invitation: Invitation) -> tuple[Invitation, bool]:
+        """Open a session and stay in it until it breaks.
+
+        Returns:
+            The invitation for the next one, and whether the run is over.
+
+        Raises:
+            UntrustedError: the server does not have the certificate of the invitation.
+            InvitationError, MemberError: the coordinator refuses the site.
+            ExchangeError: the coordinator cannot be reached, or did not answer as expected.
+        """
+        channel = open_channel(invitation.address, invitation.server_name, invitation.certificate)
+        unsent: queue.SimpleQueue[FromSite | None] = queue.SimpleQueue()
+        unsent.put(FromSite(hello=Hello(version=VERSION, token=invitation.token)))
+        welcome: Welcome | None = None
+        try:
+            messages = iter(unsent.get, None)
+            call = channel.stream_stream("/cloister.Exchange/Session")(
+                message.SerializeToString() for message in messages
+            )
+            with self._watched(call, HANDSHAKE_S) as moving:
+                for data in call:
+                    said = _parsed(data)
+                    kind = said.WhichOneof("said")
+                    moving.moved()
+                    if welcome is None:
+                        if kind == "challenge":
+                            unsent.put(FromSite(proof=self._proof(invitation, said.challenge.nonce)))
+                        elif kind == "welcome":
+                            welcome = said.welcome
+                            moving.limit_s = SILENT_S
+                            self._connected(_Session(channel, welcome.key, unsent))
+                        else:
+                            raise ExchangeError("message", kind or "", expected="challenge or welcome")
+                    elif kind == "over":
+                        return invitation, True
+                    else:
+                        self._heard(said)
+        except grpc.RpcError as error:
+            if welcome is None:
+                raise _error(error) from None
+            _log.info("exchange: the session broke: %s", printable(_details(error)))
+        finally:
+            self._connected(None)
+            unsent.put(None)
+            channel.close()
+        if welcome is None:
+            raise ExchangeError("session", expected="one that the coordinator keeps open")
+        return replace(invitation, token=welcome.token), False
+
+    def _proof(self, invitation: Invitation, nonce: bytes) -> Proof:
+        signature = prove(self._identity, invitation, nonce, self._name)
+        return Proof(name=self._name, key=self._identity.public_key().public_bytes_raw(), signature=signature)
+
+    def _connected(self, session: _Session | None) -> None:
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+
+    def _heard(self, said: ToSite) -> None:
+        with self._changed:
+            match said.WhichOneof("said"):
+                case "request":
+                    # One that is handled is sent again in a new session; after `taken` it is asked once more.
+                    if said.request.id != self._current or said.request.id == self._taken:
+                        self._asked = said.request
+                case "taken":
+                    self._taken, self._unasked = said.taken.id, said.taken.unasked
+            self._changed.notify_all()
+
+    @contextmanager
+    def _watched(self, call: Any, limit_s: float) -> Iterator[_Moving]:
+        """Cancel a call when its counter stops, and at `stop`."""
+        moving = _Moving(call, limit_s)
+        with self._changed:
+            self._moving.add(moving)
+        if self._stopped.is_set():
+            call.cancel()
+        try:
+            yield moving
+        finally:
+            with self._changed:
+                self._moving.discard(moving)
+            call.cancel()
+
+    def _pulse(self) -> None:
+        """Show the coordinator that the site is alive, and end what has stopped."""
+        wait_s = min(HEARTBEAT_S, HANDSHAKE_S / 2)
+        said_at = 0.0
+        while not self._stopped.wait(wait_s):
+            now = time.monotonic()
+            with self._changed:
+                stalled = [each for each in self._moving if now - each.at > each.limit_s]
+                if self._session is not None and now - said_at >= HEARTBEAT_S - wait_s / 2:
+                    said_at = now
+                    self._session.unsent.put(FromSite(alive=Alive()))
+            for each in stalled:
+                each.call.cancel()
+
+    # Requests: in the worker's thread.
+
+    def _work(self) -> None:
+        while (letter := self._next()) is not None:
+            try:
+                reply = self._reply(letter)
+                taken = reply is not None and self._deliver(letter.id, reply)
+                if taken and self._kept is not None and self._kept[0] == letter.id:
+                    self._kept = None
+            except Exception as error:  # a defect too: the coordinator is told, and the thread goes on
+                if isinstance(error, CloisterError):
+                    _log.warning("exchange: %s", error)
+                else:
+                    _log.exception("failed")
+                self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
+
+    def _next(self) -> Letter | None:
+        with self._changed:
+            self._current = b""
+            self._changed.wait_for(lambda: self._asked is not None or self._stopped.is_set())
+            letter, self._asked = self._asked, None
+            if letter is None or self._stopped.is_set():
+                return None
+            self._current, self._taken = letter.id, b""
+            return letter
+
+    def _reply(self, letter: Letter) -> Parcel | None:
+        """The reply to a request: the one that was kept, or the site's; None if there is a newer request."""
+        if self._kept is not None and self._kept[0] == letter.id:
+            return self._kept[1]
+        frames = self._fetch(letter)
+        if frames is None:
+            return None
+        reply = Parcel.of(decode_reply(serve(self._open_site, frames, self._explain)))
+        if any(each.data.nbytes for each in reply.vectors):
+            self._kept = letter.id, reply
+        return reply
+
+    def _superseded(self) -> bool:
+        return self._asked is not None or self._stopped.is_set()
+
+    def _open_session(self, after: _Session | None = None) -> _Session | None:
+        """The session, or the next one after `after`; None if there is a newer request."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._superseded() or (self._session is not None and self._session is not after)
+            )
+            return None if self._superseded() else self._session
+
+    def _fetch(self, letter: Letter) -> list[Buffer] | None:
+        """The frames of a request; None if there is a newer one.
+
+        Raises:
+            CloisterError: a vector exceeds a limit, or does not match its hash.
+        """
+        vectors = [(each.hash, each.size) for each in letter.vectors]
+        check_vectors(vectors, MOST_BYTES)
+        if not letter.frame and (not vectors or vectors[0][1] > LONGEST):
+            raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
+        if any(size for _, size in (vectors if letter.frame else vectors[1:])):
+            self._arrivals.retain({name for name, _ in vectors})  # the model stays until there is another
+        wanted = [self._arrivals.begin(name, size) for name, size in vectors if size]
+
+        def fetch(arrival: Arrival) -> bool:
+            return arrival.whole or self._persist(lambda session: self._download(session, arrival))
+
+        if not all(self._streams.map(fetch, wanted)):
+            return None
+        frames: list[Buffer] = [self._arrivals.open(name, size) for name, size in vectors]
+        return [letter.frame, *frames] if letter.frame else frames
+
+    def _deliver(self, id: bytes, reply: Parcel) -> bool:
+        """Send a reply, in each session again, until the coordinator has taken it, does not wait for it or asks for
+        something else; returns whether it has taken it."""
+        letter = Letter(
+            id=id,
+            frame=reply.frame,
+            vectors=[Vector(hash=each.name, size=each.data.nbytes) for each in reply.vectors],
+        )
+        sent = [each for each in reply.vectors if each.data.nbytes]
+        session: _Session | None = None
+        while (session := self._open_session(session)) is not None:
+            if not all(self._streams.map(partial(self._send, id), sent)):
+                return False
+            with self._changed:
+                session = self._session
+                if session is not None:
+                    session.unsent.put(FromSite(reply=letter))
+                    self._changed.wait_for(partial(self._settled, id, session))
+                if self._taken == id:
+                    return not self._unasked
+        return False
+
+    def _send(self, id: bytes, vector: Named) -> bool:
+        return self._persist(lambda session: self._upload(session, id, vector))
+
+    def _settled(self, id: bytes, session: _Session) -> bool:
+        """Whether a reply that was sent in a session need not be waited for in it any longer."""
+        return self._taken == id or self._superseded() or self._session is not session
+
+    def _persist(self, transfer: Callable[[_Session], None]) -> bool:
+        """Repeat a transfer until it is done; False if there is a newer request.
+
+        Raises:
+            TransferError: the coordinator does not want the vector any more, or it never matches its hash.
+            StorageError: the disk refuses.
+        """
+        refused = 0
+        failures = 0
+        while (session := self._open_session()) is not None:
+            try:
+                transfer(session)
+                return True
+            except TransferError:
+                refused += 1
+                if refused >= _HASHES:
+                    raise
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    refused += 1
+                    if refused >= _HASHES:
+                        raise _error(error) from None
+                _log.info("exchange: a transfer broke: %s", printable(_details(error)))
+            failures += 1
+            with self._changed:
+                wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
+                self._changed.wait_for(self._superseded, wait)
+        return False
+
+    def _download(self, session: _Session, arrival: Arrival) -> None:
+        turn, held = arrival.take()
+        wanted = Wanted(hash=arrival.name, offset=held).SerializeToString()
+        call = session.call("unary_stream", "Download")(wanted, metadata=session.metadata)
+        with self._watched(call, STALL_S) as moving:
+            for data in call:
+                arrival.add(turn, [data_of(data)])
+                moving.moved()
+        arrival.finish(turn)
+
+    def _upload(self, session: _Session, id: bytes, vector: Named) -> None:
+        start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        size = vector.data.nbytes
+
+        def parts() -> Iterator[bytes]:
+            yield Part(vector=Vector(hash=vector.name, size=size), request=id).SerializeToString()
+            held = start.get()
+            if held is None:
+                return
+            for at in range(held, size, CHUNK):
+                moving.moved()
+                yield part_of(vector.data[at : at + CHUNK])
+
+        call = session.call("stream_stream", "Upload")(parts(), metadata=session.metadata)
+        with self._watched(call, STALL_S) as moving:
+            whole = False
+            try:
+                for data in call:  # to the end: gRPC's server never frees all of a call that is cancelled
+                    held = Held.FromString(data)
+                    moving.moved()
+                    start.put(held.size)
+                    whole = held.whole
+            finally:
+                start.put(None)
+        if not whole:
+            raise TransferError("upload", expected="an answer that all of it has arrived")
+
+
+def open_channel(address: str, server_name: str, root: bytes) -> grpc.Channel:
+    """A connection to a server of the coordinator, made with the first call.
+
+    Args:
+        address: HOST:PORT at which the site reaches it.
+        server_name: The name in its certificate.
+        root: The only certificate that is trusted, in PEM: its own, or that of its authority.
+    """
+    proxy = proxy_for(host_of(address))
+    options = [
+        *_OPTIONS,
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root), options)
+
+
+def _parsed(data: bytes) -> ToSite:
+    try:
+        said: ToSite = ToSite.FromString(data)
+    except DecodeError:
+        raise ExchangeError("message", f"{len(data)} bytes", expected="one of the exchange") from None
+    return said
+
+
+def _details(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {error.details() or 'no reason given'}"
+
+
+def _error(error: grpc.RpcError) -> CloisterError:
+    """What a call that failed says, as an error of its own class."""
+    reason = printable(error.details() or error.code().name)
+    if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
+        return UntrustedError("server", reason, expected="the certificate of the invitation")
+    kind = _REFUSED.get(error.code(), ExchangeError)
+    return kind("session", reason, expected="a coordinator that accepts it")

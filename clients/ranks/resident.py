@@ -1,0 +1,174 @@
+"""State that a process keeps in memory for all the sites that it serves; its app owns one `Resident`.
+
+A deployed process serves one site, a simulation's worker serves many in turn. They share the plan's model and trainer,
+because a round starts from the global model and does not depend on earlier work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cloister.aggregation.sums import Sums
+from cloister.clients.ranks.device_mesh import mesh_for, several
+from cloister.clients.state.attempt import Live
+from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.clients.training.work import Here, Work
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import LanguageModel, load_model
+from cloister.lm.text.data import Prepared
+from cloister.lm.training.train import Trainer
+from cloister.protocol.identity.roster import Roster, load_identity, load_roster
+from cloister.protocol.plan.plan import MeshSection, Plan
+
+_MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs a few open files
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plan's model, and who works with it."""
+
+    plan: Plan
+    base_hash: bytes
+    """Hash of the frozen parameters that the model was built on; empty: those of the plan."""
+    model: LanguageModel
+    work: Work
+    sums: Sums
+    """What the run's sums are made of."""
+    live: Live = field(default_factory=dict)
+    """Attempts at secure sums, by folder."""
+    sequences: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
+    """By state folder: the key of a site's sequences, and the sequences, which are mapped from disk."""
+
+    def prepared(self, state: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
+        """The sequences of the site with that state folder; made if this process does not have them."""
+        known = self.sequences.get(state)
+        if known is None or known[0] != key:
+            if len(self.sequences) >= _MOST_PREPARED:
+                self.sequences.clear()
+            known = self.sequences[state] = key, make()
+        return known[1]
+
+
+class Resident:
+    """Rosters, identity keys, plans, and the loaded model of one plan, once for each mesh."""
+
+    def __init__(self) -> None:
+        self._rosters = lru_cache(maxsize=4)(_pinned_roster)
+        self._identities = lru_cache(maxsize=4096)(load_identity)
+        self._plans: dict[bytes, Plan] = {}
+        self._serves: object = None
+        self._loaded: dict[object, Loaded] = {}
+
+    def roster(self, path: str, pinned: str) -> Roster:
+        """The roster in a file, verified once in a process: the content under one hash cannot change.
+
+        Raises:
+            RosterError: the file is damaged, or is not the roster with the hash `pinned`.
+        """
+        return self._rosters(path, pinned)
+
+    def identity(self, path: str) -> Ed25519PrivateKey:
+        """The identity key in a file.
+
+        Raises:
+            RosterError: the file is missing or has no key.
+        """
+        return self._identities(Path(path))
+
+    def plan(self, digest: bytes, read: Callable[[], Plan]) -> Plan:
+        """The plan with a digest, read and checked once in a process."""
+        if digest not in self._plans:
+            plan = read()
+            if len(self._plans) >= 4:
+                self._plans.clear()
+            self._plans[digest] = plan
+        return self._plans[digest]
+
+    def load(
+        self,
+        plan: Plan,
+        device_name: str,
+        mesh: MeshSection,
+        base_hash: bytes,
+        read_base: Callable[[], Vector | None],
+        base_path: Path,
+    ) -> Loaded:
+        """The model of a plan, and who works with it; what was loaded for another plan is dropped.
+
+        Args:
+            plan: The plan.
+            device_name: `auto` or a torch device.
+            mesh: How several devices divide the model.
+            base_hash: Hash of the frozen parameters to build on; empty: those of the plan.
+            read_base: Reads them; called if the model is not loaded yet.
+            base_path: Where they are when the first update is asked for.
+
+        Raises:
+            CloisterError: the model cannot be loaded, or does not fit the plan or the devices.
+        """
+        serves = (plan.digest(), base_hash)
+        if serves != self._serves:
+            self.close()  # free its memory first
+            self._serves = serves
+        key = (device_name, mesh)
+        if key not in self._loaded:
+            torch.set_num_threads(plan.local.threads)
+            self._loaded[key] = self._load(plan, device_name, mesh, base_hash, read_base, base_path)
+        return self._loaded[key]
+
+    def close(self) -> None:
+        """Drop what is loaded, and end the processes that work with it; idempotent."""
+        for loaded in self._loaded.values():
+            loaded.work.close()
+        self._loaded.clear()
+
+    def _load(
+        self,
+        plan: Plan,
+        device_name: str,
+        section: MeshSection,
+        base_hash: bytes,
+        read_base: Callable[[], Vector | None],
+        base_path: Path,
+    ) -> Loaded:
+        mesh, devices = mesh_for(plan, section, device_name)
+        work: Work
+        if not several(mesh, section):
+            model, device = load_model(plan, read_base()), torch.device(devices[0])
+            model.module.to(device)
+            sums = Sums.over(plan, model.layout, base_hash)
+            work = Here(model, device, self.trainer(plan, model, device), sums.terms)
+        else:
+            from cloister.clients.ranks.part import (
+                Model,  # these take a second to import, which one process saves
+            )
+            from cloister.clients.ranks.team import Team
+
+            model = load_model(plan, empty=True)
+            sums = Sums.over(plan, model.layout, base_hash)
+            model.module.to("meta")  # a frozen base: this process needs names and shapes only
+            source = model.layout.source
+            built = Model(
+                plan.to_json(), base_path, base_hash, source, section.checkpointing, section.compile
+            )
+            over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
+            work = Team(built, mesh, sums.training.size, devices, plan.local.threads, over)
+        return Loaded(plan, base_hash, model, work, sums)
+
+    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:
+        """A new trainer of a plan's rounds; an audit makes one that plants canaries.
+
+        Raises:
+            PlanError: the model does not fit the plan's privacy.
+        """
+        return (PrivateTrainer if plan.privacy.dpsgd else Trainer)(plan, model, device)
+
+
+def _pinned_roster(path: str, pinned: str) -> Roster:
+    return load_roster(Path(path)).pinned(pinned)

@@ -1,0 +1,106 @@
+"""A site's own configuration: a TOML file on its machine, which never leaves it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from cloister.protocol.errors import PlanError
+from cloister.protocol.plan.plan import FASTEST, SLOWEST, SMALLEST_COHORT, MeshSection
+from cloister.protocol.plan.settings import Section, Settings
+
+
+class Membership(NamedTuple):
+    """As whom a site takes part: what `cloister site install` changes, and a run that has begun keeps."""
+
+    identity: str
+    """File of its identity key."""
+    roster: str
+    """File of the roster."""
+    roster_hash: str
+    """Hash of that roster, in hex."""
+
+
+class SiteConfig(Section):
+    """The settings of one site. Other parties see the name; the speed, where a plan asks for it; and by the parts of an
+    update how many devices it has."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """The site's name in the federation."""
+    data: Annotated[str, Field(min_length=1)]
+    """Its records: a file, a folder of files, or a hub name."""
+    split: str = "train"
+    """Split of a hub data set."""
+    state: Annotated[str, Field(min_length=1)]
+    """Folder for the state that the site keeps between messages."""
+    identity: str = ""
+    """File of its Ed25519 identity key, for the secure sum."""
+    supernode_key: str = ""
+    """File of the key by which Flower authenticates the site's SuperNode, in OpenSSH's format."""
+    federation: str = ""
+    """File of the federation that is installed (`protocol/identity/federation.py`); the certificate of the
+    coordinator's authority, `authority.pem`, is beside it. Empty: none is."""
+    roster: str = ""
+    """File of the roster that the sites agreed on."""
+    roster_hash: str = ""
+    """Hash of that roster, in hex: the site refuses any other."""
+    plan: str = ""
+    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first that
+    it joins."""
+    secure: bool = True
+    """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
+    minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
+    """Fewest sites whose sum it takes part in."""
+    policy: str = ""
+    """File of the site's policy (`privacy/ledger/policy.py`); empty: it demands no more than the keys here."""
+    dataset: str = ""
+    """Name under which the ledger keeps what this data has spent; empty: the value of `data`. Data that is moved or
+    grows is the same data: keep its name."""
+    ledger: str = ""
+    """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
+    device: str = "auto"
+    """`auto` (the GPUs this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
+    speed: Annotated[float, Field(ge=SLOWEST, le=FASTEST)] = 1.0
+    """How fast its hardware trains, relative to the other sites: 2 is twice as fast as 1. Only for plans with
+    `local.balance = "weighted"`, whose coordinator is told."""
+    mesh: MeshSection = MeshSection()
+    """Degrees by which several devices, of the kind that `device` names, divide the model."""
+
+    @property
+    def folder(self) -> Path:
+        """The state folder."""
+        return Path(self.state)
+
+    @property
+    def membership(self) -> Membership | None:
+        """As whom the site joins a run; None where no federation is installed: there is only one roster."""
+        return Membership(self.identity, self.roster, self.roster_hash) if self.federation else None
+
+
+_SETTINGS = Settings(SiteConfig, "site", PlanError)
+
+
+def read_config(path: Path) -> SiteConfig:
+    """Read a site's TOML; relative paths in it are relative to its folder.
+
+    Raises:
+        PlanError: the file is missing, or a field is wrong.
+    """
+    config = _SETTINGS.load(path)
+    data = path.parent / config.data
+    return config.model_copy(
+        update={
+            "dataset": config.dataset or config.data,
+            "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
+            **{
+                name: str(path.parent / value)
+                for name in ("state", "identity", "supernode_key", "federation", "policy", "ledger")
+                if (value := getattr(config, name))
+            },
+            # Sites on one machine name one file in many ways, and a process verifies each path once.
+            "roster": config.roster and os.path.realpath(path.parent / config.roster),
+        }
+    )

@@ -1,0 +1,349 @@
+"""A site's attempts on disk, between two messages that different processes may handle.
+
+There are three files that only the site can read. `marks` says which attempt the site joined last, and for which
+survivors it revealed shares last. It has two slots at fixed places, so a damaged length hides nothing. Each slot has
+all marks, the number of the write and a CRC-32; the higher number is newer. A write replaces the older slot and is
+synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot may also be
+damaged later. Then `attempt` still says what was joined last, and `revealed` what was answered last, and the site goes
+on with that: it forgets nothing. If both slots are damaged, or one of them and `revealed`, or the file is missing or
+has another length, the site does not know what it has answered, and refuses everything (`StorageError`). That all
+files are an earlier copy is not noticed. They are created once, durably, before the site pins its run (`create`), and
+never again.
+
+`attempt` holds the secret seed of the current attempt, the history that the site advertises in it and the messages
+received so far, in frames: a length, a CRC-32 and the content. Each is appended and synced before a message that
+depends on it leaves the site. A damaged frame, the last one included, ends the attempt: the site refuses the rest of it
+and can join the next. When the site has revealed its shares, the file is overwritten with zeros, synced and emptied.
+
+`revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request and the
+mark. It is synced before the answer leaves and the attempt is wiped, so that the answer can be sent again if it was
+lost. It has no secret of the site: only shares that the coordinator was sent.
+
+Refused: `marks` as a log that grows, because a truncated log is a valid shorter one. A file for each step, renamed into
+place, is equally safe but cost more than the step itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from cloister.aggregation.secure.secure_sum import Answered
+from cloister.protocol.encoding import Value, pack, unpack
+from cloister.protocol.errors import EncodingError, StorageError
+from cloister.protocol.machine.storage import sync, sync_folders, write_new
+from cloister.protocol.messages.messages import NOTHING_CARRIED
+
+_FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
+_SLOT = 4096  # bytes of a slot of `marks`: no disk writes two of them as one sector
+
+Logged = tuple[int, bytes]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a site must not forget of its attempts."""
+
+    joined: tuple[int, int] = (0, 0)
+    """Round and attempt that the site joined last: a site joins an attempt before it answers in it."""
+    answered: Answered | None = None
+    """The survivors for which the site revealed shares last."""
+    writes: int = 0
+    """Number of writes before this one."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The current attempt, as it is kept."""
+
+    newest: tuple[int, int]
+    """Round and attempt that the site had joined before this one."""
+    now: tuple[int, int]
+    """Round and attempt of this one."""
+    seed: bytes = field(repr=False)
+    log: tuple[Logged, ...] = field(default=(), repr=False)
+    history: bytes = NOTHING_CARRIED
+    """Of what the site carried when it joined this one (`carried.py`)."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The content of `marks` and `attempt`, as one process last read or wrote them."""
+
+    marks: Marks
+    kept: Kept | None
+    end: int
+    """Bytes of the attempt. It only grows, until a mark is written: so two states of one folder with the same marks and
+    end are the same state. The exception is a process that was killed before it marked the attempt that it began: one
+    that has the attempt before in memory may go on with that, and no other process finds it."""
+
+
+class AttemptFiles:
+    """The files in a folder, open while this process holds the lock on them. Make one with `turn`."""
+
+    def __init__(self, folder: Path, run: str, marks: int, attempt: int) -> None:
+        self._folder = folder
+        self._run = run
+        self._marks = marks
+        self._attempt = attempt
+
+    @staticmethod
+    def create(folder: Path, top: Path) -> None:
+        """Create the files of a run in which the site has answered nothing, durably; existing files stay as they are.
+
+        Args:
+            folder: The folder of a run's sums.
+            top: The folder that has the site's state folder; the entries of all folders on the way are synced.
+
+        Raises:
+            StorageError: the disk refuses the write.
+        """
+        write_new(folder / "attempt", b"")
+        write_new(folder / "revealed", b"")
+        write_new(folder / "marks", _slot(Marks()) + bytes(_SLOT))
+        sync_folders(folder.parent, top)
+
+    @classmethod
+    @contextmanager
+    def turn(cls, folder: Path, run: str) -> Iterator[Self]:
+        """Wait for the lock on the folder of a run.
+
+        Raises:
+            StorageError: a file is missing, or the disk refuses the access.
+        """
+        marks = _open(folder / "marks")
+        try:
+            fcntl.flock(marks, fcntl.LOCK_EX)
+            attempt = _open(folder / "attempt")
+            try:
+                yield cls(folder, run, marks, attempt)
+            finally:
+                os.close(attempt)
+        finally:
+            os.close(marks)
+
+    def state(self, known: State | None) -> State:
+        """The content of the files; `known` itself if nothing has changed since.
+
+        Raises:
+            StorageError: the marks are damaged.
+        """
+        marks, end = self._read_marks(), os.fstat(self._attempt).st_size
+        if known is not None and (known.marks, known.end) == (marks, end):
+            return known
+        kept = self._read_attempt(end)
+        return State(marks, kept if kept is not None and kept.now == marks.joined else None, end)
+
+    def begin(self, state: State, kept: Kept) -> State:
+        """Join an attempt, durably; it replaces the previous one, whose seed is overwritten.
+
+        The mark is written last: without it the attempt is not joined, and its first message joins it again.
+        """
+        header = (*kept.newest, *kept.now, kept.seed, kept.history)
+        end = self._append(0, (header, *kept.log))
+        return State(self._mark(replace(state.marks, joined=kept.now)), kept, end)
+
+    def keep(self, state: State, *steps: Logged) -> State:
+        """Add messages to the attempt, durably.
+
+        Those that are there already are synced again, because the process that wrote them may have been killed before
+        they were synced.
+        """
+        kept = state.kept
+        assert kept is not None
+        new = tuple(step for step in steps if step not in kept.log)
+        return State(state.marks, replace(kept, log=kept.log + new), self._append(state.end, new))
+
+    def mark_answered(self, state: State, answered: Answered) -> State:
+        """Record durably the survivors for which shares are revealed."""
+        return replace(state, marks=self._mark(replace(state.marks, answered=answered)))
+
+    def keep_revealed(self, state: State, request: bytes, answer: bytes) -> None:
+        """Keep the answer to a request for shares, which is marked, durably; it replaces the previous one.
+
+        A power cut can tear it; the attempt, which gives the same answer, is wiped later only.
+        """
+        frame = _frame(pack(_hash(request), answer, *_fields(state.marks.answered)))
+        file = _open(self._folder / "revealed")
+        try:
+            if os.pwrite(file, frame, 0) != len(frame):
+                raise OSError(None, "no space left")
+            os.ftruncate(file, len(frame))
+            sync(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)  # the answer does not leave, and `marks` still has the one before it
+            raise _refusal(self._folder, error) from error
+        finally:
+            os.close(file)
+
+    def revealed(self, request: bytes) -> bytes | None:
+        """The answer that was kept for exactly this request for shares; None if there is none."""
+        content = _content(self._read_revealed())
+        match unpack(content) if content else ():
+            case (bytes(known), bytes(answer), *_) if known == _hash(request):
+                return answer
+        return None
+
+    def end(self, state: State) -> State:
+        """Wipe the secrets of the attempt, durably, so that later readers of the disk cannot remove its masks.
+
+        No answer depends on it: an attempt that a power cut brings back gives the answer that was marked, and no other.
+        A disk that copies on write, and an SSD, may keep the old blocks.
+        """
+        try:
+            os.pwrite(self._attempt, bytes(state.end), 0)
+            sync(self._attempt)  # before the truncation, which would drop the zeros
+            os.ftruncate(self._attempt, 0)
+        except OSError as error:
+            raise _refusal(self._folder, error) from error
+        return State(state.marks, None, 0)
+
+    def _read_marks(self) -> Marks:
+        data = os.pread(self._marks, 2 * _SLOT + 1, 0)
+        slots = (_marks_in(self._run, data[at : at + _SLOT]) for at in (0, _SLOT))
+        whole = sorted((marks for marks in slots if marks is not None), key=lambda marks: marks.writes)
+        consecutive = all(marks.writes == whole[0].writes + place for place, marks in enumerate(whole))
+        if len(data) != 2 * _SLOT or not whole or not consecutive:
+            raise _unknown(self._folder / "marks", "damaged")
+        return whole[1] if len(whole) == 2 else self._recovered(whole[0])
+
+    def _recovered(self, marks: Marks) -> Marks:
+        """The marks where only one slot is whole, by the other files: no share has left that is not in `revealed`."""
+        kept = self._read_attempt(os.fstat(self._attempt).st_size)
+        joined = max(marks.joined, kept.now if kept is not None else (0, 0))
+        revealed = self._read_revealed()
+        if not revealed:  # the site has answered nothing in this run
+            return replace(marks, joined=joined)
+        content = _content(revealed)
+        match unpack(content) if content else ():
+            case (bytes(_), bytes(_), int(round_), int(attempt), bytes(survivors)):
+                answered = Answered(self._run, round_, attempt, survivors)
+                return replace(marks, joined=joined, answered=answered)
+        raise _unknown(self._folder / "revealed", "damaged, and a slot of marks too")
+
+    def _read_attempt(self, end: int) -> Kept | None:
+        """The attempt, marked or not; None if there is none, or it is damaged."""
+        match _frames(os.pread(self._attempt, end, 0)):
+            case [(int(a), int(b), int(c), int(d), bytes(seed), bytes(history)), *steps]:
+                return Kept((a, b), (c, d), seed, tuple(_step(step) for step in steps), history)
+        return None
+
+    def _read_revealed(self) -> bytes:
+        file = _open(self._folder / "revealed")
+        try:
+            return os.pread(file, os.fstat(file).st_size, 0)
+        finally:
+            os.close(file)
+
+    def _mark(self, marks: Marks) -> Marks:
+        marks = replace(marks, writes=marks.writes + 1)
+        try:
+            if os.pwrite(self._marks, _slot(marks), marks.writes % 2 * _SLOT) != _SLOT:
+                raise OSError(None, "no space left")
+            sync(self._marks)
+        except OSError as error:
+            raise _refusal(self._folder, error) from error
+        return marks
+
+    def _append(self, end: int, contents: tuple[tuple[Value, ...], ...]) -> int:
+        """Write frames at the end, or instead of all, durably; the new end. They are there and whole, or not there."""
+        frames = b"".join(_frame(pack(*content)) for content in contents)
+        try:
+            if os.fstat(self._attempt).st_size > end + len(frames):
+                os.ftruncate(self._attempt, end + len(frames))
+            if os.pwrite(self._attempt, frames, end) != len(frames):
+                raise OSError(None, "no space left")
+            sync(self._attempt)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._attempt, end)
+            raise _refusal(self._folder, error) from error
+        return end + len(frames)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _unknown(path, "missing") from None
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _hash(request: bytes) -> bytes:
+    return hashlib.sha256(request).digest()
+
+
+def _frame(content: bytes) -> bytes:
+    return _FRAME.pack(len(content), zlib.crc32(content)) + content
+
+
+def _frames(data: bytes) -> list[tuple[Value, ...]]:
+    """The frames of an attempt; none if one is damaged."""
+    found, at = [], 0
+    while at < len(data):
+        content = _content(data[at:])
+        if content is None:
+            return []
+        found.append(unpack(content))
+        at += _FRAME.size + len(content)
+    return found
+
+
+def _content(data: bytes) -> bytes | None:
+    """The content of the frame that data begins with, if it is whole."""
+    if len(data) < _FRAME.size:
+        return None
+    size, checksum = _FRAME.unpack_from(data)
+    content = data[_FRAME.size : _FRAME.size + size]
+    return content if size and len(content) == size and zlib.crc32(content) == checksum else None
+
+
+def _fields(answered: Answered | None) -> tuple[Value, ...]:
+    return (answered.round, answered.attempt, answered.survivors) if answered else ()
+
+
+def _slot(marks: Marks) -> bytes:
+    return _frame(pack(marks.writes, *marks.joined, *_fields(marks.answered))).ljust(_SLOT, b"\0")
+
+
+def _marks_in(run: str, slot: bytes) -> Marks | None:
+    """The marks in a slot; None if it is damaged."""
+    content = _content(slot)
+    match unpack(content) if content else ():
+        case (int(writes), int(a), int(b)):
+            return Marks((a, b), None, writes)
+        case (int(writes), int(a), int(b), int(round_), int(attempt), bytes(survivors)):
+            return Marks((a, b), Answered(run, round_, attempt, survivors), writes)
+    return None
+
+
+def _step(frame: tuple[Value, ...]) -> Logged:
+    match frame:
+        case (int(step), bytes(body)):
+            return step, body
+    raise EncodingError("attempt", expected="steps as this site writes them")
+
+
+def _unknown(path: Path, how: str) -> StorageError:
+    return StorageError(
+        str(path),
+        how,
+        expected="the file that the site made when it joined the run: without it the site does not know what it has "
+        "answered, and could reveal its update",
+        fix="for a new run give the site a new state folder and keep its ledger; do not restore an earlier copy",
+    )
+
+
+def _refusal(folder: Path, error: OSError) -> StorageError:
+    return StorageError(str(folder), expected=f"a disk that accepts the write ({error.strerror})")

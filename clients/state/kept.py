@@ -1,0 +1,369 @@
+"""The files of a site that later messages need: the plan that it joined, the base model, what it made for sums.
+
+The attempts of the secure sum (`attempt_files.py`) and the tokenised data (`lm/text/data.py`) have their own files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.aggregation.vector.span import Manifest, Piece, check_received, manifest_of
+from cloister.clients.setup.config import Membership
+from cloister.lm.model.layout import Vector
+from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
+from cloister.protocol.machine.storage import disk_refusal, write_bytes, write_file, write_new
+from cloister.protocol.messages.blocks import all_finite
+from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import from_json
+
+ROUNDING_KEY = "rounding.key"
+"""The file, in the state folder, of the secret from which a site's rounding follows, for each run apart."""
+DECLARED_ROUNDING = "rounding.declared"
+"""The file, in a simulated site's state folder, of the key of its rounding in all runs."""
+_ROUNDING_KEY = 32  # bytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """A vector in pieces that tile it, in their order."""
+
+    manifest: Manifest
+    """Offset, length and hash of each piece that is not empty."""
+    pieces: list[Piece]
+    """The pieces."""
+    seconds: float = 0.0
+    """Seconds in which an update was trained."""
+
+
+class Kept:
+    """A site's state folder.
+
+    Args:
+        state: The folder.
+        bases: Folder of base models; several sites of one machine may share it.
+    """
+
+    def __init__(self, state: Path, bases: Path) -> None:
+        self._state = state
+        self._bases = bases
+
+    # The plan and the base of a run, which are sent once, when the site joins.
+
+    def remember(self, request: Join, digest: bytes, membership: Membership | None) -> None:
+        """Keep the plan and base of a join, durably, for later messages, which name the plan by its digest.
+
+        Args:
+            request: The join, whose base was checked (`checked_base`).
+            digest: Digest of its plan.
+            membership: As whom the site joins; kept for the whole run.
+
+        Raises:
+            PinnedError: the site has joined that run with another plan or base.
+            StorageError: the disk refuses a write.
+        """
+        joined = {"digest": digest.hex(), "plan": request.plan, "base": request.base_hash.hex()}
+        joined |= membership._asdict() if membership else {}
+        known = self._read(request.run)
+        if known is not None and any(known[name] != joined[name] for name in ("digest", "base")):
+            raise PinnedError(
+                "base model", request.base_hash.hex(), expected="the one that was joined in this run"
+            )
+        path = self.base_path(request.base_hash)
+        if request.base_hash and not path.exists():
+            write_file(path, lambda temporary: save_vector(temporary, request.base))
+        write_bytes(self._joined(request.run), json.dumps(joined).encode())
+
+    def knows(self, run: str) -> bool:
+        """Whether the site has joined a run: its file is there, whatever it has."""
+        return self._joined(run).exists()
+
+    def membership(self, run: str) -> Membership | None:
+        """As whom the site has joined a run; None where that was not kept."""
+        joined = self._read(run)
+        if joined is None or not set(Membership._fields) <= set(joined):
+            return None
+        return Membership(*(joined[name] for name in Membership._fields))
+
+    def recall(
+        self, run: str, digest: bytes, find: Callable[[bytes, Callable[[], Plan]], Plan]
+    ) -> tuple[Plan, bytes]:
+        """The plan that the site joined in a run, and the hash of its base model, which is empty if there is none.
+
+        Args:
+            run: Identity of the run.
+            digest: Digest of the plan, as a message names it.
+            find: Finds a plan by its digest in memory, or reads it.
+
+        Raises:
+            PinnedError: the site has not joined that run, or has joined another plan in it.
+        """
+        joined = self._read(run)
+        if joined is None:
+            raise PinnedError("run", run, expected="a run that this site was asked to join first")
+        named, text, base_hash = joined["digest"], joined["plan"], bytes.fromhex(joined["base"])
+        if named != digest.hex():
+            raise PinnedError(
+                "digest of the plan", digest.hex(), expected=f"{named}, which was joined in this run"
+            )
+
+        def read() -> Plan:
+            plan = from_json(text)
+            if plan.digest() != named:
+                raise StorageError(str(self._joined(run)), expected="the plan that this site has joined")
+            return plan
+
+        return find(digest, read), base_hash
+
+    def _joined(self, run: str) -> Path:
+        return self._state / "runs" / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.json"
+
+    def _read(self, run: str) -> dict[str, str] | None:
+        """What `remember` kept of a run; None where it kept nothing that is whole."""
+        try:
+            joined = json.loads(self._joined(run).read_bytes())
+            needed = ("digest", "plan", "base", *(set(Membership._fields) & set(joined)))
+            return {name: str(joined[name]) for name in needed}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def base_path(self, base_hash: bytes) -> Path:
+        """Where the base model with a hash is kept."""
+        return base_path(self._bases, base_hash)
+
+    def base(self, base_hash: bytes) -> Vector | None:
+        """The base model with a hash; None for the empty hash.
+
+        Raises:
+            StorageError: it is missing or has changed.
+        """
+        return read_base(self.base_path(base_hash), base_hash)
+
+    # Finished updates and totals, so that no retry trains or evaluates again, and what is masked again is the same.
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Take the lock on what is kept: of two processes that are asked for one update, one makes it.
+
+        Raises:
+            StepError: another process has it. It may still be training for an earlier attempt; a later one gets what it
+                has made.
+            StorageError: the disk refuses the access.
+        """
+        path = self._state / "update.lock"
+        try:
+            lock = path.open("wb")
+        except OSError as error:
+            raise disk_refusal(path, error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StepError(
+                    "update", expected="one process of this site that makes it", fix="try the round again"
+                ) from None
+            yield
+
+    def rounding_key(self, run: str) -> bytes:
+        """The key of the site's rounding in a run: a secret, made once, unless a simulation has declared it.
+
+        Raises:
+            StorageError: the disk refuses it, or the file is damaged.
+        """
+        declared = self._state / DECLARED_ROUNDING
+        if declared.exists():
+            return declared.read_bytes()
+        path = self._state / ROUNDING_KEY
+        write_new(path, os.urandom(_ROUNDING_KEY))
+        key = path.read_bytes()
+        if len(key) != _ROUNDING_KEY:
+            raise StorageError(
+                str(path), f"{len(key)} bytes", expected=f"{_ROUNDING_KEY}", fix="remove the file"
+            )
+        return hmac.digest(key, run.encode(), "sha256")
+
+    def update_path(self, round_number: int) -> Path:
+        """Where the finished update of a round is kept."""
+        return update_path(self._state, round_number)
+
+    def keep(
+        self,
+        purpose: Purpose,
+        round_number: int,
+        write: Callable[[Path], Written],
+        facts: Mapping[str, str],
+        *,
+        durable: bool,
+    ) -> Written:
+        """Keep what the site has made for a sum, and remove the same of other rounds.
+
+        The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
+        file, which is written last, so that a vector is valid only if both agree.
+
+        Args:
+            purpose: What the sum is of.
+            round_number: The round.
+            write: Writes the vector that is summed, before its masks, into a new file that only its owner may read
+                (`write_pieces`).
+            facts: The inputs that the vector depends on; `made` returns it for the same facts only.
+            durable: Sync it before this returns.
+
+        Returns:
+            What `write` returned.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        path = _path(self._state, purpose, round_number)
+        written: list[Written] = []
+        write_file(path, lambda temporary: written.append(write(temporary)), durable=durable)
+        entries = [[offset, size, digest.hex()] for offset, size, digest in written[0].manifest]
+        sealed = {"facts": dict(facts), "manifest": entries, "seconds": written[0].seconds}
+        write_bytes(path.with_suffix(".json"), json.dumps(sealed).encode(), durable=durable)
+        kept = (path, path.with_suffix(".json"))
+        for old in self._state.glob(f"{_NAMES[purpose]}-*"):
+            if old not in kept:
+                old.unlink(missing_ok=True)
+        return written[0]
+
+    def made(
+        self,
+        purpose: Purpose,
+        round_number: int,
+        facts: Mapping[str, str],
+        length: int,
+        dtype: npt.DTypeLike,
+    ) -> Written | None:
+        """What the site has made for a sum if it is whole, of this length and type; None if there is none.
+
+        Its pieces are mapped from the file, copied on a write; a change does not reach the file.
+
+        Args:
+            purpose: What the sum is of.
+            round_number: The round.
+            facts: As for `keep`.
+            length: Elements of the vector.
+            dtype: The ring's.
+
+        Raises:
+            StaleError: the site has made it in the same run from other facts.
+        """
+        path = _path(self._state, purpose, round_number)
+        try:
+            sealed = json.loads(path.with_suffix(".json").read_bytes())
+            others = {name for name, value in facts.items() if sealed["facts"].get(name) != value}
+            if others and others.isdisjoint(("plan", "run")):
+                name = _NAMES[purpose]
+                raise StaleError(
+                    f"{name} of round {round_number}",
+                    " and ".join(sorted(others)),
+                    expected=f"the same as when this site made its {name} of the round: there is one {name} in a round",
+                )
+            if others:
+                return None
+            manifest = tuple(
+                (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
+            )
+            vector = np.memmap(path, dtype, "c")
+            if vector.shape != (length,):
+                return None
+            spans = [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest]
+            pieces = check_received(manifest, spans, length, dtype)
+            return Written(manifest, pieces, float(sealed["seconds"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
+            return None  # missing, torn by a crash, or of another model: the site trains
+
+
+def checked_base(request: Join) -> Vector | None:
+    """The base model of a join; None where it has none.
+
+    Raises:
+        UpdateError: it is not the model that the request's hash names, or non-finite.
+    """
+    if not request.base_hash:
+        return None
+    check_sent("base model", request.base, request.base_hash)
+    return request.base
+
+
+def check_sent(what: str, vector: Vector, named: bytes) -> None:
+    """Check a vector that every site of a sum gets, before any record is used.
+
+    What is trained from a non-finite one would depend on records; its hash binds the masks to it.
+
+    Args:
+        what: What errors call it.
+        vector: (d,) float32.
+        named: The hash that the request names.
+
+    Raises:
+        UpdateError: it has another hash, or is non-finite.
+    """
+    own = vector_hash(vector)
+    if own != named:
+        raise UpdateError(what, own.hex(), expected=f"the one with the hash {named.hex()}")
+    if not all_finite(vector):
+        raise UpdateError(what, "non-finite", expected="finite numbers")
+
+
+def update_path(state: Path, round_number: int) -> Path:
+    """Where a site with a state folder keeps its finished update of a round; the facts are beside it, in JSON."""
+    return _path(state, TRAIN, round_number)
+
+
+_NAMES: dict[Purpose, str] = {TRAIN: "update", EVALUATE: "totals"}
+
+
+def _path(state: Path, purpose: Purpose, round_number: int) -> Path:
+    return state / f"{_NAMES[purpose]}-{round_number:05d}.ring"
+
+
+def write_pieces(path: Path, pieces: list[Piece]) -> Written:
+    """Write the pieces of a vector into a new file, which only its owner may read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        for offset, vector in pieces:
+            file.seek(offset * vector.itemsize)
+            file.write(vector.data)
+    return Written(manifest_of(pieces), pieces)
+
+
+def base_path(folder: Path, base_hash: bytes) -> Path:
+    """Where the base model with a hash is kept in a folder."""
+    return folder / f"base-{base_hash.hex()}.npy"
+
+
+def read_base(path: Path, base_hash: bytes) -> Vector | None:
+    """The base model in a file; None for the empty hash.
+
+    Raises:
+        StorageError: it is missing or has changed.
+    """
+    if not base_hash:
+        return None
+    try:
+        base: Vector = np.load(path)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            str(path), expected=f"the base model that this site was given ({error})"
+        ) from error
+    if vector_hash(base) != base_hash:
+        raise StorageError(str(path), expected="the base model that this site was given, but it has changed")
+    return base
+
+
+def save_vector(path: Path, vector: Vector) -> None:
+    """Write what `Kept.base` reads."""
+    with path.open("wb") as file:
+        np.save(file, vector)

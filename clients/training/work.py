@@ -1,0 +1,203 @@
+"""The heavy part of a site's work: train, code, mask and evaluate, in this process (`Here`) or in ranks (`team.py`).
+
+What is here has the model. `site.py`, which combines it with keys, ledger and attempts, does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.vector.span import Piece, manifest_of
+from cloister.clients.state.attempt import Mask
+from cloister.clients.state.kept import Written, write_pieces
+from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.clients.training.release import Code, Finished, Protected, contribution
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.tasks.evaluate import HeldOut, held_out
+from cloister.lm.text.data import Prepared
+from cloister.lm.training.moments import Carry
+from cloister.lm.training.train import Trainer
+from cloister.privacy.accounting.terms import Terms
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.protocol.errors import UpdateError
+from cloister.protocol.messages.balance import OwnSteps
+from cloister.protocol.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One update: from what it is trained, and how it leaves."""
+
+    round: int
+    """The round, from 1."""
+    sequences: Callable[[], Prepared]
+    """Opens the site's sequences; picklable."""
+    carry: Carry | None
+    """What the update begins with, and where what it leaves is written; None where the plan carries nothing."""
+    own: OwnSteps
+    """The optimizer steps, and what the update of so many is scaled by."""
+    seed: tuple[int, ...]
+    """The public seed of the site's batches in this round; not used where batches are secret."""
+    code: Code
+    """How the update becomes ring integers."""
+    noise: NoiseStream | None
+    """The secret stream of batches and noise of this update, with a privacy unit."""
+
+
+class Work(Protocol):
+    """Who does the heavy part of a site's work."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other processes do it, to which a task is sent."""
+
+    def update(self, task: Task, start: Vector, path: Path) -> Written:
+        """Train one update, and write what is summed into a file.
+
+        Args:
+            task: The update.
+            start: The global model, float32, shape (layout.size,).
+            path: The new file.
+
+        Raises:
+            CloisterError: the site cannot train.
+        """
+
+    def mask(
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
+    ) -> Written:
+        """Mask a finished update; each element once.
+
+        Args:
+            site: The site's side of the attempt, which has the seeds.
+            pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
+            path: The file in which it is kept.
+            instructions: Digest of those that the update was made by, to which the masks are bound.
+            threads: Threads that mask.
+
+        Raises:
+            SecureSumError: the attempt has other instructions, or its seeds were used.
+        """
+
+    def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
+        """A model's sums on held-out records, or on the subset of `server.evaluation_sequences`.
+
+        Args:
+            plan: The plan.
+            weights: The model, float32, shape (layout.size,).
+            sequences: Opens the site's sequences; picklable.
+        """
+
+    def close(self) -> None:
+        """End the processes that do it; idempotent."""
+
+
+def train(
+    trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
+) -> Finished:
+    """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
+
+    Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
+    NaN, which the code sends as zeros. Whether they have one depends on the data, and a failure would reveal it.
+
+    Raises:
+        CloisterError: the site cannot train.
+    """
+    sequences, protected = prepared.train, isinstance(task.code, Protected)
+    try:
+        if isinstance(trainer, PrivateTrainer):
+            assert task.noise is not None
+            assert terms is not None
+            local = trainer.train(
+                start,
+                sequences,
+                round=task.round,
+                noise=task.noise,
+                noise_multiplier=terms.noise_multiplier,
+                carry=task.carry,
+            )
+        elif protected and not len(sequences):
+            return _nothing(trainer)  # its code adds the noise
+        else:
+            local = trainer.train(
+                start,
+                sequences,
+                round=task.round,
+                site_seed=task.seed,
+                carry=task.carry,
+                steps=task.own.steps,
+            )
+    except UpdateError as error:
+        if not protected:
+            raise
+        _log.warning("round %d: sending zeros: %s", task.round, error)
+        return _nothing(trainer)
+    if task.own.factor != 1:
+        with np.errstate(over="ignore"):  # the code handles an update that is not finite
+            np.multiply(local.vector, np.float32(task.own.factor), out=local.vector)
+    return Finished(local.vector, local.tokens, local.loss)
+
+
+def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
+    return Finished(np.full(trainer.weights.span.size, np.nan, np.float32), 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Here:
+    """The model of a plan in this process, on one device."""
+
+    model: LanguageModel
+    device: torch.device
+    trainer: Trainer | PrivateTrainer
+    terms: Terms | None
+
+    @property
+    def elsewhere(self) -> bool:
+        """False: it is done in this process."""
+        return False
+
+    def update(self, task: Task, start: Vector, path: Path) -> Written:
+        """As `Work.update`."""
+        finished = train(self.trainer, self.terms, task, start, task.sequences())
+        return write_pieces(path, [(0, contribution(task.code, finished))])
+
+    def mask(
+        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
+    ) -> Written:
+        """As `Work.mask`, in place."""
+        return masking(instructions, threads)(site, pieces)
+
+    def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
+        """As `Work.held_out`."""
+        self.model.layout.scatter(weights, self.model.module)
+        return held_out(plan, self.model, self.device, sequences())
+
+    def close(self) -> None:
+        """As `Work.close`: there is none."""
+
+
+def masking(instructions: bytes, threads: int = 1) -> Mask:
+    """Masks the pieces of a vector in place, in this process.
+
+    Args:
+        instructions: As in `Work.mask`.
+        threads: Threads that mask.
+    """
+
+    def mask(site: SecureSite, pieces: list[Piece]) -> Written:
+        for offset, vector in pieces:
+            site.mask(vector, instructions=instructions, offset=offset, threads=threads)
+        return Written(manifest_of(pieces), pieces)
+
+    return mask

@@ -1,0 +1,751 @@
+"""The language model of a plan: build or load it, add its adapter, lay it out, save it for `transformers`.
+
+`load_model` gives every party the same model for the same plan: fresh weights and adapters are drawn from the plan's
+public seed, without changing the process's own random state, and a parameter that is missing from a checkpoint is an
+error, never silently initialised. The plan's adapter scheme selects what is trained:
+
+- `full`: every parameter.
+- `ffa-lora`: LoRA with A frozen at its public initial value, so that the mean of the B's is exact (Sun et al. 2024,
+  "Improving LoRA in privacy-preserving federated learning").
+- `rolora`: B in odd rounds, A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated finetuning
+  of LLMs via alternating optimization of LoRA").
+- `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
+
+A classifier (`data.task`) is the same with a head in the place of the output layer. The head is new where the
+checkpoint has none for the plan's classes. It is trained with every scheme, as a whole and in every round, because no
+factor of low rank could stand for what begins at random; its mean is exact.
+
+Code that comes with a model repository is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from cloister.lm.model import frozen, saved
+from cloister.lm.model.layout import Layout, Vector
+from cloister.lm.model.origin import origin
+from cloister.lm.text.tokenizer import looks_like_path, on_hub, tokenizer_of
+from cloister.protocol.errors import ModelError
+from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+BUILTIN = "builtin:"
+SMALL = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+"""Configuration of a `builtin:` model whose plan has none, of the fields that its type knows."""
+HEAD = ".modules_to_save."
+"""In the name of each parameter of a head that is trained beside an adapter."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model, or a classifier, with its tokenizer and the layout of what is trained."""
+
+    module: nn.Module
+    """The transformers model, inside a PEFT model when the plan names an adapter; what is trained is float32, and a
+    frozen base has the plan's precision (`frozen.py`)."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer."""
+    layout: Layout
+    """Layout of every parameter that some round trains."""
+    section: ModelSection
+    """The plan's section for it."""
+    own_base: bool = False
+    """Whether the weights under its adapter are not those of a named checkpoint."""
+
+    def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
+        """Set `requires_grad` for the round (from 1); return its names and parameters in layout order.
+
+        The rest of the layout is frozen in this round, so its update is exactly zero. A stage of a pipeline
+        (`parallelize`) has some of the layout's parameters.
+        """
+        parameters = dict(self.module.named_parameters())
+        scheme = self.section.adapter.scheme
+        half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
+        names = [name for name in self.layout.names if name in parameters]
+        for name in names:
+            parameters[name].requires_grad_(half in name or HEAD in name)
+        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
+
+
+def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
+    """Build or load the plan's model on the CPU: the same on every party whose `layout.source` is the same.
+
+    Args:
+        plan: The plan.
+        base: Every parameter of the model without its adapter, in layout order; replaces the weights that the plan
+            gives.
+        empty: Where every parameter is trained, leave them without memory and values (device `meta`): each round's
+            global model gives the values, and a rank needs memory for its part only. Buffers have their values.
+
+    Raises:
+        ModelError: the model does not exist, its files are incomplete, or it does not fit the plan or this machine.
+        UpdateError: `base` is of another model.
+    """
+    precision = plan.model.adapter.base_precision
+    frozen.check_machine(precision)
+    config, place = _configure(plan)
+    tokenizer = tokenizer_of(plan)
+    _check_fits(plan, config, tokenizer)
+    own = plan.model.name.startswith(BUILTIN) or base is not None
+    module: nn.Module
+    if empty and plan.model.adapter.scheme == "full":
+        with _without_memory():
+            module = _build(plan, config)
+        if place is None or not _stored_buffers(module):
+            module, layout = _adapt(module, plan)
+            layout = replace(layout, source=origin(plan.model, weights=False))
+            return LanguageModel(module, tokenizer, layout, plan.model, own)
+    with seeded("weights", plan.run.seed):
+        if place is None:
+            module = _build(plan, config)
+        elif plan.data.task == "classify":
+            module, new_head = _classifier_from(place, config)
+            own = own or new_head
+        else:
+            module = from_pretrained(place, config)
+    if place is None:
+        _check_runs(plan.model, module)
+    if base is not None:
+        module.requires_grad_(True)
+        Layout.of(module.named_parameters()).scatter(base, module)
+    weights = plan.model.adapter.scheme != "full" or bool(_stored_buffers(module))
+    module, layout = _adapt(module, plan)
+    layout = replace(layout, source=origin(plan.model, weights=weights))
+    own = frozen.lower(module, precision) or own
+    return LanguageModel(module, tokenizer, layout, plan.model, own)
+
+
+class Counts(NamedTuple):
+    """Numbers of parameters of a model."""
+
+    parameters: int
+    """All, with those of its adapter."""
+    trained: int
+    """Those that some round trains."""
+
+
+def count_parameters(plan: Plan) -> Counts:
+    """Count the parameters of the plan's model with its adapter; allocates no weights.
+
+    Raises:
+        ModelError: as `load_model`, for everything that can be checked without the weights.
+    """
+    model = outline(plan)
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    return Counts(parameters, model.layout.size)
+
+
+def outline(plan: Plan) -> LanguageModel:
+    """The plan's model with its adapter, without memory: every parameter and buffer is on device `meta`, in float32.
+
+    Raises:
+        ModelError: as `load_model`, for everything that can be checked without the weights.
+    """
+    config, _ = _configure(plan)
+    tokenizer = tokenizer_of(plan)
+    _check_fits(plan, config, tokenizer)
+    with torch.device("meta"):
+        module, layout = _adapt(_build(plan, config), plan)
+    return LanguageModel(module, tokenizer, layout, plan.model)
+
+
+def configuration(plan: Plan) -> PreTrainedConfig:
+    """The configuration of the plan's model.
+
+    Raises:
+        ModelError: the model does not exist, or its configuration does not fit the plan.
+    """
+    config, _ = _configure(plan)
+    return config
+
+
+def device_for(name: str) -> torch.device:
+    """The device that `auto` (the first GPU, else the CPU) or a torch device name such as `cuda:1` means.
+
+    Raises:
+        ModelError: this machine has no such device.
+    """
+    count = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda:0" if count else "cpu"
+    present = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    if name not in present and not (name == "cuda" and count):
+        raise ModelError("device", name, expected=f"auto, or a device of this machine: {', '.join(present)}")
+    return torch.device(name)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether the forward pass takes `position_ids`; without them packed records attend to each other."""
+    return "position_ids" in inspect.signature(_plain(module).forward).parameters
+
+
+def is_classifier(module: nn.Module) -> bool:
+    """Whether a model gives one row of logits for each sequence, and not for each token."""
+    # Sharding gives the class a new name, with the old one at its end.
+    return _has_head([type(_plain(module)).__name__])
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The model of transformers without its adapter."""
+    get_base: Any = getattr(module, "get_base_model", None)
+    plain: nn.Module = module if get_base is None else get_base()
+    return plain
+
+
+@contextmanager
+def seeded(*parts: str | int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's random draws inside from `parts` alone; afterwards restore the random state from before.
+
+    Covers the CPU's default generator, and that of `device` if it is a CUDA device.
+    """
+    digest = hashlib.sha256("/".join(["cloister", *map(str, parts)]).encode()).digest()
+    seed = int.from_bytes(digest[:8], "big")
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for each in cuda:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+# --- where the model comes from ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint that can be read: a folder, or a hub name at a commit."""
+
+    name: str
+    """Folder or hub name."""
+    revision: str = "main"
+    """Commit, branch or tag of a hub name."""
+    local_files_only: bool = True
+    """Whether the hub must not be asked, because the name is a folder or the hub cannot be reached."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained` for transformers and PEFT."""
+        return {
+            "revision": self.revision,
+            "local_files_only": self.local_files_only,
+            "trust_remote_code": False,
+        }
+
+
+def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
+    """The configuration of the plan's model and the place of its weights: None for a fresh model."""
+    section = plan.model
+    if section.name.startswith(BUILTIN):
+        return _builtin_config(plan), None
+    place = locate(section.name, section.revision)
+    from transformers import AutoConfig
+
+    known, what = _types(plan)
+    try:
+        config = AutoConfig.from_pretrained(place.name, **place.options())
+    except Exception as error:  # transformers raises many types for a file that it cannot read
+        raise ModelError(
+            "model.name", section.name, expected=f"a {what} of transformers ({first_line(error)})"
+        ) from error
+    if config.model_type not in known:
+        raise ModelError(
+            "model.name",
+            section.name,
+            expected=f"a {what} of transformers, but its type is {config.model_type}",
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            "model.name",
+            section.name,
+            expected="a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
+        )
+    return _for_training(config, plan), place
+
+
+def _types(plan: Plan) -> tuple[Mapping[str, Any], str]:
+    """The model types of transformers that have the task of the plan, and what such a model is called."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if plan.data.task == "classify":
+        return auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "sequence classifier"
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal LM"
+
+
+def _builtin_config(plan: Plan) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    section, (types, what) = plan.model, _types(plan)
+    kind = section.name.removeprefix(BUILTIN)
+    if kind not in types:
+        nearest = difflib.get_close_matches(kind, types, n=3) or ["llama", "gpt2", "qwen3"]
+        raise ModelError(
+            "model.name",
+            section.name,
+            expected=f"builtin: followed by a {what} type of transformers",
+            fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
+        )
+    cls = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    known |= {"rope_theta"} if "rope_parameters" in known else set()
+    known -= {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "dtype"}
+    known -= {"num_labels", "id2label", "label2id", "problem_type"}
+    for key, value in section.config.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            raise ModelError(
+                f"model.config.{key}",
+                value,
+                expected=f"a field that a plan may set in the configuration of {kind}",
+                fix=f"did you mean {nearest[0]}?" if nearest else f"known fields: {', '.join(sorted(known))}",
+            )
+    tokenizer = tokenizer_of(plan)
+    chosen: dict[str, Any] = {
+        **(section.config or {key: value for key, value in SMALL.items() if key in known}),
+        "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8 keeps the matrix products on fast paths
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        config = AutoConfig.for_model(kind, **chosen)
+    except Exception as error:  # each of transformers' 200 model types raises its own types
+        raise _inconsistent(section, error) from error
+    return _for_training(config, plan)
+
+
+def _for_training(config: PreTrainedConfig, plan: Plan) -> PreTrainedConfig:
+    config.use_cache = False
+    if plan.data.task == "classify":
+        config.id2label = dict(enumerate(plan.data.classes))  # it sets num_labels
+        config.label2id = {name: index for index, name in enumerate(plan.data.classes)}
+        config.problem_type = "single_label_classification"
+        # By this token the model finds the end of a text.
+        config.get_text_config().pad_token_id = tokenizer_of(plan).pad_token_id
+        return config
+    if getattr(config, "is_decoder", True) is False and not config.is_encoder_decoder:
+        config.is_decoder = True  # BERT-like models attend to later tokens unless this is set
+    return config
+
+
+def locate(name: str, revision: str = "main") -> Place:
+    """Find a checkpoint; if the hub cannot be reached within a few seconds, look only in its local cache.
+
+    Raises:
+        ModelError: the name is a folder without a model, or a hub name that neither the hub nor the cache has.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists() or looks_like_path(name):
+        if not folder.is_dir():
+            raise ModelError("model.name", name, expected="an existing folder with a model, or a hub name")
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                "model.name", name, expected="a folder that holds config.json, as save_pretrained writes"
+            )
+        return Place(str(folder))
+    if on_hub(name, kind="model", revision=revision, field="model.name", error=ModelError):
+        return Place(name, revision, local_files_only=False)
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        raise ModelError(
+            "model.name",
+            name,
+            expected="an existing folder, or a name in the hub's local cache, because the hub cannot be reached",
+            fix="download the model on a machine with a network, copy it here and give its folder",
+        )
+    return Place(name, revision)
+
+
+# --- the module -------------------------------------------------------------------------------------------------------
+
+
+def _build(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        return from_config(config, classify=plan.data.task == "classify")
+    except Exception as error:  # see `_builtin_config`
+        raise _inconsistent(plan.model, error) from error
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """A context in which new parameters have no memory (device `meta`), one after the other; buffers are as always."""
+
+    def emptied(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    replace: Any = emptied  # torch's type for such a hook has no result
+    hook = register_module_parameter_registration_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _stored_buffers(module: nn.Module) -> set[str]:
+    """The buffers that a checkpoint has values of; the others are functions of the configuration."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return set(module.state_dict()) - parameters
+
+
+def from_config(config: PreTrainedConfig, *, classify: bool = False) -> PreTrainedModel:
+    """A causal LM, or a classifier, with fresh weights in float32."""
+    return cast("PreTrainedModel", _auto(classify).from_config(config, dtype=torch.float32))
+
+
+def _auto(classify: bool) -> Any:
+    """The automatic class of transformers, which leaves it untyped."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if classify else AutoModelForCausalLM
+
+
+def from_pretrained(
+    place: Place, config: PreTrainedConfig | None = None, *, classify: bool = False
+) -> PreTrainedModel:
+    """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
+
+    Raises:
+        ModelError: the weights cannot be read, or a parameter is missing or has another shape.
+    """
+    module, _ = _loaded(place, config, classify=classify, new_head=False)
+    return module
+
+
+def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrainedModel, bool]:
+    """A classifier on a checkpoint, and whether it is another model than that checkpoint: a model without a head gets a
+    new one.
+
+    Raises:
+        ModelError: the checkpoint has a head for other classes, or as `from_pretrained`.
+    """
+    from transformers import AutoConfig
+
+    stored = AutoConfig.from_pretrained(place.name, **place.options())
+    if not _has_head(stored.architectures):
+        module, _ = _loaded(place, config, classify=True, new_head=True)
+        return module, True
+    names, classes = ([str(name) for name in (each.id2label or {}).values()] for each in (stored, config))
+    unnamed = names == [f"LABEL_{index}" for index in range(len(classes))]
+    if names != classes and not unnamed:
+        raise ModelError(
+            "data.classes",
+            classes,
+            expected=f"the classes for which {place.name} has a head, in their order: {', '.join(names)}",
+            fix="set data.classes to them, or model.name to a model without a head",
+        )
+    module, _ = _loaded(place, config, classify=True, new_head=False)
+    other = unnamed or stored.get_text_config().pad_token_id != config.get_text_config().pad_token_id
+    return module, other
+
+
+def _has_head(architectures: list[str] | None) -> bool:
+    """Whether a checkpoint whose configuration names these classes is a classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
+def _loaded(
+    place: Place, config: PreTrainedConfig | None, *, classify: bool, new_head: bool
+) -> tuple[PreTrainedModel, bool]:
+    """A checkpoint in float32, and whether it has no head, if it may lack it: then the head is as new."""
+    # For a checkpoint on the hub without safetensors transformers would ask a service to convert it.
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+    try:
+        with no_progress_bars():
+            module, info = _auto(classify).from_pretrained(
+                place.name, config=config, dtype=torch.float32, output_loading_info=True, **place.options()
+            )
+    except Exception as error:  # see `_configure`
+        what = "sequence classifier" if classify else "causal LM"
+        raise ModelError(
+            "model.name", place.name, expected=f"a complete checkpoint of a {what} ({first_line(error)})"
+        ) from error
+    missing = set(info["missing_keys"])
+    head = {
+        name for name, _ in module.named_parameters() if not name.startswith(f"{module.base_model_prefix}.")
+    }
+    new = new_head and head <= missing
+    absent = sorted(missing - head if new else missing)
+    absent += sorted(str(key[0]) for key in info["mismatched_keys"])
+    if absent or info.get("error_msgs"):
+        named = ", ".join(absent[:3]) or first_line(info["error_msgs"][0])
+        raise ModelError(
+            "model.name",
+            place.name,
+            expected=f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
+        )
+    return cast("PreTrainedModel", module), new
+
+
+def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    builtin = plan.model.name.startswith(BUILTIN)
+    if isinstance(longest, int) and 0 < longest < plan.data.sequence_length:
+        fix = "raise model.config.max_position_embeddings or " if builtin else ""
+        raise ModelError(
+            "data.sequence_length",
+            plan.data.sequence_length,
+            expected=f"at most the {longest} positions of {plan.model.name}",
+            fix=f"{fix}lower data.sequence_length",
+        )
+    # The largest id and not their number: with a gap, one record could have a token that the model does not know.
+    largest = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if max(largest, len(tokenizer)) > text.vocab_size:
+        raise ModelError(
+            "model.tokenizer",
+            plan.model.tokenizer,
+            expected=f"ids below {text.vocab_size}, the tokens of {plan.model.name}, but they go up to "
+            f"{max(largest, len(tokenizer)) - 1}",
+        )
+    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if builtin and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        raise ModelError(
+            "model.config.num_key_value_heads",
+            groups,
+            expected=f"a divisor of num_attention_heads = {heads}",
+        )
+
+
+def _check_runs(section: ModelSection, module: nn.Module) -> None:
+    """Run two tokens through a fresh model: many types detect an inconsistent configuration only here."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            module(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # see `_builtin_config`
+        raise _inconsistent(section, error) from error
+
+
+def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
+    """Add the adapter, select the trained parameters, and lay them out."""
+    adapter = plan.model.adapter
+    if adapter.scheme == "full":
+        module.requires_grad_(True)
+        return module, Layout.of(module.named_parameters())
+    targets = _targets(module, adapter)
+    from peft import LoraConfig, get_peft_model
+
+    classify = plan.data.task == "classify"
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=cast(int, adapter.alpha),  # PEFT only divides it by the rank: a float works
+        target_modules=targets,
+        task_type="SEQ_CLS" if classify else "CAUSAL_LM",
+        modules_to_save=heads_of(module) if classify else None,
+        revision=None if plan.model.name.startswith(BUILTIN) else plan.model.revision,
+    )
+    with warnings.catch_warnings(), seeded("adapter", plan.run.seed):
+        # PEFT warns that it sets its own switch for GPT-2's transposed layers, and it reads a deprecated property of
+        # transformers. A user can act on neither warning.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+        )
+        adapted = get_peft_model(cast("PreTrainedModel", module), config)
+    trained = ".lora_B." if adapter.scheme == "ffa-lora" else ".lora_"
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_(trained in name or HEAD in name)
+    return adapted, Layout.of(adapted.named_parameters())
+
+
+def heads_of(module: Any) -> list[str]:
+    """The names of the modules of a classifier, without an adapter, outside of its base model that have parameters."""
+    return [
+        name
+        for name, child in module.named_children()
+        if name != module.base_model_prefix and any(True for _ in child.parameters())
+    ]
+
+
+def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
+    """PEFT's `target_modules`; every name must be a linear layer of the model."""
+    from transformers.pytorch_utils import Conv1D
+
+    if adapter.targets == ("all-linear",):
+        return "all-linear"
+    heads = tuple(heads_of(module)) if is_classifier(module) else ()
+    linear = {
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and name.partition(".")[0] not in heads
+    }
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for target in adapter.targets:
+        hit = {name for name, _ in module.named_modules() if name == target or name.endswith(f".{target}")}
+        if not hit or not hit <= linear:
+            nearest = difflib.get_close_matches(target, known, n=1)
+            raise ModelError(
+                "model.adapter.targets",
+                target,
+                expected=f"all-linear alone, or names of linear layers of the model ({', '.join(known)})",
+                fix=f"did you mean {nearest[0]}?" if nearest else "",
+            )
+    if not adapter.targets:
+        raise ModelError("model.adapter.targets", [], expected=f"all-linear, or some of {', '.join(known)}")
+    return list(adapter.targets)
+
+
+# --- a saved model ----------------------------------------------------------------------------------------------------
+
+
+def load_saved(folder: Path) -> tuple[Any, Any]:
+    """The model in a folder that `save_pretrained` has written, on the CPU in float32, and its tokenizer.
+
+    Args:
+        folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
+
+    Raises:
+        ModelError: the folder has no model or tokenizer, or a damaged one.
+    """
+    from transformers import AutoTokenizer
+
+    damage = saved.damage(folder)
+    if damage:
+        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
+    module: Any
+    if (folder / saved.ADAPTER).is_file():
+        from peft import PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(str(folder))
+        base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
+        plain = from_pretrained(
+            locate(base, config.revision or "main"), classify=config.task_type == "SEQ_CLS"
+        )
+        with warnings.catch_warnings():
+            # PEFT reads a deprecated property of transformers.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+            module = PeftModel.from_pretrained(plain, str(folder))
+    elif folder.is_dir():
+        place = locate(str(folder))
+        stored = json.loads((folder / "config.json").read_bytes())
+        module = from_pretrained(place, classify=_has_head(stored.get("architectures")))
+    else:
+        raise ModelError("model", str(folder), expected="a folder with a saved model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for files that it cannot read
+        raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
+    return module, tokenizer
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
+    """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT.
+
+    A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`; a classifier by the same classes for sequence classification.
+    For the adapter of a base that is no named checkpoint, or whose
+    lower precision changed the checkpoint's values, the base is saved in `folder/base`, in float32 with the values that
+    the run computed with, and the adapter's configuration names it by the absolute path of the final folder. If the
+    folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
+
+    The folder is replaced as a whole (`protocol.storage.write_folder`), and has a record of its files (`saved.py`).
+
+    Raises:
+        StorageError: the disk is full or refuses the write; an existing folder is unchanged.
+        UpdateError: the vector does not have the model's layout.
+    """
+    model.layout.scatter(vector, model.module)
+    folder = folder.absolute()
+    with no_progress_bars():
+        write_folder(folder, lambda staging: _write(model, staging, folder))
+
+
+def _write(model: LanguageModel, staging: Path, final: Path) -> None:
+    module: Any = model.module
+    module.config.use_cache = True  # a saved model is loaded for generation
+    try:
+        if model.section.adapter.scheme == "full":
+            module.save_pretrained(staging)
+        else:
+            base = model.section.name
+            if model.own_base:
+                base = str(final / "base")
+                _without_adapter(module).save_pretrained(staging / "base")
+                model.tokenizer.save_pretrained(staging / "base")
+            elif Path(base).expanduser().is_dir():
+                base = str(Path(base).expanduser().absolute())
+            module.peft_config["default"].base_model_name_or_path = base
+            module.save_pretrained(staging, save_embedding_layers=False)
+        model.tokenizer.save_pretrained(staging)
+        saved.record(staging)
+    finally:
+        module.config.use_cache = False
+
+
+def _without_adapter(module: Any) -> PreTrainedModel:
+    """The base model of a PEFT model, without its adapters, in float32; it shares the weights that are."""
+    adapted = module.get_base_model()
+    weights = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
+        for name, tensor in frozen.in_float32(adapted).items()
+        if ".lora_" not in name and HEAD not in name
+    }
+    with torch.device("meta"):
+        plain = from_config(adapted.config, classify=is_classifier(adapted))
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    return plain
+
+
+def _inconsistent(section: ModelSection, error: Exception) -> ModelError:
+    return ModelError(
+        "model.config",
+        dict(section.config),
+        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({first_line(error)})",
+    )
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars: many sites load at once, and a run shows its own progress."""
+    from transformers.utils import logging as module
+
+    logging: Any = module  # partly untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def first_line(error: object) -> str:
+    """The informative line of a message; transformers' validators put the name of the validator before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = (
+        lines[1]
+        if lines[0].startswith(("Class validation error", "Validation error")) and len(lines) > 1
+        else lines[0]
+    )
+    return line if len(line) <= 200 else line[:197] + "..."

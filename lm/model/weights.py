@@ -1,0 +1,215 @@
+"""Where the parameters of a model that is trained are: `Whole` in one process, or a part in each rank (`shards.py`).
+
+Training is the same program in both cases. What differs is behind `Weights`: how the global model gets into the
+parameters and the update out of them, which tensors the optimizer steps on, which rows of a micro-batch this process
+computes, how they go through the model, and what is summed over processes.
+
+A *replica* is one copy of the model: one process, or the ranks that have its parts. Of several replicas each takes
+units of its own where gradients of single units are wanted, and these are in one replica until they are clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from cloister.lm.model.layout import Layout, Vector
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.passes import Direct, Forward, Passes
+from cloister.protocol.messages.blocks import Span
+
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters with their names, in layout order."""
+
+
+class Held(NamedTuple):
+    """What a process has of one parameter, seen as a matrix of its first dimension by the rest: a rectangle."""
+
+    name: str
+    offset: int
+    """Where the parameter begins in the flat vector."""
+    width: int
+    """Columns of the matrix."""
+    rows: Span
+    """Rows of the matrix that the process has."""
+    columns: Span
+    """Columns of them."""
+    counts: bool = True
+    """Whether this process is the first of its replica's that have this rectangle."""
+    first: bool = True
+    """Whether it is the first of all processes that have it."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the rectangle."""
+        return self.rows.size * self.columns.size
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a parameter as a matrix."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
+def whole(layout: Layout) -> tuple[Held, ...]:
+    """What a process has that has every parameter."""
+    held = []
+    for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False):
+        rows, columns = matrix(shape)
+        held.append(Held(name, offset, columns, Span(0, rows), Span(0, columns)))
+    return tuple(held)
+
+
+class Weights(Protocol):
+    """The parameters of a model in one process; every rank calls the same methods in the same order."""
+
+    @property
+    def span(self) -> Span:
+        """This process's part of the flat vector."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what one of them does for all."""
+
+    def place(self, start: Vector) -> None:
+        """Copy the global model, float32 (layout.size,), into the parameters.
+
+        Raises:
+            UpdateError: the vector does not have the model's layout.
+        """
+
+    def trained(self, round: int) -> Named:
+        """What the optimizer steps on in a round (from 1): plain tensors on the device, in layout order."""
+
+    def rows(self, batch_size: int) -> slice:
+        """This process's rows of a micro-batch; there may be none."""
+
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """How this process's rows of micro-batches of `batch_size` rows go through the model."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for the backward pass of a micro-batch, which is or is not the last one of its step."""
+
+    def take_gradients(self) -> None:
+        """After a step's backward passes: set `grad` of what `trained` gave to the gradient of the whole step."""
+
+    def add_replicas(self) -> None:
+        """After `take_gradients`: add up the gradients of replicas, where a backward pass has not done it."""
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """Scale the gradients so that the L2 norm over all parameters of the model is at most `norm`."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a value over the processes that have different rows, and over the stages of a pipeline."""
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the processes give."""
+
+    def update(self, start: Vector) -> Vector:
+        """The parameters minus the global model, float32 (span.size,): this process's span of the update."""
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What this process has of each parameter of the layout, in its order."""
+
+    @property
+    def units(self) -> slice:
+        """Which of the units of a batch this process's replica takes."""
+
+    def unit_rows(self, n: int) -> tuple[slice, int]:
+        """This process's rows of the `n` rows of a unit that its replica takes; there may be none. And the most rows of
+        them that a process has."""
+
+    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes of a replica, in place; the same in each of them."""
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the replicas, in place; each process has the same part of its replica."""
+
+
+class Whole:
+    """Every parameter is in this process.
+
+    Args:
+        model: The model, on its device.
+    """
+
+    draws: tuple[str, ...] = ()
+    leads = True
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.span = Span(0, model.layout.size)
+
+    def place(self, start: Vector) -> None:
+        """See `Weights`."""
+        self._model.layout.scatter(start, self._model.module)
+
+    def trained(self, round: int) -> Named:
+        """See `Weights`."""
+        return self._model.trainable_in_round(round)
+
+    def rows(self, batch_size: int) -> slice:
+        """See `Weights`."""
+        return slice(0, batch_size)
+
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """See `Weights`."""
+        return Direct(forward, self.before_backward)
+
+    def before_backward(self, *, last: bool) -> None:
+        """See `Weights`."""
+
+    def take_gradients(self) -> None:
+        """See `Weights`."""
+
+    def add_replicas(self) -> None:
+        """See `Weights`."""
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """See `Weights`."""
+        clip_grad_norm_(trained, norm)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Weights`."""
+        return value
+
+    def least(self, number: int) -> int:
+        """See `Weights`."""
+        return number
+
+    def update(self, start: Vector) -> Vector:
+        """See `Weights`."""
+        update = self._model.layout.flatten(self._model.module)
+        update -= start
+        return update
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """See `Weights`."""
+        return whole(self._model.layout)
+
+    @property
+    def units(self) -> slice:
+        """See `Weights`."""
+        return slice(None)
+
+    def unit_rows(self, n: int) -> tuple[slice, int]:
+        """See `Weights`."""
+        return slice(0, n), n
+
+    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Weights`."""
+        return values
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Weights`."""
+        return values

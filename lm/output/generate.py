@@ -1,0 +1,83 @@
+"""Generate text from a saved model, to see what a run has learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cloister.lm.model.model import is_classifier, load_saved, seeded
+from cloister.protocol.errors import ModelError
+
+
+def generate(
+    folder: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    fit: bool = False,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """Continue `prompt` with the model in `folder`, as `lm.model.save_pretrained` writes it, on the CPU.
+
+    Args:
+        folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
+        prompt: Text to continue; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
+        max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
+        fit: Add fewer where the model has not as many positions, instead of an error.
+        temperature: Divides the logits before sampling from all tokens; 0 always takes the most likely token.
+        seed: Seed of the sampling; the process's own random state is unchanged.
+
+    Returns:
+        The prompt and its continuation, without special tokens and without the bytes of a character that was cut at the
+        end.
+
+    Raises:
+        ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
+    """
+    if temperature < 0 or max_new_tokens < 1:
+        raise ModelError(
+            "temperature" if temperature < 0 else "max_new_tokens",
+            temperature if temperature < 0 else max_new_tokens,
+            expected="at least 0" if temperature < 0 else "at least 1",
+        )
+    device = torch.device("cpu")
+    module, tokenizer = load_saved(folder)
+    if is_classifier(module):
+        raise ModelError(
+            "model", str(folder), expected="a causal LM, but it is a classifier, which writes no text"
+        )
+    module.to(device).eval()
+    first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
+    tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
+    config = module.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if fit and isinstance(longest, int) and 0 < len(tokens) < longest:
+        max_new_tokens = min(max_new_tokens, longest - len(tokens))
+    if isinstance(longest, int) and 0 < longest < len(tokens) + max_new_tokens:
+        raise ModelError(
+            "prompt",
+            f"{len(tokens)} tokens plus {max_new_tokens} new tokens",
+            expected=f"at most the {longest} positions of the model in total",
+        )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    beyond = list(range(len(tokenizer), config.vocab_size))  # rows that only pad the vocabulary
+    given = torch.tensor([tokens], device=device)  # (1, T)
+    with seeded("generate", seed, device=device), torch.no_grad():
+        output = module.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=max_new_tokens,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id,
+            suppress_tokens=beyond or None,
+            **sampling,
+        )
+    text = str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+    return prompt + text.rstrip("\ufffd")  # what a decoder writes for bytes that are no whole character

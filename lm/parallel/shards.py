@@ -1,0 +1,485 @@
+"""A rank's part of a model's parameters, and its part of the flat vector.
+
+A parameter is a matrix of its first dimension by the rest. A pipeline gives it to one stage, tensor parallelism cuts
+its rows or its columns, then sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a
+rectangle of it (`Region`) or nothing, which every rank can compute for every other one. From this follow, without
+asking anyone, the part of the global model that a rank reads, and which elements which rank sends to which after
+training, when each rank gets its span of the vector. Only under a pipeline each rank says first which parameters it
+has. No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
+
+Ranks with equal regions have equal bits: their gradients come out of the same all-reduce. In the norm, a region counts
+once. Refused: `DTensor.full_tensor`, which gathers every parameter in every rank; and the optimizer on DTensors, which
+checks the placement of each tensor in each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.passes import Direct, Forward, Passes
+from cloister.lm.model.weights import Held, Named, matrix
+from cloister.lm.parallel.mesh import Coordinates, Mesh, degrees
+from cloister.lm.parallel.parallelize import sharded_modules
+from cloister.lm.parallel.pipeline import Pipeline
+from cloister.protocol.messages.blocks import Span, tile
+
+
+class Region(NamedTuple):
+    """A rectangle of a parameter, seen as a matrix."""
+
+    rows: Span
+    """Rows of the matrix: indices of the first dimension."""
+    columns: Span
+    """Columns of the matrix: places in the other dimensions, flattened."""
+
+    @property
+    def size(self) -> int:
+        """Elements in it."""
+        return self.rows.size * self.columns.size
+
+    def within(self, other: Region) -> tuple[slice, slice]:
+        """Where it lies in another region that contains it."""
+        return (
+            slice(self.rows.start - other.rows.start, self.rows.stop - other.rows.start),
+            slice(self.columns.start - other.columns.start, self.columns.stop - other.columns.start),
+        )
+
+
+class Cuts(NamedTuple):
+    """How a rank has a parameter, as numbers that it can tell other ranks."""
+
+    held: int
+    """1, or 0 where other stages have it."""
+    tensor: int = -1
+    """The dimension that tensor parallelism cuts, 0 or 1 of a matrix; -1 if it does not."""
+    shard: int = -1
+    """The same for sharding."""
+
+
+BUCKET = 2**22
+"""Elements of small gradients that are sent together."""
+_NOTHING = Region(Span(0, 0), Span(0, 0))
+
+
+def region(shape: Sequence[int], cuts: Cuts, mesh: Mesh, at: Coordinates) -> Region:
+    """What a rank has of a parameter.
+
+    Args:
+        shape: Shape of the unsharded parameter.
+        cuts: How it is cut.
+        mesh: The mesh.
+        at: The rank's place in it.
+    """
+    sides = [Span(0, size) for size in matrix(shape)]
+    for dimension, parts, part in (
+        (cuts.tensor, mesh.tensor, at.tensor),
+        (cuts.shard, mesh.shard, at.shard),
+    ):
+        if dimension < 0:
+            continue
+        if dimension and len(shape) != 2:
+            raise AssertionError(f"dimension {dimension} of a parameter of shape {tuple(shape)} is cut")
+        sides[dimension] = _chunk(sides[dimension], parts, part)
+    return Region(*sides)
+
+
+def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Region]:
+    """The rectangles that a region has of elements [begin, end) of a flattened matrix, in a fixed order.
+
+    Each is a part of one row, or of several rows of which [begin, end) has every element.
+
+    Args:
+        whole: The region.
+        columns: Columns of the matrix.
+        begin: First element.
+        end: End of the elements.
+    """
+    if begin >= end:
+        return
+    (first, skip), (last, rest) = divmod(begin, columns), divmod(end, columns)
+    if first == last:
+        found = [Region(Span(first, first + 1), Span(skip, rest))]
+    else:
+        found = [
+            Region(Span(first, first + 1), Span(skip, columns)),
+            Region(Span(first + 1, last), Span(0, columns)),
+            Region(Span(last, last + 1), Span(0, rest)),
+        ]
+    for each in found:
+        common = Region(_common(each.rows, whole.rows), _common(each.columns, whole.columns))
+        if common.size:
+            yield common
+
+
+@dataclass
+class _Part:
+    """A parameter in this rank, and where its elements go."""
+
+    parameter: nn.Parameter | None
+    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has; None in other stages."""
+    shape: tuple[int, ...]
+    """Shape of the unsharded parameter."""
+    offset: int
+    """Where it begins in the flat vector."""
+    columns: int
+    """Columns of the matrix."""
+    mine: Region
+    """This rank's region; empty in other stages."""
+    counts: bool
+    """Whether this rank is the first of those with this region."""
+    counts_in_replica: bool
+    """Whether it is the first of its replica's."""
+    kept: list[Region] = field(default_factory=list)
+    """What of its own region lies in this rank's span."""
+    sent: dict[int, list[Region]] = field(default_factory=dict)
+    """What it sends to other ranks."""
+    received: dict[int, list[Region]] = field(default_factory=dict)
+    """What it receives from other ranks."""
+    moves: bool = False
+    """Whether any rank sends anything to another."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The region's elements: a matrix that shares the parameter's memory."""
+        assert self.parameter is not None
+        return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
+
+
+class Shards:
+    """This rank's part of the parameters; `Weights` says what its methods do.
+
+    Args:
+        model: The model, after `parallelize`.
+        ranks: The mesh that it was divided on.
+    """
+
+    def __init__(self, model: LanguageModel, ranks: DeviceMesh) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._rank = dist.get_rank()
+        self._mesh = degrees(ranks)
+        self._at = self._mesh.coordinates(self._rank)
+        self._spans = tile(model.layout.size, self._mesh.size)
+        self._sharded = sharded_modules(model.module)
+        self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._uncounted: set[int] = set()
+        self.span = self._spans[self._rank]
+        self.leads = self._rank == 0
+        self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
+        if self._mesh.pipeline > 1:
+            self.draws += (f"stage-{self._at.pipeline}",)
+
+    @property
+    def _data_rank(self) -> int:
+        return self._at.replicate * self._mesh.shard + self._at.shard
+
+    @cached_property
+    def _parts(self) -> dict[str, _Part]:
+        """Every trained parameter, in layout order."""
+        parameters, layout = dict(self._model.module.named_parameters()), self._model.layout
+        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in layout.names])
+        return {
+            name: self._part(parameters.get(name), [each[place] for each in held], shape, offset)
+            for place, (name, shape, offset) in enumerate(
+                zip(layout.names, layout.shapes, layout.offsets, strict=False)
+            )
+        }
+
+    def _cuts_of_all(self, mine: list[Cuts]) -> list[list[Cuts]]:
+        """How each rank has each parameter, given how this one does; between stages it travels as numbers."""
+        if self._mesh.pipeline == 1:
+            return [mine] * self._mesh.size
+        held = [torch.empty(len(mine), len(Cuts._fields), dtype=torch.int64) for _ in range(self._mesh.size)]
+        dist.all_gather(held, torch.tensor(mine))
+        return [[Cuts(*row) for row in each.tolist()] for each in held]
+
+    def _part(
+        self,
+        parameter: nn.Parameter | None,
+        cuts: Sequence[Cuts],
+        shape: tuple[int, ...],
+        offset: int,
+    ) -> _Part:
+        """A parameter, which is cut in this way in each rank; None in a rank that does not have it."""
+        holders: dict[Region, list[int]] = {}
+        for rank, cut in enumerate(cuts):
+            if cut.held:
+                its = region(shape, cut, self._mesh, self._mesh.coordinates(rank))
+                holders.setdefault(its, []).append(rank)
+        mine = next((each for each, having in holders.items() if self._rank in having), _NOTHING)
+        if parameter is not None and _local(parameter).numel() != mine.size:
+            raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
+        rows, columns = matrix(shape)
+        if sum(each.size for each in holders) != rows * columns:
+            raise AssertionError(f"the ranks have {list(holders)} of a parameter of shape {shape}")
+        own = holders.get(mine, [])
+        replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
+        counts, counts_in_replica = (having[:1] == [self._rank] for having in (own, replica))
+        part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
+        for to, span in enumerate(self._spans):
+            begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
+            for each, having in holders.items():
+                pieces = list(between(each, columns, begin, end))
+                sender = to if to in having else having[to % len(having)]
+                if pieces and sender == to == self._rank:
+                    part.kept += pieces
+                elif pieces and sender != to:
+                    part.moves = True
+                    if sender == self._rank:
+                        part.sent[to] = pieces
+                    elif to == self._rank:
+                        part.received[sender] = pieces
+        return part
+
+    def place(self, start: Vector) -> None:
+        """Copy this rank's part of the global model into its parameters, without communication."""
+        self._model.layout.check(start)
+        for module in self._sharded:
+            module.reshard()  # weights that were gathered for a forward pass are of the model before
+        for part in self._parts.values():
+            if part.parameter is None:
+                continue
+            rows, columns = part.mine
+            size = matrix(part.shape)[0] * part.columns
+            whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
+            source = whole[rows.start : rows.stop, columns.start : columns.stop]
+            if part.local.device.type == "cpu":
+                np.copyto(part.local.numpy(), source)
+            else:  # torch has no read-only tensors
+                part.local.copy_(torch.from_numpy(source.copy()))
+
+    def trained(self, round: int) -> Named:
+        """Tensors that share the memory of this rank's parts of the round's parameters."""
+        named = [
+            (name, each, nn.Parameter(_local(each)) if isinstance(each, DTensor) else each)
+            for name, each in self._model.trainable_in_round(round)
+        ]
+        self._steps_on = [(parameter, local) for _, parameter, local in named]
+        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
+        return [(name, local) for name, _, local in named]
+
+    def rows(self, batch_size: int) -> slice:
+        """A contiguous part; the parts of all data ranks differ in length by at most one row."""
+        begin, end = (batch_size * part // self._mesh.data for part in (self._data_rank, self._data_rank + 1))
+        return slice(begin, end)
+
+    def passes(self, forward: Forward, batch_size: int) -> Passes:
+        """Through the stages of a pipeline, if there is one."""
+        if self._mesh.pipeline == 1:
+            return Direct(forward, self.before_backward)
+        most, group = -(-batch_size // self._mesh.data), self._ranks.get_group("pipeline")
+        return Pipeline(forward, self._model.module.config, group, most, self.before_backward)
+
+    def before_backward(self, *, last: bool) -> None:
+        """Replicas add up a step's gradients before they exchange them, once."""
+        if self._sharded and self._mesh.replicate > 1:
+            self._sharded[0].set_requires_all_reduce(last)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move each gradient from the module's parameter to the tensor that the optimizer steps on."""
+        for parameter, local in self._steps_on:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                assert isinstance(parameter, DTensor)
+                if (
+                    gradient.placements != parameter.placements
+                ):  # of a norm of heads: not summed over them yet
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            local.grad = gradient
+
+    @torch.no_grad()
+    def add_replicas(self) -> None:
+        """Replicas of a model that is not sharded keep their own gradients in a backward pass, and add them up here,
+        many small ones by one all-reduce."""
+        if self._mesh.replicate == 1 or self._mesh.shard > 1:
+            return
+        for _, local in self._steps_on:  # every replica takes part with all of them
+            local.grad = torch.zeros_like(local) if local.grad is None else local.grad.contiguous()
+        gradients = [local.grad for _, local in self._steps_on if local.grad is not None]
+        group = self._ranks.get_group("replicate")
+        for bucket in _buckets(gradients):
+            whole = bucket[0] if len(bucket) == 1 else torch.cat([each.flatten() for each in bucket])
+            dist.all_reduce(whole, group=group)
+            if len(bucket) > 1:
+                parts = torch.split(whole, [each.numel() for each in bucket])
+                torch._foreach_copy_([each.view(-1) for each in bucket], list(parts))
+
+    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
+        """The squares of all regions, each once, are summed by one all-reduce of one number; a replica that is not
+        divided has all of them."""
+        divided = self._mesh.size > self._mesh.replicate
+        counted = [
+            each.grad
+            for each in trained
+            if each.grad is not None and not (divided and id(each) in self._uncounted)
+        ]
+        square = get_total_norm(counted).to(self._device, torch.float64).square()
+        if divided:
+            dist.all_reduce(square)
+        clip_grads_with_norm_(trained, norm, square.sqrt().float())
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Over stages, replicas and shards; ranks of a tensor group have the same rows."""
+        for dimension in ("pipeline", "replicate", "shard"):
+            dist.all_reduce(value, group=self._ranks.get_group(dimension))
+        return value
+
+    def least(self, number: int) -> int:
+        """One all-reduce."""
+        least = torch.tensor(number, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least.item())
+
+    def update(self, start: Vector) -> Vector:
+        """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
+        update: Vector = torch.empty(self.span.size).numpy()  # torch aligns it for every processor
+        for part in self._parts.values():
+            for each in part.kept:
+                _lay(update, part, each, part.local[each.within(part.mine)], self.span.start)
+            if part.moves:
+                self._exchange(part, update)
+        update -= self.span.of(start)
+        return update
+
+    def _exchange(self, part: _Part, update: Vector) -> None:
+        ranks = range(self._mesh.size)
+        pieces = [each for rank in ranks for each in part.sent.get(rank, ())]
+        sent = [part.local[each.within(part.mine)].reshape(-1) for each in pieces]
+        counts = [sum(each.size for each in part.sent.get(rank, ())) for rank in ranks]
+        expected = [sum(each.size for each in part.received.get(rank, ())) for rank in ranks]
+        source = torch.cat([torch.empty(0, device=self._device), *sent])
+        arrived = torch.empty(sum(expected), device=self._device)
+        dist.all_to_all_single(arrived, source, expected, counts)
+        arrived, begin = arrived.cpu(), 0
+        for rank in ranks:
+            for each in part.received.get(rank, ()):
+                values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
+                _lay(update, part, each, values, self.span.start)
+                begin += each.size
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What this rank has."""
+        return tuple(
+            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica, part.counts)
+            for name, part in self._parts.items()
+        )
+
+    @property
+    def units(self) -> slice:
+        """Units are dealt to the replicas in turns."""
+        return slice(self._at.replicate, None, self._mesh.replicate)
+
+    def unit_rows(self, n: int) -> tuple[slice, int]:
+        """The shards divide the rows; ranks of a tensor group have the same ones."""
+        begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
+        return slice(begin, end), -(-n // self._mesh.shard)
+
+    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the stages, the shards and the tensor group, one after the other."""
+        for dimension in ("pipeline", "shard", "tensor"):
+            dist.all_reduce(values, group=self._ranks.get_group(dimension))
+        return values
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """One all-reduce."""
+        dist.all_reduce(values, group=self._ranks.get_group("replicate"))
+        return values
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.module.parameters()).device
+
+
+def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
+    """Elements of the largest group of parameters that a rank gathers from the others of its shard group at a time.
+
+    Args:
+        module: The model, after `parallelize`.
+        mesh: The mesh.
+        at: The rank's place in it.
+    """
+    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    group = {id(p): number for number, each in enumerate(sharded) for p in each.parameters()}
+    sizes = [0] * (
+        1 + max(group.values(), default=0)
+    )  # modules inside others come after them, and take theirs
+    for parameter in module.parameters():
+        if id(parameter) in group:
+            whole = region(parameter.shape, _cuts(parameter)._replace(shard=-1), mesh, at)
+            sizes[group[id(parameter)]] += whole.size
+    return max(sizes)
+
+
+def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start: int) -> None:
+    """Copy a rectangle of a parameter into the span of the flat vector that begins at `start`."""
+    begin = part.offset - start + where.rows.start * part.columns
+    if where.rows.size == 1:
+        target = update[begin + where.columns.start : begin + where.columns.stop].reshape(1, -1)
+    else:
+        rows = update[begin : begin + where.rows.size * part.columns].reshape(-1, part.columns)
+        target = rows[:, where.columns.start : where.columns.stop]
+    torch.from_numpy(target).copy_(values)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in their order, several at a time up to a number of elements."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.numel() > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def _cuts(parameter: nn.Parameter | None) -> Cuts:
+    """How this rank has a parameter; None: it does not."""
+    if parameter is None:
+        return Cuts(0)
+    if not isinstance(parameter, DTensor):
+        return Cuts(1)
+    names = parameter.device_mesh.mesh_dim_names or ()
+    # Shard, and the kind that sharding makes of a dimension that is cut already, have a dimension.
+    cut = {
+        name: placement.dim
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if hasattr(placement, "dim")
+    }
+    return Cuts(1, **cut)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter, which shares its memory."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _chunk(side: Span, parts: int, part: int) -> Span:
+    """What `torch.chunk` gives as part `part` of `parts`; the last parts may be shorter or empty."""
+    size = -(-side.size // parts)
+    return Span(*(side.start + min(side.size, size * edge) for edge in (part, part + 1)))
+
+
+def _common(one: Span, other: Span) -> Span:
+    start = max(one.start, other.start)
+    return Span(start, max(start, min(one.stop, other.stop)))

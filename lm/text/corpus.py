@@ -1,0 +1,167 @@
+"""Records by name: an embedded corpus or a user's source, for simulated sites and public training.
+
+The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
+do: the language reference by topic, the standard library's source by package, and passages of both, for a classifier,
+by what they are. Any other source is read as a site reads its own data.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import re
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.lm.text.records import Record, Records, check_source, read_records
+from cloister.protocol.errors import DataError
+
+_NOT_SOURCE = {
+    "site-packages", "dist-packages",  # not the standard library
+    "test", "tests", "idlelib", "turtledemo",  # tests and demonstrations
+    "pydoc_data",  # the other embedded corpus
+    "__pycache__",
+}  # fmt: skip
+
+_EVERY = 4
+"""Of so many files of the library one gives passages: parsing all takes seconds."""
+_SHORTEST = 80
+"""Characters of the shortest passage."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Records to distribute over sites, and the field that names their natural group."""
+
+    records: Records
+    """The records."""
+    field: str = ""
+    """Field with the group of a record; empty if the source has no such field."""
+
+
+_BUILTIN = ("builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages")
+
+
+@contextmanager
+def _of_field(field: str) -> Iterator[None]:
+    """Let errors about a source as a whole name the field that has it."""
+    try:
+        yield
+    except DataError as error:
+        if error.field != "data":
+            raise
+        fix = (
+            error.fix
+            or f"set {field} to a .txt, .jsonl, .json or .parquet file, a folder of them, or a hub name"
+        )
+        raise DataError(field, error.value, expected=error.expected, fix=fix) from error
+
+
+def check_corpus(source: str, *, field: str, split: str = "train") -> None:
+    """Check that `corpus_records` will find a source, without a look at any record; errors as `check_source`."""
+    if source.startswith("builtin:"):
+        _check_builtin(source, field)
+        return
+    with _of_field(field):
+        check_source(source, split=split)
+
+
+def _check_builtin(source: str, field: str) -> None:
+    if source not in _BUILTIN:
+        nearest = difflib.get_close_matches(source, _BUILTIN, n=1, cutoff=0)
+        raise DataError(
+            field, source, expected=f"one of {', '.join(_BUILTIN)}", fix=f"did you mean {nearest[0]}?"
+        )
+
+
+def corpus_records(
+    source: str, *, field: str = "data", split: str = "train", cache: Path | None = None
+) -> Corpus:
+    """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
+    reads.
+
+    A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
+    end at blank lines, or its lines if it is one paragraph.
+
+    Args:
+        source: The source.
+        field: What errors about the source as a whole call it, such as a field of the plan.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+
+    Raises:
+        DataError: the `builtin:` name is unknown, or as `read_records`.
+    """
+    if not source.startswith("builtin:"):
+        with _of_field(field):
+            records = read_records(source, split=split, cache=cache)
+        one_text = Path(source).suffix == ".txt" and Path(source).expanduser().is_file()
+        return Corpus(_paragraphs(records[0]["text"]) if one_text else records)
+    _check_builtin(source, field)
+    return dict(zip(_BUILTIN, (_python_docs, _python_stdlib, _python_passages), strict=True))[source]()
+
+
+def _paragraphs(text: str) -> list[Record]:
+    parts = [part.strip("\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
+    if len(parts) == 1:
+        parts = [line for line in text.split("\n") if line.strip()]
+    return [{"text": part} for part in parts]
+
+
+def _python_docs() -> Corpus:
+    """The language reference as `help()` shows it: about 80 topics, 0.5 MB of English prose."""
+    topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return Corpus([{"text": text, "topic": topic} for topic, text in sorted(topics.items())], "topic")
+
+
+def _python_stdlib(every: int = 1) -> Corpus:
+    """The standard library's source without its tests: about 700 files, 11 MB, 200 packages and modules; or one of
+    `every` so many files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    records = []
+    paths = [file.relative_to(root) for file in sorted(root.rglob("*.py"))]
+    for path in [each for each in paths if not _NOT_SOURCE & set(each.parts)][::every]:
+        with tokenize.open(root / path) as source:  # reads the encoding that the file declares
+            text = source.read()
+        if text:
+            records.append({"text": text, "path": path.as_posix(), "package": path.with_suffix("").parts[0]})
+    if not records:
+        raise DataError("simulation.source", "builtin:python-stdlib", expected=f"Python source in {root}")
+    return Corpus(records, "package")
+
+
+def _python_passages() -> Corpus:
+    """Passages with their kind as `label`, as many of each: a paragraph of the `manual`, the `docstring` of a function
+    of the standard library, or the `code` of a function that has none; each of at least 80 characters."""
+    texts = [str(record["text"]) for record in _python_docs().records]
+    manual = [part["text"] for text in texts for part in _paragraphs(text)]
+    docstrings, code = [], []
+    for record in _python_stdlib(_EVERY).records:
+        lines = record["text"].splitlines()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the library's own strings
+            module = ast.parse(record["text"])
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef):
+                docstring = ast.get_docstring(node)
+                if docstring is None:
+                    code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                else:
+                    docstrings.append(docstring)
+    kinds = {
+        name: [text for text in texts if len(text) >= _SHORTEST]
+        for name, texts in (("manual", manual), ("docstring", docstrings), ("code", code))
+    }
+    each = min(map(len, kinds.values()))
+    records = [
+        {"text": text, "label": name}
+        for name, texts in kinds.items()
+        for text in (texts[index * len(texts) // each] for index in range(each))
+    ]
+    return Corpus(records, "label")

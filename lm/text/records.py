@@ -1,0 +1,526 @@
+"""Read the records of a data holder: text, JSONL and Parquet files, folders of them, and hub data sets.
+
+A site reads its own records one by one (`read_each`), because one record must not decide how others are read, or
+whether they are. `Unusable` leaves out what cannot be read, and counts it.
+
+Records that one person owns and divides over sites are read together (`read_records`): `datasets` maps JSONL and
+Parquet from disk as Arrow. This module adds that errors name a file and a line, that no private file leaves a copy in
+the global cache of `datasets`, and that an absent network fails fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
+
+from cloister.lm.text.tokenizer import looks_like_path, on_hub
+from cloister.protocol.errors import DataError, one_line
+from cloister.protocol.machine.storage import disk_refusal
+
+_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_HASHED_BYTES = 64 << 20
+LARGEST_RECORD = 64 << 20
+"""Bytes of a line or text file that `read_each` reads: a larger one would exhaust the memory, which others see."""
+_ROWS = 64  # rows of a Parquet file that are decoded at a time
+_NOT_READABLE = "not readable"
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+Record = Mapping[str, Any]
+
+
+class Records(Protocol):
+    """A list-like collection of dicts, such as a `datasets.Dataset` or a list."""
+
+    def __len__(self) -> int:
+        """Count the records."""
+
+    def __getitem__(self, index: int, /) -> Record:
+        """Return one record."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the records in order."""
+
+
+class Unusable:
+    """The records that cannot be used: they are left out and counted.
+
+    One such record costs a site nothing else, and under a privacy unit an error would tell, without a charge, that the
+    record is there.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
+        self.place = ""
+        """File and line of the record that is read; empty where its reader does not know them."""
+        self._first: tuple[str, str, BaseException] | None = None
+
+    @property
+    def first(self) -> DataError | None:
+        """Why the first one was left out. It may quote the record: it is for the owner of all records."""
+        if self._first is None:
+            return None
+        place, reason, error = self._first
+        said = f"a record that can be used ({reason}: {one_line(error)})"
+        return error if isinstance(error, DataError) else DataError(place or "data", expected=said)
+
+    def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
+        """The result of `act(*arguments)` for one record; None if it raises."""
+        try:
+            return act(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # a template raises anything, and a panic in a tokenizer is no `Exception`
+            self.left_out[reason] += 1
+            self._first = self._first or (self.place, reason, error.with_traceback(None))
+            return None
+
+    def tried_together(
+        self, reason: str, act: Callable[[Sequence[_R]], list[_T]], items: Sequence[_R]
+    ) -> list[_T | None]:
+        """The results of `act` for several records at once; if that raises, for each alone.
+
+        Args:
+            reason: Why a record is left out for which `act` raises.
+            act: Gives one result for each item, which does not depend on the other items.
+            items: What `act` takes, one for each record.
+        """
+        together = Unusable().tried(reason, act, items)
+        if together is not None:
+            return [*together]
+        self.place = ""  # that of the record after these
+        alone = [self.tried(reason, act, [item]) for item in items]
+        return [None if each is None else each[0] for each in alone]
+
+
+def owner_of(record: Record, field: str) -> bytes:
+    """Who a record belongs to, in UTF-8: the field's text, or its whole number as text.
+
+    Raises:
+        DataError: the record has neither.
+        ValueError: the text cannot be encoded.
+    """
+    value = record.get(field)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value).encode()
+    if not (isinstance(value, str) and value):
+        raise DataError(f"field {field}", value, expected="text or a whole number")
+    return value.encode()
+
+
+def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
+    """Read the records of a file, a folder of files of one kind, or a hub data set.
+
+    Args:
+        source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
+            of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
+            `owner/name:configuration`.
+        split: Split of a hub data set; files have none.
+        cache: Folder for the Arrow files from which large data is mapped. Without one, local files are read into
+            memory and leave no copy on disk once they are read, and a hub data set uses the hub's own cache.
+
+    Raises:
+        DataError: the source is missing, empty, without records, or broken (with file and line); a folder mixes
+            kinds; or the hub lacks the name or cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        _check_name(source)
+        records = _read_hub(source, split, cache)
+    else:
+        with _readable(path):
+            files, kind = _files(path)
+            for file in files:
+                if file.stat().st_size == 0:
+                    raise DataError("data", str(file), expected="a file with records, but it is empty")
+            records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
+    if len(records) == 0:
+        raise DataError("data", source, expected="at least one record")
+    return records
+
+
+def read_each(
+    source: str,
+    unusable: Unusable,
+    *,
+    split: str = "train",
+    cache: Path | None = None,
+    documents: bool = False,
+) -> Iterator[Record]:
+    """Read the records of a source one by one, so that none decides whether or how another is read.
+
+    A `.txt` file is one record; each line of a `.jsonl` or `.json` file that is not blank is one, and is parsed alone;
+    so is each row of a Parquet file or of a hub data set, whose schema is not inferred from single rows. A folder may
+    mix kinds, and a source may have no record at all.
+
+    Args:
+        source: As for `read_records`.
+        unusable: Counts the lines, texts and rows that cannot be read or have more than `LARGEST_RECORD` bytes.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+        documents: Read a `.json` file that begins with `[` as one list of records. Not under a privacy unit: one record
+            may then decide that no other is read.
+
+    Raises:
+        DataError: the source is missing, or a file as a whole, other than a text, cannot be read.
+        StorageError: the disk is full.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        _check_name(source)
+        yield from _rows(_read_hub(source, split, cache), unusable)
+        return
+    for file in _listed(path):
+        kind = _KINDS[file.suffix]
+        unusable.place = str(file)
+        if kind == "text":
+            record = unusable.tried(_NOT_READABLE, _one_text, file)
+            if record is not None:
+                yield record
+        elif documents and file.suffix == ".json" and _is_document(file):
+            for number, record in enumerate(_check_document(file), start=1):
+                unusable.place = f"{file}, record {number}"
+                yield record
+        elif kind == "json":
+            yield from _lines(file, unusable)
+        else:
+            yield from _table_rows(file, unusable)
+
+
+def check_source(source: str, *, split: str = "train", cache: Path | None = None) -> None:
+    """Check that a source is there and of a known kind, without a look at any record.
+
+    Args:
+        source: As for `read_records`.
+        split: As for `read_records`.
+        cache: As for `read_records`.
+
+    Raises:
+        DataError: it is not a folder, a file of a known kind, or a data set that the hub or its local cache has.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        if not path.is_dir():
+            _check_kind(path)
+    else:
+        _check_name(source)
+        name, _, configuration = source.partition(":")
+        with _hub(source, split):
+            _datasets().load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
+
+
+def fingerprint(source: str, *, split: str = "train") -> bytes:
+    """SHA-256 that identifies the content of a source, for a cache key.
+
+    It covers a file's name, size and modification time, and up to 64 MiB also its content; of a hub data set only its
+    name and split. A file that cannot be read is no error: `read_each` leaves it out.
+
+    Args:
+        source: As for `read_records`.
+        split: As for `read_records`.
+
+    Raises:
+        DataError: the source is a file of another kind, or a folder that cannot be read.
+    """
+    digest = hashlib.sha256(f"{source}\0{split}\0".encode())
+    path = Path(source).expanduser()
+    with _readable(path):
+        for file in _listed(path) if path.exists() else []:
+            digest.update(f"{file.name}\0".encode(errors="surrogateescape"))
+            digest.update(Unusable().tried(_NOT_READABLE, _state_of, file) or b"not readable")
+    return digest.digest()
+
+
+def _state_of(file: Path) -> bytes:
+    """Size, modification time and, of a small file, the hash of the content."""
+    status = file.stat()
+    state = f"{status.st_size}\0{status.st_mtime_ns}\0".encode()
+    if file.is_file() and status.st_size <= _HASHED_BYTES:
+        state += _content_hash(file, status.st_size, status.st_mtime_ns)
+    return state
+
+
+@functools.lru_cache(maxsize=256)
+def _content_hash(file: Path, size: int, changed: int) -> bytes:
+    """SHA-256 of a file, cached as long as its size and modification time are the same."""
+    return hashlib.sha256(file.read_bytes()).digest()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `DataError` that names the unreadable file."""
+    try:
+        yield
+    except OSError as error:
+        name, reason = error.filename or str(path), error.strerror or str(error)
+        raise DataError("data", str(name), expected=f"a readable file or folder ({reason})") from error
+
+
+def _files(path: Path) -> tuple[list[Path], str]:
+    """The data files at `path`, in order, and their one kind."""
+    files = _listed(path)
+    kinds = sorted({_KINDS[file.suffix] for file in files})
+    if not kinds:
+        raise DataError("data", str(path), expected=f"a folder with files that end in {', '.join(_KINDS)}")
+    if len(kinds) > 1:
+        raise DataError(
+            "data", str(path), expected=f"files of one kind, but this folder mixes {', '.join(kinds)}"
+        )
+    return files, kinds[0]
+
+
+def _listed(path: Path) -> list[Path]:
+    """The data files at `path`, in order."""
+    if not path.is_dir():
+        _check_kind(path)
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+
+
+def _check_name(source: str) -> None:
+    """Refuse what is missing and cannot be the name of a data set."""
+    if looks_like_path(source) or Path(source).suffix in _KINDS:
+        raise DataError("data", source, expected="an existing file or folder")
+
+
+def _check_kind(path: Path) -> None:
+    if path.suffix not in _KINDS:
+        raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
+
+
+def _one_text(file: Path) -> Record:
+    if not file.is_file() or file.stat().st_size > LARGEST_RECORD:
+        raise DataError("data", str(file), expected=f"a text of at most {LARGEST_RECORD} bytes")
+    return _read_texts([file])[0]
+
+
+def _is_document(file: Path) -> bool:
+    """Whether a file's first character, other than white space, is `[`."""
+    with _readable(file), open(file, encoding="utf-8-sig", errors="replace") as text:
+        while (character := text.read(1)).isspace():
+            pass
+    return character == "["
+
+
+def _lines(file: Path, unusable: Unusable) -> Iterator[Record]:
+    """The objects of a JSONL file."""
+    number = 0
+    with _readable(file), open(file, "rb") as lines:
+        while line := lines.readline(LARGEST_RECORD + 1):
+            number += 1
+            unusable.place = f"{file}, line {number}"
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = lines.readline(LARGEST_RECORD)
+            if line.strip():
+                record = unusable.tried(_NOT_READABLE, _one_line, unusable.place, line)
+                if record is not None:
+                    yield record
+
+
+def _one_line(place: str, line: bytes) -> Record:
+    if len(line) > LARGEST_RECORD:
+        raise DataError(place, len(line), expected=f"a line of at most {LARGEST_RECORD} bytes")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        reason = getattr(error, "msg", str(error))
+        raise DataError(place, expected=f"one JSON object ({reason})") from None
+    if not isinstance(record, dict):
+        raise DataError(place, record, expected="one JSON object")
+    return record
+
+
+def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
+    """The rows of a Parquet file, which may have none; `datasets` refuses a file without rows."""
+    try:
+        with pq.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for index in range(batch.num_rows):
+                    number += 1
+                    unusable.place = f"{file}, record {number}"
+                    rows = unusable.tried(_NOT_READABLE, _one_row, batch.slice(index, 1))
+                    yield from rows or ()
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
+
+
+def _one_row(row: pa.RecordBatch) -> list[Record]:
+    if row.nbytes > LARGEST_RECORD:
+        raise DataError("data", row.nbytes, expected=f"a row of at most {LARGEST_RECORD} bytes")
+    rows: list[Record] = row.to_pylist()
+    return rows
+
+
+def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:
+    """The rows of a data set; the conversion of one can fail."""
+    for index in range(len(records)):
+        unusable.place = f"record {index + 1}"
+        record = unusable.tried(_NOT_READABLE, records.__getitem__, index)
+        if record is not None:
+            yield record
+
+
+def _read_texts(files: Iterable[Path]) -> Records:
+    texts = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            expected = f"UTF-8 text, but byte {error.start} is not valid UTF-8"
+            raise DataError("data", str(file), expected=expected) from None
+        texts.append({"text": text})
+    return texts
+
+
+def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Records:
+    with contextlib.ExitStack() as stack:
+        folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="cloister-")))
+        names = [glob.escape(str(file.resolve())) for file in files]
+        stack.enter_context(_quiet())
+        # By default invalid UTF-8 fails only when a record is read; with a named encoding it fails here.
+        options = {"encoding": "utf-8-sig"} if kind == "json" else {}
+        try:
+            records: Records = _datasets().load_dataset(
+                kind,
+                data_files=names,
+                split="train",
+                cache_dir=folder,
+                keep_in_memory=cache is None,
+                **options,
+            )
+        except Exception as error:  # datasets raises many types for a line that it cannot read
+            if kind == "json":
+                for file in files:
+                    _check_lines(file)
+            root = error
+            while root.__cause__ is not None:
+                root = root.__cause__  # type: ignore[assignment]  # only `Exception`s are chained here
+            if "No space left" in str(root):
+                raise disk_refusal(Path(folder), root) from error
+            reason = str(root).strip().partition("\n")[0]
+            where = str(files[0]) if len(files) == 1 else str(files[0].parent)
+            raise DataError("data", where, expected=f"readable {kind} records ({reason})") from error
+    return records
+
+
+def _check_lines(file: Path) -> None:
+    """Refuse a line that is not a JSON object, and a file without records; `.json` may be one document."""
+    objects = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if number == 1 and file.suffix == ".json":
+                    _check_document(file)
+                    return
+                reason = getattr(error, "msg", str(error))
+                raise DataError(f"{file}, line {number}", expected=f"one JSON object ({reason})") from None
+            if number == 1 and isinstance(record, list) and file.suffix == ".json":
+                _check_document(file)
+                return
+            if not isinstance(record, dict):
+                raise DataError(f"{file}, line {number}", record, expected="one JSON object")
+            objects += 1
+    if not objects:
+        raise DataError("data", str(file), expected="a file with records, but it has none")
+
+
+def _check_document(file: Path) -> list[Record]:
+    """The objects of a JSON list; refuses a file that is none."""
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        reason = getattr(error, "msg", str(error))
+        raise DataError(f"{file}, line {line}", expected=f"a JSON list of objects ({reason})") from None
+    objects = document if isinstance(document, list) else []
+    for number, record in enumerate(objects, start=1):
+        if not isinstance(record, dict):
+            raise DataError(f"{file}, record {number}", record, expected="one JSON object")
+    return objects
+
+
+def _read_hub(source: str, split: str, cache: Path | None) -> Records:
+    name, _, configuration = source.partition(":")
+    with _hub(source, split):
+        records: Records = _datasets().load_dataset(
+            name, configuration or None, split=split, cache_dir=cache and str(cache)
+        )
+    return records
+
+
+@contextlib.contextmanager
+def _hub(source: str, split: str) -> Iterator[None]:
+    """Ask the hub once whether it has a data set, and explain what `datasets` raises after that."""
+    name = source.partition(":")[0]
+    online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
+    with _quiet(), _offline(not online):
+        try:
+            yield
+        except Exception as error:  # datasets raises many types for a file that it cannot read
+            if not online:
+                expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
+                raise DataError(
+                    "data", source, expected=expected, fix="download it first, or connect to the network"
+                ) from error
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                "data", source, expected=f"a data set with a split {split!r} ({reason})"
+            ) from error
+
+
+@functools.cache
+def _datasets() -> Any:
+    """The library, imported when it is used: that takes a second, and most processes have their sequences already."""
+    import datasets  # type: ignore[import-untyped]  # it ships no types
+
+    # Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    return datasets
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Disable the progress bars and logs of datasets; its exceptions say what matters."""
+    datasets = _datasets()
+    level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _offline(switch: bool) -> Iterator[None]:
+    """Let datasets use only its cache: without a network it would retry for half a minute."""
+    datasets = _datasets()
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or switch
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before

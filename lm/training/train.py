@@ -1,0 +1,330 @@
+"""Local training: a site's optimizer steps from the global model, and the resulting update.
+
+A `Trainer` lives as long as its process and serves any site and round: the result of a site's round depends on the
+plan, the round, the site's seed, data and kept optimizer state, and not on rounds that ran before.
+
+One step minimises, over the learned tokens of `accumulation` micro-batches,
+
+    (1 / tokens) sum of -log p(token)  +  mu/2 ||w - w_global||^2
+
+where the mean is over all tokens of the step, so that 2 micro-batches of 8 are 1 of 16 whatever their padding. Of texts
+that are classified, with w = `data.class_weights` or 1, the first term is
+
+    (1 / texts) sum of w[class] (-log p(class))
+
+and divides by the number of texts, not by the sum of their weights. So the loss of a text counts the same in whatever
+micro-batch, rank or site it is: sums over parts of a step are added up, and sites count by their texts. The
+second term is FedProx (Li et al. 2020, "Federated optimization in heterogeneous networks", eq. 2), added to the
+gradient as mu (w - w_global). The gradient of the whole is clipped, and the plan's optimizer (`optimizer.py`) steps on
+float32 weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import LanguageModel, seeded
+from cloister.lm.model.passes import Forward, MicroBatch
+from cloister.lm.model.weights import Named, Weights, Whole
+from cloister.lm.tasks.evaluate import to_device
+from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.training.moments import Carry, Moments
+from cloister.lm.training.optimizer import LocalOptimizer
+from cloister.protocol.errors import DataError, ModelError, UpdateError
+from cloister.protocol.messages.blocks import all_finite
+from cloister.protocol.plan.plan import DataSection, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BLOCK_TOKENS = 2**22
+"""Tokens that are moved to the device at once (32 MB), so that a usual round has no transfer between its steps."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """The result of one site's round."""
+
+    vector: Vector
+    """Local minus global, finite float32; zero where the round trains nothing. Of one process the whole vector, shape
+    (layout.size,); of a rank its span, whose elements begin at `offset`."""
+    tokens: int
+    """Number of labels learned from; a label counts each time it is used."""
+    loss: float
+    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term."""
+    steps: int
+    """Optimizer steps taken."""
+    offset: int = 0
+    """Where `vector` begins in the flat vector."""
+
+
+class Bench:
+    """The plan's model on one device, or in the ranks of a mesh, reset for each round to the state of a new process.
+
+    Args:
+        plan: The plan.
+        model: The plan's model; it is moved to `device` and belongs to the bench afterwards, but its parameters may be
+            read or overwritten between rounds.
+        device: Where to train.
+        ranks: The mesh that the model was divided on (`parallelize`), in each of its ranks; None for one process.
+    """
+
+    def __init__(
+        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.device = device
+        self.module = model.module.to(device)
+        self.weights: Weights = Whole(model)
+        if ranks is not None:
+            from cloister.lm.parallel.shards import (
+                Shards,  # it takes a second to import, which one process saves
+            )
+
+            self.weights = Shards(model, ranks)
+        self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def round(
+        self,
+        start: Vector,
+        take_steps: Callable[[Named, LocalOptimizer], _T],
+        *,
+        round: int,
+        carry: Carry | None,
+    ) -> tuple[Vector, _T]:
+        """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
+
+        Args:
+            start: The global model, float32, shape (layout.size,); not modified.
+            take_steps: Takes the round's steps; called with the parameters that the round trains and their
+                optimizer.
+            round: The round, from 1.
+            carry: Where the optimizer's moments are, as in `Trainer.train`.
+
+        Raises:
+            ModelError: the device runs out of memory.
+            StorageError: the optimizer's state cannot be read or written.
+            UpdateError: `start` does not have the model's layout, or the update is non-finite.
+        """
+        local, layout, weights = self.plan.local, self.model.layout, self.weights
+        torch.set_num_threads(local.threads)
+        self._reset(start)
+        trained = weights.trained(round)
+        optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
+        kept = None
+        if carry is not None and local.optimizer_state == "keep":
+            kept = Moments(carry, layout, weights)
+            kept.load(optimizer)
+        try:
+            taken = take_steps(trained, optimizer)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                "local.batch_size",
+                local.batch_size,
+                expected=f"sequences that fit in the memory of {self.device}",
+                fix="lower local.batch_size and raise local.accumulation by the same factor",
+            ) from error
+        finally:
+            self.module.zero_grad(set_to_none=True)
+        with np.errstate(invalid="ignore", over="ignore"):  # a non-finite update is refused below
+            update = weights.update(start)
+        if not weights.least(all_finite(update)):
+            raise _not_finite(round, "non-finite")
+        if kept is not None:
+            kept.store(optimizer)
+        return update, taken
+
+    def _reset(self, start: Vector) -> None:
+        """Put the module into the state that it would have in a new process that was given `start`."""
+        self.weights.place(start)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(self._buffers[name])
+        self.module.zero_grad(set_to_none=True)
+        self.module.train()
+
+
+class Trainer:
+    """Trains any site's round of one plan on one device, or in the ranks of a mesh.
+
+    The batch is the plan's, whatever the mesh: every rank draws all rows and computes its part of each micro-batch, and
+    the loss and gradient of a step are those of one process up to rounding. Dropout is equal in law only.
+
+    Args:
+        plan: The plan.
+        model: The plan's model, which belongs to the trainer afterwards (`Bench`).
+        device: Where to train.
+        ranks: As in `Bench`; every rank then calls `train` with the same arguments, and gets its span of the update.
+    """
+
+    def __init__(
+        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._bench = Bench(plan, model, device, ranks)
+        self.weights = self._bench.weights
+        """Where the parameters are."""
+        forward = Forward(self._bench.module, device, plan.local.precision)
+        self._passes = self.weights.passes(forward, plan.local.batch_size)
+
+    def train(
+        self,
+        start: Vector,
+        sequences: Sequences,
+        *,
+        round: int,
+        site_seed: tuple[int, ...],
+        carry: Carry | None = None,
+        steps: int | None = None,
+        steps_before: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> LocalUpdate:
+        """Train from `start` and return the update.
+
+        Args:
+            start: The global model, float32, shape (layout.size,); not modified.
+            sequences: The site's training sequences.
+            round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
+            site_seed: Separates this site's random choices from those of other sites.
+            carry: The folders that the optimizer's moments are read from and written to, used when
+                `local.optimizer_state` is `keep`; without moments they start at zero.
+            steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
+                that of local.steps steps: step s of n has the rate of step s local.steps / n.
+            steps_before: Local steps of the run before this round, for the learning rate; by default
+                (round - 1) * local.steps.
+            progress: Called after each step with the number of steps launched so far.
+
+        Raises:
+            DataError: there are no sequences.
+            ModelError: the device runs out of memory.
+            StorageError: the optimizer's state cannot be read or written.
+            UpdateError: `start` does not have the model's layout, or training gave non-finite numbers.
+        """
+        if len(sequences) == 0:
+            raise DataError(
+                "sequences", 0, expected="at least one training sequence", fix="give the site more records"
+            )
+        nominal = self._plan.local.steps
+        taken = nominal if steps is None else steps
+        before = (round - 1) * nominal if steps_before is None else steps_before
+        seeds = (self._plan.run.seed, round, *site_seed)
+
+        def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
+            with seeded("train", *seeds, *self.weights.draws, device=self._device):
+                tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
+            if not self.weights.least(math.isfinite(loss)):
+                raise _not_finite(round, f"non-finite, with a training loss of {loss}")
+            return tokens, loss
+
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
+        return LocalUpdate(update, tokens, loss, taken, self.weights.span.start)
+
+    def _steps(
+        self,
+        sequences: Sequences,
+        trained: Named,
+        optimizer: LocalOptimizer,
+        steps: int,
+        steps_before: int,
+        seeds: tuple[int, ...],
+        progress: Callable[[int], None] | None,
+    ) -> tuple[int, float]:
+        """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
+        local = self._plan.local
+        parameters = [parameter for _, parameter in trained]
+        anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
+        total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        total_tokens = 0
+        for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, steps, seeds)):
+            for loss in self._passes.backward(micro_batches, learned):
+                total_loss += loss
+            self.weights.take_gradients()
+            self.weights.add_replicas()
+            add_proximal(parameters, anchors, local.proximal)
+            if local.clip_norm:
+                self.weights.clip(parameters, local.clip_norm)
+            optimizer.step(steps_before + step * local.steps / steps)
+            total_tokens += learned
+            if progress is not None:
+                progress(step + 1)
+        return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
+
+    def _micro_batches(
+        self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
+    ) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """For each step: its learned labels, in all rows, and this process's rows of each micro-batch."""
+        local = self._plan.local
+        part = self.weights.rows(local.batch_size)
+        mine = part.stop - part.start
+        per_step = local.batch_size * local.accumulation
+        length = sequences.tokens.shape[1]
+        drawn = batches(len(sequences), per_step, seeds)
+        block = max(1, BLOCK_TOKENS // (per_step * length))
+        for first in range(0, steps, block):
+            rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
+            targets = sequences.targets(rows)
+            learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
+            if mine < local.batch_size:
+                rows = rows.reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
+                # A rank without rows takes part with one of which nothing is learned.
+                targets = sequences.targets(rows)
+                if not mine:
+                    targets[:] = NOT_LEARNED
+            columns = {
+                "tokens": to_device(sequences.tokens[rows], self._device),
+                "targets": to_device(targets, self._device),
+            }
+            if sequences.positions is not None:
+                columns["positions"] = to_device(sequences.positions[rows], self._device)
+            factors = class_factors(self._plan.data, targets)
+            if factors is not None:
+                columns["factors"] = torch.from_numpy(factors).to(self._device)
+            parts = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
+            micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
+            for count in learned:
+                yield int(count), list(itertools.islice(micro_batches, local.accumulation))
+
+
+def class_factors(data: DataSection, targets: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """What `data.class_weights` multiplies the loss of rows by; None: 1.
+
+    Args:
+        data: The plan's section.
+        targets: (R, 1): classes, -100 in rows of which nothing is learned.
+
+    Returns:
+        (R,) float32.
+    """
+    if not data.class_weights:
+        return None
+    weights = np.array(data.class_weights, np.float32)
+    return np.where(targets[:, 0] == NOT_LEARNED, np.float32(0), weights[np.maximum(targets[:, 0], 0)])
+
+
+def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:
+    """Add FedProx's mu (w - w_global) to the gradients; do nothing without anchors."""
+    with torch.no_grad():
+        for parameter, anchor in zip(parameters, anchors, strict=False):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - anchor, alpha=mu)
+
+
+def _not_finite(round: int, what: str) -> UpdateError:
+    return UpdateError(
+        f"the update of round {round}",
+        what,
+        expected="finite numbers",
+        fix="lower local.learning_rate or local.clip_norm, or set local.precision = 'float32'",
+    )

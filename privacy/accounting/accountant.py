@@ -1,0 +1,488 @@
+"""Accounting: the (epsilon, delta) that released events cost together, and the noise for a target epsilon.
+
+A mechanism M is (epsilon, delta)-DP when P[M(D) in S] <= e^epsilon P[M(D') in S] + delta for all neighbours D, D' and
+all S (Dwork and Roth 2014). Each event of `events.py` says which mechanism ran, its sensitivity and its neighbours.
+`spent` composes any list of them, including one where each was chosen after seeing the results of earlier ones, and
+gives an epsilon that is an upper bound for all parameters; `calibrate` finds the noise for a given epsilon.
+
+- `pld` composes privacy loss distributions (Koskela et al. 2020; discretised as in Doroshenko et al. 2022, "Connect the
+  dots", which rounds pessimistically). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
+- `rdp` adds Renyi divergences (Mironov 2017) and converts them (Canonne, Kamath and Steinke 2020, Proposition 12).
+
+Both come from `dp_accounting`, which has no Skellam mechanism: its published curve is added here. The best of a random
+number of runs (`Selection`) has a bound for Renyi divergences only, and a list that holds one is composed by them.
+Where rounding errors could affect the result (a delta near rounding error, a loss that spans more than a grid can
+hold) the result is that of `rdp`, and `Spent` says so. Refused: privacy loss distributions of Skellam noise in many
+dimensions, whose worst neighbours are not known, and an accountant of our own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+from cloister.privacy.mechanism.events import (
+    CorrelatedGaussian,
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Selection,
+    Skellam,
+    Unit,
+    from_json,
+    plain,
+    positive,
+)
+from cloister.protocol.errors import AccountingError
+
+Accountant = Literal["pld", "rdp"]
+
+LEAST_NOISE, LARGEST_NOISE = 2.0**-6, 2.0**16
+"""Noise multipliers between which `calibrate` searches."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The cost of a list of events: together they are (epsilon, delta)-DP."""
+
+    epsilon: float
+    """An upper bound; `math.inf` if there is none."""
+    delta: float
+    """The delta that was asked for."""
+    accountant: Accountant
+    """The accountant whose bound this is."""
+    note: str = ""
+    """Why that is not the requested accountant, or what was assumed; otherwise empty."""
+
+
+def spent(
+    events: Iterable[Event],
+    delta: float,
+    accountant: Accountant = "pld",
+    *,
+    group: int = 1,
+    points: int = 2**16,
+) -> Spent:
+    """The epsilon of all `events` together at `delta`.
+
+    Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
+    of them, a record before an owner before a site. Such a unit may change the term of a larger one from any vector of
+    the clipped norm to any other, so the releases for larger units are then counted with twice their sensitivity:
+    those for sites as such, and those for owners as the replacement of a term that is drawn, (1 - q) N(0, z^2) +
+    q N(1, z^2) against (1 - q) N(0, z^2) + q N(-1, z^2).
+
+    A `group` of k units differs together: each is drawn on its own, and in the worst case all have the same gradient,
+    so that a step is N(0, z^2) against the mixture of N(j, z^2), with j binomial(k, q) (Choquette-Choo et al. 2024,
+    "Privacy amplification for matrix mechanisms"). A release for all sites is counted with k times its sensitivity.
+
+    Args:
+        events: What was released, in any order; equal ones are merged first, so a long ledger costs little more.
+        delta: Above 0 and below 1.
+        accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list. For a `group`,
+            and for steps on owners in a list with records, `rdp` knows only a loose bound, without amplification.
+        group: k, 1 or more units that differ together.
+        points: Grid points of the loss of one step. Fewer take less time, for a group in proportion, and give a larger
+            bound.
+
+    Raises:
+        AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
+            with releases for several units.
+    """
+    delta = positive("delta", delta)
+    if not delta < 1:
+        raise AccountingError("delta", delta, expected="a probability above 0 and below 1")
+    if accountant not in get_args(Accountant):
+        raise AccountingError("accountant", accountant, expected=" or ".join(get_args(Accountant)))
+    listed = list(events)
+    released = list(plain(listed))
+    units = [unit for unit in get_args(Unit) if unit in {_unit(event) for event in released}]
+    if isinstance(group, bool) or group < 1 or (group > 1 and len(units) > 1):
+        raise AccountingError(
+            "group", group, expected="1 or more units, or 1 where several units were charged"
+        )
+    found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant, points)
+    if len(units) > 1:
+        larger = " and ".join(f"{unit}s" for unit in units[1:])
+        note = f"for one {units[0]}: releases for {larger} are counted with twice their sensitivity"
+        found = replace(found, note="; ".join(filter(None, (note, found.note))))
+    return found
+
+
+def epsilon_of(events: Iterable[Event], delta: float, accountant: str) -> float:
+    """The epsilon of `spent`, with `rdp` or, for any other name of a plan's accountant, `pld`."""
+    return spent(events, delta, "rdp" if accountant == "rdp" else "pld").epsilon
+
+
+def composed(events: Iterable[str], delta: float) -> float:
+    """Epsilon of the events of ledger entries, each as JSON: what `ledger.Ledger` composes with."""
+    return spent([event for text in events for event in from_json(text)], delta).epsilon
+
+
+class _Step(NamedTuple):
+    """A step of DP-SGD, and what neighbours change in it."""
+
+    noise: float
+    """z."""
+    rate: float
+    """q."""
+    replaced: bool = False
+    """Whether a term of norm 1 is replaced by another where it is drawn, and not added or removed."""
+    group: int = 1
+    """Units that are added or removed together."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether one unit is added or removed, for which Renyi divergences are known."""
+        return not self.replaced and self.group == 1
+
+    @property
+    def sensitivity(self) -> int:
+        """The most by which neighbours change the sum of a given batch."""
+        return 2 if self.replaced else self.group
+
+    @property
+    def like(self) -> _Step:
+        """A step with known divergences whose loss is of about the same size."""
+        return _Step(self.noise / self.sensitivity, self.rate)
+
+    @property
+    def exact(self) -> float:
+        """z, or the largest noise below it at which float64 resolves the loss: less noise, a larger bound."""
+        return min(self.noise, math.sqrt(1e9 * self.rate))
+
+    @property
+    def span(self) -> float:
+        """About the range of the loss, whose tails are cut at e^-50: ten standard deviations."""
+        if not self.plain:
+            return 2 * self.like.span
+        z, q = self.exact, self.rate
+        farthest = 10.2 / z + 0.5 / (z * z)
+        if q == 1 or farthest > _WIDEST:
+            return 2 * farthest
+        return math.log1p(q * math.expm1(farthest)) - math.log1p(-q)
+
+    @property
+    def variance(self) -> float:
+        """About the variance of the loss: that of the likelihood ratio of one unit, q^2 (e^(1/z^2) - 1)."""
+        z, q = self.exact, self.rate
+        one = 1 / (z * z) if q == 1 else q * q * math.expm1(min(1 / (z * z), 20.0))
+        return one * self.sensitivity**2
+
+    def loss(self, width: float) -> Any:
+        """The privacy loss distribution (of `dp_accounting`) of the worst case, on a grid of a width."""
+        from dp_accounting.pld import privacy_loss_distribution as distributions
+        from dp_accounting.privacy_accountant import NeighboringRelation
+        from scipy.stats import binom
+
+        z, q = self.exact, self.rate
+        if self.group > 1:
+            drawn = range(self.group + 1)
+            return distributions.from_mixture_gaussian_mechanism(
+                z, drawn, binom.pmf(drawn, self.group, q), value_discretization_interval=width
+            )
+        relation = NeighboringRelation.REPLACE_ONE if self.replaced else NeighboringRelation.REPLACE_SPECIAL
+        return distributions.from_gaussian_mechanism(
+            z, sampling_prob=q, value_discretization_interval=width, neighboring_relation=relation
+        )
+
+
+class _Losses(NamedTuple):
+    """A list of events, merged: all that the epsilon depends on."""
+
+    steps: tuple[tuple[_Step, int], ...]  # of sampled mechanisms, and how many
+    rho: float  # zero-concentrated DP of all Gaussians together: the sum of 1 / (2 z^2)
+    skellam: tuple[tuple[float, float, float, int], ...]  # variance, l2, l1, count
+    selections: tuple[tuple[_Losses, float, float, int], ...] = ()  # a run, mean and shape of the law, count
+
+    @property
+    def whole(self) -> bool:
+        """Whether divergences are known for whole orders only: there is Skellam noise."""
+        return bool(self.skellam) or any(run.whole for run, *_ in self.selections)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there are steps whose divergences take time in proportion to the order."""
+        return any(step.plain for step, _ in self.steps) or any(run.sampled for run, *_ in self.selections)
+
+
+def _unit(event: Event) -> Unit:
+    return event.unit if isinstance(event, SampledGaussian) else "site"
+
+
+def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
+    """The events as losses of `group` units, where `unit` is the smallest."""
+    steps: Counter[_Step] = Counter()
+    gaussian: Counter[float] = Counter()
+    skellam: Counter[tuple[float, float, float]] = Counter()
+    selections: Counter[tuple[_Losses, float, float]] = Counter()
+    sensitivity = (
+        group if unit == "site" else 2
+    )  # a part of a site may change its vector from any to any other
+    for event in events:
+        match event:
+            case SampledGaussian(z, q, count):
+                steps[_Step(z, q, event.unit != unit, group)] += count
+            case Gaussian(z, count):
+                gaussian[z / sensitivity] += count
+            case CorrelatedGaussian(z):
+                gaussian[z / sensitivity] += 1
+            case Skellam(variance, l2, l1, count, extra):
+                for mu, l2_part, l1_part in ((variance, l2, l1), *extra):
+                    skellam[mu, sensitivity * l2_part, sensitivity * l1_part] += count
+            case Selection(_, mean, run, rounds, shape):
+                one = _losses(run * rounds, unit, group)
+                selections[one, mean, math.inf if shape is None else shape] += 1
+    for step in [step for step in steps if step.rate == 1]:
+        gaussian[step.noise / step.sensitivity] += steps.pop(step)
+    return _Losses(
+        tuple(sorted(steps.items())),
+        math.fsum(count / z**2 / 2 for z, count in sorted(gaussian.items())),
+        tuple((*part, count) for part, count in sorted(skellam.items())),
+        tuple((*part, count) for part, count in sorted(selections.items())),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int) -> Spent:
+    if not (losses.steps or losses.rho or losses.skellam or losses.selections):
+        return Spent(0.0, delta, accountant)
+    renyi = _rdp(losses, delta)
+    if accountant == "rdp":
+        return Spent(renyi, delta, "rdp")
+    if losses.selections:
+        return Spent(renyi, delta, "rdp", "the best of several runs is composed by Renyi divergences")
+    if losses.skellam:
+        return Spent(renyi, delta, "rdp", "Skellam noise is composed by Renyi divergences")
+    try:
+        epsilon = _pld(losses, delta, renyi, points)
+    except _OutOfReachError as error:
+        return Spent(renyi, delta, "rdp", str(error))
+    if renyi < epsilon:  # both are upper bounds
+        return Spent(renyi, delta, "rdp", "here the Renyi bound is the smaller one")
+    return Spent(epsilon, delta, "pld")
+
+
+def _rdp(losses: _Losses, delta: float) -> float:
+    """Least epsilon over the orders: those of `dp_accounting`, from 1.1 to 1024, or whole ones with Skellam noise.
+
+    Steps whose divergences are not known count as if every unit were drawn.
+    """
+    from dp_accounting import dp_event as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    public = _gaussians(losses)
+    with _without_log("absl"):
+        if losses.selections:
+            orders = [_whole_orders(sampled=losses.sampled)] if losses.whole else []
+            return min(
+                float(RdpAccountant(*orders).compose(_with_selections(losses, line)).get_epsilon(delta))
+                for line in _LINES[: 2 if losses.whole else 1]
+            )
+        if not losses.skellam:
+            return float(RdpAccountant().compose(dp.ComposedDpEvent(public)).get_epsilon(delta))
+        least = math.inf
+        for order in _whole_orders(sampled=any(step.plain for step, _ in losses.steps)):
+            bound = math.fsum(count * skellam_rdp(order, mu, l2, l1) for mu, l2, l1, count in losses.skellam)
+            # At one order a bound is a (rho = bound / order)-zCDP event, whatever it is at other orders.
+            events = dp.ComposedDpEvent([*public, dp.ZCDpEvent(rho=bound / order)])
+            least = min(least, float(RdpAccountant([order]).compose(events).get_epsilon(delta)))
+        return least
+
+
+def _gaussians(losses: _Losses) -> list[Any]:
+    """The steps and the Gaussians as events of `dp_accounting`."""
+    from dp_accounting import dp_event as dp
+
+    found: list[Any] = [
+        dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(step.rate, dp.GaussianDpEvent(step.exact)), count)
+        for step, count in losses.steps
+        if step.plain
+    ]
+    rho = losses.rho + math.fsum(
+        count * (step.sensitivity / step.noise) ** 2 / 2 for step, count in losses.steps if not step.plain
+    )
+    if rho:
+        found.append(dp.ZCDpEvent(rho=rho))
+    return found
+
+
+def _with_selections(losses: _Losses, line: Callable[[float, float, float], tuple[float, float]]) -> Any:
+    """All losses as one event of `dp_accounting`, at the whole orders if there is Skellam noise.
+
+    A selection needs the divergences of a run at several orders at once, so Skellam noise is bounded by a line.
+    """
+    from dp_accounting import dp_event as dp
+
+    found = _gaussians(losses)
+    for mu, l2, l1, count in losses.skellam:
+        slope, intercept = line(mu, l2, l1)
+        found.append(dp.ZCDpEvent(rho=count * slope, xi=count * intercept))
+    for run, mean, shape, count in losses.selections:
+        chosen = dp.RepeatAndSelectDpEvent(_with_selections(run, line), mean, shape)
+        found.append(dp.SelfComposedDpEvent(chosen, count))
+    return dp.ComposedDpEvent(found)
+
+
+_LINES: tuple[Callable[[float, float, float], tuple[float, float]], ...] = (
+    lambda mu, l2, l1: (l2 * l2 / (2 * mu), 3 * l1 / (2 * mu)),
+    lambda mu, l2, l1: (
+        l2 * l2 / (2 * mu) + l2 * l2 / (2 * mu * mu),
+        max(0.0, (6 * l1 - l2 * l2) / (4 * mu * mu)),
+    ),
+)
+"""The two bounds of `Skellam` on the Renyi divergence, each as a line over the order: slope and intercept."""
+
+
+def skellam_rdp(order: int, variance: float, l2: float, l1: float) -> float:
+    """Bound on the Renyi divergence of the Skellam mechanism: the formula of `Skellam`.
+
+    Args:
+        order: alpha, a whole number above 1.
+        variance: mu, in integer steps squared.
+        l2: L2 sensitivity in integer steps.
+        l1: L1 sensitivity in integer steps.
+    """
+    rounding = min(((2 * order - 1) * l2 * l2 + 6 * l1) / (4 * variance * variance), 3 * l1 / (2 * variance))
+    return order * l2 * l2 / (2 * variance) + rounding
+
+
+@functools.cache
+def _whole_orders(*, sampled: bool) -> tuple[int, ...]:
+    """Every order to 64, then 8 % apart; the curve of a sampled Gaussian takes time in proportion to the order."""
+    largest = 2**10 if sampled else 2**20
+    spread = {round(64 * 1.08**step) for step in range(math.ceil(math.log(largest / 64) / math.log(1.08)))}
+    return tuple(sorted({*range(2, 64), *spread}))
+
+
+_MOST_STEPS = 10**6  # after which a composition takes minutes
+_DEEPEST = 200_000  # intervals from 0 to epsilon
+_COMPOSED = 2**20  # points of the sum of all losses
+_COARSEST = 1e-3
+_WIDEST = 700.0  # losses whose e^x is a float64
+_HOPELESS = 1e5
+_ROUNDING = 1e-13
+_ROUNDING_PER_STEP = 1e-14
+
+
+class _OutOfReachError(Exception):
+    """Why the discretised distributions give no reliable bound."""
+
+
+def _pld(losses: _Losses, delta: float, renyi: float, points: int) -> float:
+    """Epsilon by privacy loss distributions.
+
+    A step's loss is put on a grid of width h. Connecting the dots adds at most h^2/4 to its variance, so h = 1/20 of
+    the root mean square of the steps' losses adds less than a thousandth to the variance of the sum; it is
+    wider only to keep the grids in memory, and where second differences of probabilities on so fine a grid would be
+    rounding error: their error is added as mass, 2^-53 span / h^2 a step. The fast Fourier transform is exact to
+    rounding alone: raising it to the k-th power multiplies that by k. `delta` is lowered by more than that error.
+    """
+    import numpy as np
+    from dp_accounting import get_epsilon_gaussian
+
+    steps = sum(count for _, count in losses.steps)
+    rounding = _ROUNDING + _ROUNDING_PER_STEP * steps
+    if delta < 4 * rounding:
+        raise _OutOfReachError("delta is too near the rounding error of privacy loss distributions")
+    if steps > _MOST_STEPS:
+        raise _OutOfReachError(f"privacy loss distributions are composed for up to {_MOST_STEPS:,} steps")
+    delta -= rounding
+    gaussian = 1 / math.sqrt(2 * losses.rho) if losses.rho else math.inf
+    if not losses.steps:
+        return float(get_epsilon_gaussian(gaussian, delta)) * (1 + 1e-9) + 1e-9  # its root is right to 1e-12
+    size = renyi
+    if not all(step.plain for step, _ in losses.steps):  # a guess, because `renyi` is far too large
+        size = _rdp(losses._replace(steps=tuple((step.like, count) for step, count in losses.steps)), delta)
+    if size > _HOPELESS:
+        raise _OutOfReachError("the losses span more than a grid can hold")
+    parts = [*losses.steps, (_Step(gaussian, 1.0), 1)] if losses.rho else losses.steps
+    span = math.fsum(step.span for step, _ in parts)
+    if span > _WIDEST:
+        raise _OutOfReachError("the losses span more than a grid can hold")
+    variance = math.fsum(count * step.variance for step, count in parts)
+    width = min(math.sqrt(variance / (steps + 1)) / 20, _COARSEST)
+    width = max(width, span / points, size / _DEEPEST, math.sqrt(2.0**-53 * span * steps))
+    # The library's tail bound makes the sum of k losses about k variance / (h span) points long.
+    width = max(width, *(k * step.variance / (step.span * _COMPOSED) for step, k in losses.steps))
+    composed = None
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            for step, count in parts:
+                one = step.loss(width)
+                one = one if count == 1 else one.self_compose(count)
+                composed = one if composed is None else composed.compose(one)
+            return float(composed.get_epsilon_for_delta(delta))  # type: ignore[union-attr]  # of one part or more
+    except (ValueError, ArithmeticError) as error:
+        raise _OutOfReachError(f"the losses cannot be put on a grid ({error})") from error
+
+
+@contextlib.contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """Silence a logger: `dp_accounting` reports each order that it leaves out, which only makes its bound larger."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def calibrate(
+    target_epsilon: float,
+    delta: float,
+    events_for: Callable[[float], Sequence[Event]],
+    accountant: Accountant = "pld",
+) -> float:
+    """The least noise multiplier with which the events cost at most `target_epsilon`, to a thousandth of itself.
+
+    The epsilon of what is returned was computed and is at most `target_epsilon`.
+
+    Args:
+        target_epsilon: Positive.
+        delta: Above 0 and below 1.
+        events_for: The events of the whole run with a noise multiplier; epsilon falls as it rises.
+        accountant: As in `spent`.
+
+    Raises:
+        AccountingError: no noise multiplier from `LEAST_NOISE` to `LARGEST_NOISE` is the least one.
+    """
+    target = positive("target_epsilon", target_epsilon)
+
+    def epsilon(noise: float) -> float:
+        return spent(events_for(noise), delta, accountant).epsilon
+
+    enough = 1.0
+    while epsilon(enough) > target:
+        enough *= 2
+        if enough > LARGEST_NOISE:
+            least = epsilon(LARGEST_NOISE)
+            raise AccountingError(
+                "target_epsilon",
+                target_epsilon,
+                expected=f"at least {least:.3g}, which the largest noise multiplier {LARGEST_NOISE:g} gives",
+                fix="take fewer steps or a larger delta",
+            )
+    too_little = enough / 2
+    while epsilon(too_little) <= target:
+        enough, too_little = too_little, too_little / 2
+        if too_little < LEAST_NOISE:
+            raise AccountingError(
+                "target_epsilon",
+                target_epsilon,
+                expected=f"at most {epsilon(LEAST_NOISE):.3g}, which the least noise multiplier {LEAST_NOISE:g} gives",
+                fix="set a smaller one, or set the noise multiplier instead",
+            )
+
+    while enough > too_little * (1 + 5e-4):
+        middle = math.sqrt(enough * too_little)
+        if epsilon(middle) <= target:
+            enough = middle
+        else:
+            too_little = middle
+    return enough

@@ -1,0 +1,157 @@
+"""The privacy terms of a plan: the noise of a round, what it costs, and how much may be spent.
+
+The coordinator and the sites each derive them from the plan alone, so neither has to trust the other's figures. All
+figures are for one site in one round that it takes part in; the ledgers compose them over a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cloister.privacy.accounting.accountant import calibrate, epsilon_of
+from cloister.privacy.mechanism.correlated import Participation, optimal
+from cloister.privacy.mechanism.events import (
+    CorrelatedGaussian,
+    Event,
+    SampledGaussian,
+    Selection,
+    Unit,
+    relation,
+)
+from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
+from cloister.protocol.errors import AccountingError, PlanError
+from cloister.protocol.plan import soundness
+from cloister.protocol.plan.plan import Plan
+
+_DIGITS = 4
+"""Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The privacy of a plan."""
+
+    unit: Unit
+    noise_multiplier: float
+    """z that is charged: standard deviation of the noise over the clipping norm, on a sum of clipped terms."""
+    delta: float
+    round_events: tuple[Event, ...]
+    """What one round costs a site that takes part in it; with correlated noise, all of its rounds together."""
+    budget: float | None
+    """Largest epsilon of a site over the run."""
+    accountant: str
+    mechanism: SiteMechanism | None
+    """How updates are summed; unit `site` only."""
+    selection: Selection | None = None
+    """For a trial of a search: the search, of which each trial releases the whole plan."""
+
+    @property
+    def relation(self) -> str:
+        """How neighbours differ."""
+        return relation(self.unit)
+
+    def events(self, rounds: int, paid: int = 0) -> tuple[Event, ...]:
+        """What `rounds` more rounds cost a site that was charged for `paid` other rounds of the run.
+
+        Correlated noise is charged for the whole run in a site's first round, and its later rounds cost nothing more.
+        """
+        if any(isinstance(event, CorrelatedGaussian) for event in self.round_events):
+            return self.round_events if rounds and not paid else ()
+        return self.round_events * rounds
+
+    def epsilon(self, rounds: int) -> float:
+        """Epsilon of a site that took part in `rounds` rounds."""
+        return epsilon_of(self.events(rounds), self.delta, self.accountant)
+
+    def seen(self, events: Sequence[Event]) -> Sequence[Event]:
+        """What those pay for who see what a site has released, and of a search only the best trial.
+
+        A trial is chosen by its last model, so any part of the best trial costs as much as the search.
+
+        Args:
+            events: The site's events in the run.
+        """
+        return events if self.selection is None or not events else (self.selection,)
+
+
+def terms_of(plan: Plan, dimension: int) -> Terms | None:
+    """The privacy of `plan`, whose updates have `dimension` coordinates; None if it has no privacy unit.
+
+    Raises:
+        PlanError: the target epsilon cannot be met, or the ring has no room for the noise.
+    """
+    return None if plan.privacy.unit == "none" else _terms(plan.to_json(), dimension)
+
+
+@lru_cache(maxsize=16)
+def _terms(plan_json: str, dimension: int) -> Terms:
+    plan = soundness.recorded(plan_json)  # the caller has checked it
+    privacy = plan.privacy
+    times = 1 if privacy.correlated else plan.run.rounds  # correlated noise has one event for all rounds
+    try:
+        if privacy.noise_multiplier is not None:
+            noise = privacy.noise_multiplier
+        else:
+            assert privacy.target_epsilon is not None, "a sound plan has one of the two"
+            least = calibrate(
+                privacy.target_epsilon,
+                privacy.delta,
+                lambda z: _round(plan, z, dimension)[0] * times,
+                privacy.accountant,
+            )
+            noise = math.ceil(least * 10**_DIGITS) / 10**_DIGITS
+        events, mechanism = _round(plan, noise, dimension)
+    except AccountingError as error:
+        field = error.field if error.field.startswith("privacy.") else f"privacy.{error.field}"
+        raise PlanError(field, error.value, expected=error.expected, fix=error.fix) from error
+    assert privacy.unit != "none"
+    budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
+    terms = Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
+    return replace(terms, selection=selection_of(plan, terms))
+
+
+def selection_of(plan: Plan, terms: Terms, sites: int = 1) -> Selection | None:
+    """The search that a plan is a trial of, as an event; None if it stands alone.
+
+    Args:
+        plan: The plan.
+        terms: Its privacy.
+        sites: Sites of one trial at which a unit is charged.
+    """
+    search = plan.simulation.search
+    if search is None:
+        return None
+    rounds = 1 if plan.privacy.correlated else plan.run.rounds
+    return Selection(search.law, search.mean, terms.round_events, rounds * sites, search.shape)
+
+
+def participation(plan: Plan) -> Participation | None:
+    """How often a site takes part in a run with correlated noise, as the plan states it; None: the noise is
+    independent."""
+    correlated = plan.privacy.correlated
+    if correlated is None:
+        return None
+    return Participation(plan.run.rounds, correlated.separation, correlated.participations)
+
+
+def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
+    """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
+    privacy, bits = plan.privacy, plan.aggregation.ring_bits
+    if privacy.unit in ("record", "owner"):
+        assert privacy.sampling_rate is not None, "a sound plan has it"
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit)
+        return (event,), None
+    # With groups each group's sum has noise for itself, and a site is in one group.
+    sites = max(plan.summed())
+    if privacy.trusted_coordinator:
+        pattern = participation(plan)
+        correlated = None
+        if pattern is not None and privacy.correlated is not None:
+            correlated = optimal(pattern, privacy.correlated.buffers), pattern
+        mechanism = central(noise, dimension, sites, bits, privacy.adaptive, correlated)
+    else:
+        mechanism = distributed(noise, dimension, sites, plan.honest(), bits, privacy.adaptive)
+    return (mechanism.event,), mechanism

@@ -1,0 +1,258 @@
+"""What all runs of simulations on one dataset cost together: a ledger that outlives the run folders.
+
+A unit (`privacy.unit`) is at one site of a run, and each run may partition the dataset in another way. So a run costs a
+unit what one site was charged, and never more than the most that any site was charged, round by round. All sites of a
+run charge the same ledger: the k-th charge of a round has one id at every site. The first site writes it and the others
+find it, so the ledger holds, for each round, the charges of the site with most. A unit in another place in another run
+is charged at least its own site's events there, and the sum over runs is an upper bound.
+
+- An owner with records at several sites is part of each: unless the partition keeps owners together, every site is
+  charged on its own.
+- Under unit `site` the runs may have different sites; the sum is that of one site in each run.
+- Correlated noise is charged for a whole run at once. Sites begin in different rounds, and the first to begin writes
+  the charge, under round 1.
+- A dataset is charged in one unit: the costs of different units do not add up to that of one of them.
+- A search under a privacy unit (`cloister tune`) is charged at once, before its first trial: what its best trial costs
+  those who see no other one. Its trials charge nothing, and a site trains only if that charge is there.
+
+Refused: the coordinator alone as the one who charges, because a site must not train before its data is paid for; and
+one dataset for each site, whose names mean other records in the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cloister.privacy.accounting.accountant import epsilon_of
+from cloister.privacy.accounting.claims import charged_unit
+from cloister.privacy.accounting.terms import Terms, selection_of
+from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
+from cloister.privacy.mechanism.events import Event, from_json, to_json
+from cloister.protocol.errors import BudgetError, LedgerError
+from cloister.protocol.plan.plan import Plan
+
+OWNER = "simulation"
+
+
+@dataclass(frozen=True)
+class DatasetSpent:
+    """What a dataset has spent over its runs."""
+
+    runs: int
+    """Runs that were charged."""
+    epsilon: float
+    """Epsilon of all of them together."""
+    head: str
+    """Head of the ledger, in hex."""
+
+
+class DatasetLedger:
+    """The charges of a plan's dataset over all runs: `simulation.ledger` and `simulation.dataset`.
+
+    Args:
+        plan: A plan that names both.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        simulation = plan.simulation
+        self.path = Path(simulation.ledger)
+        self.dataset = simulation.dataset
+        self.limit = simulation.greatest_epsilon
+        self._plan = plan
+        self._search = plan.simulation.search
+        together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
+        self._at_several_sites = plan.privacy.unit == "owner" and not together
+
+    @classmethod
+    def of(cls, plan: Plan) -> DatasetLedger | None:
+        """The ledger that a plan names, or None."""
+        return cls(plan) if plan.simulation.ledger else None
+
+    def pay(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> None:
+        """Charge what a site is about to release, durably, in one transaction with the check of the limit.
+
+        Args:
+            run: Identity of the run.
+            round_number: The round.
+            site: The site that trains.
+            times: How often this site was charged for this round before; more than 0 after a crash.
+            events: The site's events of this charge; none with correlated noise after its first round.
+
+        Raises:
+            BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
+            LedgerError, StorageError: the ledger is missing or damaged, or cannot be written.
+        """
+        if self._search is not None:
+            self._check_complete(self._history().entries, run, [])
+        elif events:
+            budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
+            self._history()  # of a ledger that is there: a lost one is not created again
+            ledger = Ledger(self.path, OWNER, self._compose)
+            ledger.charge(self._charge(run, round_number, site, times, events), budget, self._check_unit)
+
+    def check(self, terms: Terms, run: str, summed: Sequence[int], sites: Sequence[str]) -> None:
+        """Create the ledger for a run that begins, and check that the run can begin, or go on.
+
+        Args:
+            terms: The plan's privacy.
+            run: Identity of a run that has begun; empty for a new one.
+            summed: Its rounds whose sum was opened.
+            sites: The sites.
+
+        Raises:
+            BudgetError: nothing is charged for the run, and its first round would exceed the limit; or the dataset is
+                charged in another unit.
+            LedgerError: the ledger is damaged, or lacks charges of the run, or is missing though the run has begun.
+            StorageError: it cannot be written.
+        """
+        if not run and self._search is None:  # else it is not created again, without what was spent
+            Ledger(self.path, OWNER, self._compose)
+        entries = self._history().entries
+        self._check_unit(entries)
+        self._check_complete(entries, run, summed)
+        if self._search is not None:
+            return
+        if not any(entry.charge.run == run for entry in entries) and not self.affords(
+            terms, run or "a new run", 1, sites
+        ):
+            spent = self._epsilon(self._events(entries))
+            raise BudgetError(
+                f"epsilon of the dataset {self.dataset!r} in {self.path}",
+                round(spent, 4),
+                expected=f"room for one more round within simulation.greatest_epsilon = {self.limit:g}, over all runs",
+                fix="no run was begun and nothing was charged; only the party responsible for the data can raise the "
+                "limit",
+            )
+
+    def check_paid(self, run: str, round_number: int) -> None:
+        """Check, before a kept update is sent again, that the ledger still has its charge.
+
+        Raises:
+            LedgerError: the ledger is missing, damaged or altered, or lacks the charge.
+            StorageError: it cannot be read.
+        """
+        self._check_complete(self._history().entries, run, [round_number])
+
+    def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
+        """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""
+        if self.limit is None or self._search is not None:
+            return True
+        entries = self._history().entries
+        paid = {entry.charge.id for entry in entries}
+        coming = {
+            charge.id: charge
+            for charge in (self._charge(run, round_number, site, 0, terms.events(1)) for site in sites)
+            if charge.id not in paid
+        }
+        events = [event for charge in coming.values() for event in from_json(charge.event)]
+        return not events or self._epsilon([*self._events(entries), *events]) <= self.limit
+
+    def spent(self, run: str = "", summed: Iterable[int] = ()) -> DatasetSpent:
+        """What the dataset has spent over all runs, at the plan's delta.
+
+        Args:
+            run: Identity of a run that must be among them; empty: none.
+            summed: Its rounds whose sum was opened.
+
+        Raises:
+            LedgerError: the ledger is missing, damaged or altered, or lacks charges of the run.
+            StorageError: it cannot be read.
+        """
+        history = self._history()
+        self._check_unit(history.entries)
+        self._check_complete(history.entries, run, summed)
+        runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
+        return DatasetSpent(len(runs), self._epsilon(self._events(history.entries)), history.head.hex())
+
+    def pay_search(self, terms: Terms) -> None:
+        """Charge the search that the plan is a trial of, durably and once: its trials may be drawn after this alone.
+
+        The charge has no time (0): when a search began, beside when it ended, tells about how many trials it had.
+
+        Args:
+            terms: The plan's privacy.
+
+        Raises:
+            BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
+            LedgerError, StorageError: the search is charged already, or the ledger is damaged or cannot be written.
+        """
+        assert self._search is not None, "the plan is a trial"
+        chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
+        assert chosen is not None, "as its search says"
+        budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
+        ledger = Ledger(self.path, OWNER, self._compose, clock=lambda: 0.0)
+        name = f"{self._search.search}/search"
+        charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0, id=name)
+
+        def check(entries: tuple[Entry, ...]) -> None:
+            self._check_unit(entries)
+            if any(entry.charge.id == name for entry in entries):
+                raise LedgerError(
+                    str(self.path),
+                    expected="no charge of this search: a copy of its folder has drawn trials, or a crash came before",
+                    fix="begin a new search: it is charged, and this one cannot be drawn twice for its price",
+                )
+
+        ledger.charge(charge, budget, check)
+
+    def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
+        number = 1 if self._plan.privacy.correlated is not None else round_number
+        where = f"{site}/" if self._at_several_sites else ""
+        return Charge(
+            id=f"{run}/{number}/{where}{times}",
+            dataset=self.dataset,
+            run=run,
+            round=number,
+            attempt=times,
+            what=f"update, per {charged_unit(self._plan)}",
+            event=to_json(events),
+            delta=self._plan.privacy.delta,
+        )
+
+    def _check_unit(self, entries: Iterable[Entry]) -> None:
+        own = f"update, per {charged_unit(self._plan)}"
+        for entry in entries:
+            if entry.charge.dataset == self.dataset and entry.charge.what != own:
+                raise BudgetError(
+                    f"dataset {self.dataset!r} in {self.path}",
+                    entry.charge.what,
+                    expected=f"{own}, as this plan: epsilons of different units do not add up",
+                    fix="protect the same unit as its earlier runs",
+                )
+
+    def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
+        if self._search is not None:
+            search = self._search.search
+            if not any(entry.charge.id == f"{search}/search" for entry in entries):
+                raise LedgerError(
+                    str(self.path),
+                    expected=f"the charge of the dataset {self.dataset!r} for the search {search}",
+                    fix="the ledger was replaced or lost: restore it from a backup",
+                )
+            return
+        charged = {entry.charge.round for entry in entries if entry.charge.run == run}
+        needed = {1 if self._plan.privacy.correlated is not None else number for number in summed}
+        for number in sorted(needed - charged):
+            raise LedgerError(
+                str(self.path),
+                expected=f"a charge of the dataset {self.dataset!r} for round {number} of the run {run}",
+                fix="the ledger was replaced or lost: restore it from a backup",
+            )
+
+    def _events(self, entries: Iterable[Entry]) -> list[Event]:
+        texts = [entry.charge.event for entry in entries if entry.charge.dataset == self.dataset]
+        return [event for text in texts for event in from_json(text)]
+
+    def _epsilon(self, events: Sequence[Event]) -> float:
+        return epsilon_of(events, self._plan.privacy.delta, self._plan.privacy.accountant)
+
+    def _compose(self, texts: Sequence[str], delta: float) -> float:
+        events = [event for text in texts for event in from_json(text)]
+        return epsilon_of(events, delta, self._plan.privacy.accountant)
+
+    def _history(self) -> History:
+        if not self.path.is_file():
+            raise LedgerError(str(self.path), expected="the ledger of the dataset, which is missing")
+        return read_history(self.path).of_owner(OWNER)

@@ -1,0 +1,221 @@
+"""A site's policy: what it demands of a plan before it takes part, checked by the site on its own machine.
+
+The policy is a TOML file that only the site's own people write; only the reason of a refusal leaves the site. A demand
+that is left out takes the default that its field states: a policy without any line on privacy still demands a guarantee
+and the secure sum. Every comparison is written so that NaN is refused.
+
+Refused: demands in the plan (the coordinator writes it), and a rule language (a data officer must be able to read what
+is demanded, and to see that a demand is present).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn, Self
+
+from pydantic import Field, model_validator
+
+from cloister.protocol.errors import PolicyError
+from cloister.protocol.plan.plan import SMALLEST_COHORT, Plan
+from cloister.protocol.plan.settings import InWords, Section, Settings
+
+Unit = Literal["none", "record", "window", "owner", "site"]
+Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a plan asks of a site and gives it, in the terms of a policy. `offer_of` makes it from a plan."""
+
+    unit: str
+    """What the plan's guarantee protects: `none`, a whole `record`, a `window` cut from a text, an `owner` with all
+    records, or a `site`."""
+    window: int
+    """Tokens in a window."""
+    owner_field: str
+    """Field that says who a record belongs to."""
+    noise_multiplier: float
+    """Standard deviation of the noise on a sum of clipped terms, in units of the clipping norm; 0: no guarantee."""
+    delta: float
+    """Delta of the plan's guarantee."""
+    epsilon_after: float
+    """Epsilon of the site's dataset by its own ledger if the run is completed, with everything that earlier runs have
+    spent, at the policy's `greatest_delta` if it has one; infinite without a guarantee."""
+    trusted_coordinator: bool
+    """Whether a trusted coordinator adds the noise."""
+    cohort: int
+    """Fewest sites in a sum that is opened."""
+    secure: bool
+    """Whether updates are summed under masks."""
+    roster_hash: str
+    """Hash of the roster, in hex."""
+    model: str
+    """Name of the model."""
+    tokenizer: str
+    """Name of the tokenizer: `bytes`, or a folder or hub name, which is the model's own where the plan names no
+    other."""
+    adapter: str
+    """Adapter scheme."""
+    rounds: int
+    """Rounds of the run."""
+
+
+def offer_of(
+    plan: Plan, *, noise_multiplier: float, epsilon_after: float, cohort: int, roster_hash: str
+) -> Offer:
+    """What `plan` offers a site.
+
+    Args:
+        plan: The plan.
+        noise_multiplier: Its noise, which may have been calibrated to a target epsilon.
+        epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
+            runs have spent (`clients/consent/spending.py`). In a plan without a privacy unit, this and the noise are
+            ignored:
+            the offer has noise 0 and infinite epsilon.
+        cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
+        roster_hash: Hash of the roster, in hex.
+    """
+    privacy = plan.privacy
+    private = privacy.unit != "none"
+    return Offer(
+        unit="window" if (privacy.unit, privacy.record) == ("record", "window") else privacy.unit,
+        window=plan.data.sequence_length,
+        owner_field=plan.data.owner,
+        noise_multiplier=noise_multiplier if private else 0.0,
+        delta=privacy.delta,
+        epsilon_after=epsilon_after if private else math.inf,
+        trusted_coordinator=privacy.trusted_coordinator,
+        cohort=cohort,
+        secure=plan.aggregation.secure,
+        roster_hash=roster_hash,
+        model=plan.model.name,
+        tokenizer=plan.model.tokenizer_name,
+        adapter=plan.model.adapter.scheme,
+        rounds=plan.run.rounds,
+    )
+
+
+class Policy(Section):
+    """A site's demands. Read one with `load_policy`."""
+
+    units: Annotated[tuple[Unit, ...], Field(min_length=1)] = ("record", "owner", "site")
+    """Units of privacy that are accepted: a whole `record`, a `window` (one piece of a text, so that a long text is
+    many), an `owner` with all records, a `site`; `none` accepts a plan without any guarantee."""
+    least_window: Annotated[int, Field(ge=1)] = 1
+    """Fewest tokens of a window, where that is the unit."""
+    owner_fields: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the field that says who a record belongs to that are accepted, where an owner is the unit; empty: any.
+    A field that differs between the records of one person makes each of them an owner."""
+    least_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Smallest noise multiplier."""
+    greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest epsilon of the site's dataset at `greatest_delta`, over all runs in its ledger, with all rounds of this
+    one; left out: no limit."""
+    greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Largest delta; left out: no limit."""
+    trusted_coordinator: bool = False
+    """Accept a plan in which a trusted coordinator adds the noise."""
+    least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
+    """Fewest sites in a sum that is opened."""
+    secure_required: bool = True
+    """Accept only sums under masks."""
+    roster_hash: Annotated[
+        str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
+    ] = ""
+    """Hash of the one roster that is accepted, in hex; empty: any."""
+    models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any."""
+    tokenizers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the tokenizers that are accepted, or patterns as in `models`; empty: any. `model.tokenizer = "auto"`
+    offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A tokenizer brings its chat
+    template, a program that sees every record."""
+    adapters: tuple[Scheme, ...] = ()
+    """Adapter schemes that are accepted; empty: any."""
+    most_rounds: Annotated[int, Field(ge=1)] | None = None
+    """Most rounds of a run; left out: no limit."""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        limited = self.least_noise > 0 or self.greatest_epsilon is not None or self.greatest_delta is not None
+        if "none" in self.units and limited:
+            raise PolicyError(
+                "units",
+                self.units,
+                expected='no "none" together with least_noise, greatest_epsilon or greatest_delta: a plan without a '
+                "guarantee does not meet them",
+                fix='remove "none" from units, or remove those demands',
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_epsilon_at_a_delta(self) -> Self:
+        if self.greatest_epsilon is not None and self.greatest_delta is None:
+            raise PolicyError(
+                "greatest_epsilon",
+                self.greatest_epsilon,
+                expected="greatest_delta as well: at a larger delta the same releases have a smaller epsilon",
+                fix="set greatest_delta, such as 1e-5",
+            )
+        return self
+
+    def check(self, offer: Offer) -> None:
+        """Accept an offer that meets every demand; refuse any other.
+
+        Raises:
+            PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
+                may say what the site has spent in other runs: it is for the site's own people.
+        """
+        if offer.unit not in self.units:
+            _refuse("units", "unit of privacy", offer.unit, _one_of(self.units))
+        if offer.unit == "window" and not offer.window >= self.least_window:
+            _refuse("least_window", "tokens in a window", offer.window, f"at least {self.least_window}")
+        if offer.unit == "owner" and self.owner_fields and offer.owner_field not in self.owner_fields:
+            _refuse("owner_fields", "data.owner", offer.owner_field, _one_of(self.owner_fields))
+        if not offer.noise_multiplier >= self.least_noise:
+            _refuse("least_noise", "noise multiplier", offer.noise_multiplier, f"at least {self.least_noise}")
+        if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:
+            _refuse("greatest_delta", "privacy.delta", offer.delta, f"at most {self.greatest_delta}")
+        if self.greatest_epsilon is not None and not offer.epsilon_after <= self.greatest_epsilon:
+            what = "epsilon of the site's data after the run"
+            _refuse("greatest_epsilon", what, offer.epsilon_after, f"at most {self.greatest_epsilon}")
+        if not self.trusted_coordinator and offer.trusted_coordinator is not False:
+            what = "privacy.trusted_coordinator"
+            _refuse("trusted_coordinator", what, offer.trusted_coordinator, "false")
+        if not offer.cohort >= self.least_cohort:
+            what = "fewest sites in a sum"
+            _refuse("least_cohort", what, offer.cohort, f"at least {self.least_cohort}")
+        if self.secure_required and offer.secure is not True:
+            _refuse("secure_required", "aggregation.secure", offer.secure, "true")
+        if self.roster_hash and offer.roster_hash.lower() != self.roster_hash.lower():
+            _refuse("roster_hash", "roster hash", offer.roster_hash, self.roster_hash)
+        if self.models and not any(fnmatchcase(offer.model, pattern) for pattern in self.models):
+            _refuse("models", "model.name", offer.model, _one_of(self.models))
+        if self.tokenizers and not any(fnmatchcase(offer.tokenizer, pattern) for pattern in self.tokenizers):
+            _refuse("tokenizers", "model.tokenizer", offer.tokenizer, _one_of(self.tokenizers))
+        if self.adapters and offer.adapter not in self.adapters:
+            _refuse("adapters", "model.adapter.scheme", offer.adapter, _one_of(self.adapters))
+        if self.most_rounds is not None and not offer.rounds <= self.most_rounds:
+            _refuse("most_rounds", "run.rounds", offer.rounds, f"at most {self.most_rounds}")
+
+
+def load_policy(path: Path) -> Policy:
+    """Read a site's policy.
+
+    Raises:
+        PolicyError: the file cannot be read, is not TOML or has no demand, a key is unknown, or a demand is wrong.
+    """
+    policy = Settings(Policy, "policy", PolicyError).load(path)
+    if not policy.model_fields_set:  # a truncated file would demand less than its site expects
+        raise PolicyError("policy", str(path), expected="at least one demand; this file has none")
+    return policy
+
+
+def _refuse(demand: str, what: str, offered: object, accepted: str) -> NoReturn:
+    raise PolicyError(what, offered, expected=f"{accepted}, by {demand} of the site's policy")
+
+
+def _one_of(accepted: tuple[str, ...]) -> str:
+    return accepted[0] if len(accepted) == 1 else f"one of {', '.join(accepted)}"

@@ -1,0 +1,473 @@
+"""The privacy report of a run as data: its parts, what it may claim, and what an epsilon means.
+
+A guarantee is claimed only if nothing in the report contradicts it: `verdict` looks for a ledger that does not verify,
+noise that can be recomputed, a loss above the claim, an audit that refutes the claim, and an epsilon or a delta so
+large that the guarantee would be true but without practical protection. `privacy/report/page.py` shows the report;
+`server/record/report.py` gathers it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from cloister.privacy.report.figures import at_least, at_most, rounded, scientific
+from cloister.protocol.errors import CloisterError
+
+LARGEST_EPSILON = 10.0
+"""No guarantee is claimed above it: a fair coin could be guessed in more than 99.99 of 100 cases (`meaning`)."""
+UNCLAIMED_DELTA = 1e-2
+"""No guarantee is claimed from it on: delta is, roughly, the probability that the bound fails."""
+
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Strict:
+    """A part of a report, of which every field is read as it is declared."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class RoundRow(_Strict):
+    """A finished round, or one that was given up and released nothing."""
+
+    round: Count
+    """Its number, from 1."""
+    epsilon: NonNegative | None
+    """Epsilon after it, the largest of the sites'; None without a guarantee."""
+    loss: float | None
+    """Held-out loss after it, nats per token; None if it was not evaluated."""
+    sites: Count
+    """Sites whose updates are in its sum; 0 for a round that was given up."""
+
+
+@dataclass(frozen=True)
+class SiteRow(_Strict):
+    """What one site did in the run."""
+
+    name: str
+    """The site's name."""
+    rounds: Count
+    """Rounds in which it took part."""
+    steps: Count
+    """Local steps that it took, including those in rounds that were given up."""
+    epsilon: NonNegative | None
+    """Epsilon of this run for the units of this site; None without a guarantee."""
+    notes: str = ""
+    """What it refused or did not finish, as sentences."""
+
+
+@dataclass(frozen=True)
+class SecureSum(_Strict):
+    """The secure sum of a round with the whole cohort."""
+
+    sites: Count
+    """n: sites in a cohort, or in a group of it."""
+    neighbours: Count | None
+    """k: sites with which each site shares masks; None, as the next three, in a run of an earlier version of the
+    protocol, for which no such figure is claimed."""
+    threshold: Count | None
+    """t: neighbours whose shares open a site's mask."""
+    dropouts: Count | None
+    """Sites that may drop out without ending an attempt."""
+    colluders: Count | None
+    """Sites that may collude with the coordinator without learning more than the sum of the others."""
+    ring_bits: Count
+    """Updates are summed modulo 2^ring_bits."""
+    groups: Count = 1
+    """Groups of a round, each with a sum of its own; the other figures are those of the smallest."""
+
+
+@dataclass(frozen=True)
+class LedgerRow(_Strict):
+    """One charge."""
+
+    number: Count
+    """Its place in the ledger."""
+    written: str
+    """When it was written, ISO 8601; empty in the best trial of a search, which has no times."""
+    site: str
+    """The site whose units it charges."""
+    event: str
+    """What was charged, in words."""
+    epsilon: NonNegative | None
+    """Epsilon of this run for the site's units after it; None if the row is not a charge."""
+    hash: str
+    """Its hash, in hex; it covers the hash of the previous row."""
+
+
+@dataclass(frozen=True)
+class Ledger(_Strict):
+    """The list of charges, and whether its hash chain verifies."""
+
+    rows: tuple[LedgerRow, ...]
+    """Every charge of the run, in order."""
+    head: str
+    """Hash of the last row, in hex. A copy of it kept elsewhere shows whether the ledger was changed later."""
+    verified: bool
+    """Whether the hash chain verifies from the first row to the head and agrees with the plan and the journal."""
+    problem: str = ""
+    """Why it does not verify; empty if it does."""
+
+
+@dataclass(frozen=True)
+class DatasetRow(_Strict):
+    """What the run's dataset has spent over all runs that charged it in one ledger (`privacy/ledger/dataset.py`)."""
+
+    name: str
+    """The dataset's name in the ledger."""
+    ledger: str
+    """The ledger's file."""
+    runs: Count
+    """Runs that charged the dataset, with this one."""
+    epsilon: NonNegative | None
+    """Epsilon of all these runs together, at the report's delta; None if it is not finite or not known."""
+    limit: Positive | None
+    """Epsilon that may be spent over all runs; None without a limit."""
+    head: str
+    """Head of the ledger, in hex."""
+    problem: str = ""
+    """Why nothing is known of the other runs; empty if it is."""
+
+
+@dataclass(frozen=True)
+class GroupRow(_Strict):
+    """What holds for several units together, such as several records of one person."""
+
+    units: Annotated[int, Field(ge=1)]
+    """How many."""
+    epsilon: NonNegative | None
+    """Epsilon for all of them together, at the report's delta; None above `LARGEST_EPSILON`."""
+
+
+@dataclass(frozen=True)
+class AuditRow(_Strict):
+    """What an audit with canaries found (`cloister.privacy.audit.lower_bounds`)."""
+
+    canaries: Count
+    """Canaries, each included by a fair coin."""
+    guesses: Count
+    """Coins that were guessed."""
+    correct: Count
+    """Guesses that were right."""
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    """Probability with which the bound is true."""
+    epsilon: NonNegative
+    """Lower bound on epsilon, at the report's delta."""
+    claimed: NonNegative | None = None
+    """Epsilon that is claimed for what was played, which may be less than the run; None: the epsilon of the run."""
+    what: str = ""
+    """What was played, in words."""
+    refuting: NonNegative | None = None
+    """The bound at the confidence of an alarm, which alone refutes a claim; None: `epsilon` does."""
+    problem: str = ""
+    """What was released and not charged, in words; empty if what was released fits the charge."""
+
+
+@dataclass(frozen=True)
+class RunReport(_Strict):
+    """Everything that the page shows.
+
+    Raises:
+        CloisterError: a claim is incomplete, or smaller than what a round or a site spent.
+    """
+
+    run: str
+    """Name of the run."""
+    run_id: str
+    """The run's identifier."""
+    created: str
+    """When the report was made, ISO 8601."""
+    plan_digest: str
+    """SHA-256 of the plan, in hex."""
+    plan: str
+    """The plan, as TOML or JSON."""
+    roster_hash: str | None
+    """Hash of the roster of the sites' keys, in hex; None if there is no roster."""
+    versions: dict[str, str]
+    """Versions of the software, by name."""
+
+    unit: Literal["none", "record", "owner", "site"]
+    """What the guarantee protects."""
+    unit_in_words: str
+    """The unit in the data's own words, with its article: `one discharge letter (one line of a site's JSONL)`."""
+    relation: str
+    """How neighbouring data sets differ: `adding or removing one such letter`."""
+    mechanism: str
+    """What adds noise to what, in words."""
+    method: str
+    """How it is computed: how per-record gradients are taken, or who adds the noise."""
+    clip: Positive | None
+    """Clipping norm C (L2)."""
+    noise_multiplier: NonNegative | None
+    """Standard deviation of the noise over C."""
+    sampling_rate: Annotated[float, Field(gt=0, le=1)] | None
+    """Probability with which a unit is in a step's batch; None if nothing is sampled in secret."""
+    accountant: str
+    """How losses are composed."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None
+    """Delta of the claim."""
+    epsilon: NonNegative | None
+    """Epsilon of the claim: the largest over the sites. None if no finite epsilon can be claimed."""
+    budget: Positive | None
+    """Epsilon that may be spent; None without a limit."""
+    stopped_by_budget: bool
+    """Whether the run ended because the next round would have exceeded the budget, or the dataset's limit."""
+    declared_noise: bool
+    """Whether the noise was drawn from a declared seed, as in a repeatable simulation."""
+
+    rounds: tuple[RoundRow, ...]
+    """The rounds that are done, in order."""
+    sites: tuple[SiteRow, ...]
+    """The sites."""
+    assumptions: tuple[str, ...]
+    """What must be true for the guarantee to hold: sampling, honest survivors, arithmetic."""
+    trusted: tuple[str, ...]
+    """Who is trusted, and with what."""
+    not_covered: tuple[str, ...]
+    """What the guarantee says nothing about."""
+    secure: SecureSum | None
+    """The secure sum; None if the coordinator saw every update."""
+    ledger: Ledger
+    """The charges."""
+    audit: AuditRow | None = None
+    """The audit; None if there was none."""
+    dataset: DatasetRow | None = None
+    """All runs on the dataset; None if no ledger counts them: then epsilon is that of this run alone."""
+    units: str = ""
+    """Several units in the data's own words: `discharge letters`."""
+    groups: tuple[GroupRow, ...] = ()
+    """What holds for several units together, by their number; none without a finite epsilon."""
+    trust_model: str = ""
+    """Where the noise is added, and so who sees what before it."""
+    protected_from: str = ""
+    """Against whom the guarantee holds, in plain words."""
+    responsible: tuple[str, ...] = ()
+    """Who is responsible for what, in plain words."""
+    exposure: str = ""
+    """How exposed the data is before anything is released."""
+    label: str = "token"
+    """What a loss is per: a `token`, or a `text` that is classified."""
+    search: str = ""
+    """How the run was chosen as the best trial of a search, whose price epsilon then is; empty: it stands alone."""
+    format: Literal[1] = 1
+    """Version of this form."""
+
+    def __post_init__(self) -> None:
+        """Refuse a report that contradicts itself."""
+        if self.unit != "none":
+            for name in ("unit_in_words", "relation", "mechanism", "accountant"):
+                if not getattr(self, name).strip():
+                    raise CloisterError(name, getattr(self, name), expected=f"words, with unit {self.unit!r}")
+            if self.epsilon is not None and self.delta is None:
+                raise CloisterError("delta", None, expected="a delta, because an epsilon is claimed")
+        elif self.epsilon is not None:
+            raise CloisterError("epsilon", self.epsilon, expected="none, because unit is 'none'")
+        for what, spent in [
+            *((f"round {row.round}", row.epsilon) for row in self.rounds),
+            *((f"site {row.name}", row.epsilon) for row in self.sites),
+        ]:
+            if spent is not None and self.epsilon is not None and spent > self.epsilon:
+                raise CloisterError("epsilon", self.epsilon, expected=f"at least the {spent} of {what}")
+        known = [math.inf if row.epsilon is None else row.epsilon for row in self.groups]
+        if known != sorted(known) or (self.groups and self.epsilon is not None and known[0] < self.epsilon):
+            raise CloisterError("groups", known, expected="epsilons that rise from that of the report")
+        over = None if self.dataset is None else self.dataset.epsilon
+        if over is not None and self.epsilon is not None and over < self.epsilon:
+            raise CloisterError(
+                "dataset.epsilon",
+                over,
+                expected=f"at least the {self.epsilon} of this run, which is one of its runs",
+            )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the report claims a guarantee, and the one sentence that says so."""
+
+    holds: bool
+    """Whether a guarantee is claimed."""
+    sentence: str
+    """The guarantee, or that there is none and why."""
+
+
+def verdict(report: RunReport) -> Verdict:
+    """The guarantee in one sentence, or why there is none.
+
+    A guarantee is claimed if all of these hold: there is a privacy unit, a finished round and a finite epsilon; the
+    noise cannot be recomputed; the ledger verifies and holds charges; no row of the ledger is above the claim; no audit
+    refutes the claim; epsilon is at most `LARGEST_EPSILON`; delta is below `UNCLAIMED_DELTA`; and with unit `site`
+    delta is below 1 over the number of sites.
+    """
+    reason = _objection(report)
+    if reason:
+        return Verdict(False, reason)
+    assert report.epsilon is not None
+    assert report.delta is not None
+    return Verdict(
+        True,
+        f"This run protects {report.unit_in_words}: every model that it released over {_rounds(report.rounds)} is "
+        f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report)} and delta "
+        f"{scientific(report.delta)} between data sets that differ by {report.relation}, provided that every "
+        "assumption on this page holds.",
+    )
+
+
+def _over_runs(report: RunReport) -> str:
+    """Which runs epsilon counts."""
+    dataset = report.dataset
+    this = "for the search of which this run is the best trial" if report.search else "for this run"
+    if dataset is None:
+        return f"{this} alone{', toward those who see no other trial,' if report.search else ''}"
+    if dataset.problem:
+        return f"{this} alone (what all runs on {dataset.name!r} cost together is not known)"
+    runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
+    if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
+        many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
+        return f"{this} (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
+    return f"{this} (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
+
+
+def _objection(report: RunReport) -> str:
+    if report.unit == "none":
+        return (
+            "This run gives no privacy guarantee: no noise was added for privacy, and its models may repeat their "
+            "training data."
+        )
+    if report.declared_noise:
+        return (
+            "No privacy guarantee holds for this run: its noise was drawn from a declared seed, and anyone who has the "
+            "seed can recompute the noise and subtract it."
+        )
+    if not report.ledger.verified:
+        return (
+            "No privacy guarantee is claimed for this run: its ledger does not verify"
+            f" ({report.ledger.problem or 'no reason was recorded'})."
+        )
+    if not any(row.sites for row in report.rounds):  # a round that was given up has no sites
+        return (
+            "No privacy guarantee is claimed for this run: it finished no round, so it released no model that was "
+            "trained on the sites' data."
+        )
+    if report.epsilon is None:
+        return (
+            "No privacy guarantee holds for this run: no finite epsilon can be stated for what it released."
+        )
+    if not report.ledger.rows:
+        return (
+            "No privacy guarantee is claimed for this run: its ledger holds no charge for what it released."
+        )
+    for row in report.ledger.rows:
+        if row.epsilon is not None and row.epsilon > report.epsilon:
+            return (
+                f"No privacy guarantee is claimed for this run: row {row.number} of the ledger has epsilon "
+                f"{at_most(row.epsilon)}, above the {at_most(report.epsilon)} that would be claimed."
+            )
+    claimed = report.epsilon
+    if report.audit is not None and report.audit.claimed is not None:
+        claimed = min(claimed, report.audit.claimed)
+    if report.audit is not None:
+        bound = report.audit.epsilon if report.audit.refuting is None else report.audit.refuting
+        if bound > claimed:
+            return (
+                f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
+                f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
+            )
+    if report.audit is not None and report.audit.problem:
+        return (
+            "No privacy guarantee is claimed for this run: an audit found that what was released is not what was "
+            f"charged ({report.audit.problem})."
+        )
+    assert report.delta is not None
+    sites = len(report.sites)
+    if report.delta >= UNCLAIMED_DELTA:
+        return (
+            f"No privacy guarantee is claimed for this run: its delta is {scientific(report.delta)}, and a run that "
+            "publishes each unit with probability 1/100 would meet that delta as well."
+        )
+    if report.unit == "site" and sites and report.delta >= 1 / sites:
+        return (
+            f"No privacy guarantee is claimed for this run: its delta is {scientific(report.delta)}, and a run that "
+            f"publishes one of its {sites:,} sites, drawn at random, would meet that delta as well."
+        )
+    if report.epsilon > LARGEST_EPSILON:
+        return (
+            f"No privacy guarantee is claimed for this run: its epsilon is {at_most(report.epsilon)}, and above "
+            f"{LARGEST_EPSILON:g} a guess of whether one unit was used can be right in more than 99.99 of 100 cases."
+        )
+    return ""
+
+
+def _rounds(rows: Sequence[RoundRow]) -> str:
+    numbers = [row.round for row in rows]
+    if len(numbers) == 1:
+        return f"round {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"rounds {numbers[0]} to {numbers[-1]}"
+    return f"{len(numbers)} rounds from {numbers[0]} to {numbers[-1]}"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What an (epsilon, delta) allows, as numbers for readers; each is rounded up."""
+
+    factor: str
+    """e^epsilon: the largest ratio of an outcome's probabilities between neighbours, apart from delta."""
+    guess: str
+    """Largest probability, in per cent, of guessing from the outcome a fair coin that chose between two neighbours."""
+    weak: bool
+    """Whether `guess` is 99 or more: such an epsilon says little by itself."""
+
+
+def meaning(epsilon: float, delta: float) -> Meaning:
+    """What an (epsilon, delta) allows.
+
+    With M (epsilon, delta)-DP and D, D' neighbours, P[M(D) in S] <= e^epsilon P[M(D') in S] + delta. A guess of the
+    coin that chose between D and D' is right with probability (e^epsilon + delta) / (e^epsilon + 1) at most (Kairouz,
+    Oh and Viswanath 2015, Theorem 2.1, at equal priors).
+    """
+    if epsilon > 700:  # exp overflows float64, and the number would mean nothing
+        return Meaning("more than 10³⁰⁰", "100.0", True)
+    factor = math.exp(epsilon)
+    chance = (factor + delta) / (factor + 1)
+    return Meaning(_factor(factor), str(rounded(100 * chance, 1, ROUND_CEILING)), chance >= 0.99)
+
+
+def _factor(value: float) -> str:
+    if value < 1e6:
+        return f"{rounded(value, 2 if value < 100 else 0, ROUND_CEILING):,}"
+    return scientific(value)
+
+
+def to_json(report: RunReport) -> str:
+    """The report as JSON, one value for each field; `from_json` gives the same report back."""
+    return json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def from_json(text: str | bytes) -> RunReport:
+    """Read `to_json`'s text.
+
+    Raises:
+        CloisterError: the text is not a report's JSON, a field is unknown, missing or wrong, or the report contradicts
+            itself.
+    """
+    try:
+        return TypeAdapter(RunReport).validate_json(text)
+    except ValidationError as error:
+        first: ErrorDetails = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "text"
+        raise CloisterError(
+            f"report.json: {where}",
+            expected=f"a report of this version ({first['msg'][:1].lower()}{first['msg'][1:]})",
+            fix="write it again with: cloister report RUN",
+        ) from None

@@ -1,0 +1,360 @@
+"""Identities: a site's identity key, its card, and the roster of all cards; every site pins its hash.
+
+A site creates an Ed25519 identity key once and keeps it. Its card contains its name and public key and is signed with
+that key, so that a damaged card is detected and a party cannot show a key that is not its own. The operators of the
+sites agree on the roster by the fingerprint of the federation that it is part of (`federation.py`), over another
+channel than the files came by: from then on the coordinator cannot invent a site. The roster's hash covers the names
+and keys, sorted by name, and does not depend on the layout of the file.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import os
+import re
+import shlex
+import stat
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from cloister.protocol.encoding import pack
+from cloister.protocol.errors import MemberError, RosterError, StorageError
+from cloister.protocol.identity.document import from_base64, to_base64
+from cloister.protocol.machine.storage import write_new
+from cloister.protocol.plan.threshold import LARGEST
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of sites and federations."""
+_CARD = "cloister-card-1"
+_ROSTER = "cloister-roster-1"
+
+
+def new_identity(random: Callable[[int], bytes] = os.urandom) -> Ed25519PrivateKey:
+    """A new identity key from 32 random bytes."""
+    return Ed25519PrivateKey.from_private_bytes(random(32))
+
+
+def identity_to_pem(identity: Ed25519PrivateKey) -> bytes:
+    """The identity key as unencrypted PKCS #8 PEM."""
+    return identity.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
+    """Read an identity key that `identity_to_pem` wrote.
+
+    Raises:
+        RosterError: it is not an unencrypted Ed25519 private key in PEM.
+    """
+    try:
+        identity = load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        identity = None
+    if not isinstance(identity, Ed25519PrivateKey):
+        raise RosterError("identity", expected="an unencrypted Ed25519 private key in PEM")
+    return identity
+
+
+def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = True) -> None:
+    """Write a new identity to `path`, readable by its owner only; never overwrite a file.
+
+    Args:
+        identity: The identity.
+        path: Its file.
+        durable: Sync the file before this returns.
+
+    Raises:
+        RosterError: the file exists already.
+        StorageError: the file cannot be written.
+    """
+    if os.path.lexists(path):
+        raise RosterError(
+            "identity",
+            str(path),
+            expected="a path without a file",
+            fix="keep the existing identity: it cannot be created again",
+        )
+    pem = identity_to_pem(identity)
+    write_new(path, pem, durable=durable)
+    if _read(path, "identity") != pem:
+        raise RosterError("identity", str(path), expected="one process at a time that makes it")
+
+
+def check_private(path: Path, what: str) -> None:
+    """Check that a file with a secret can be read and written by its owner only.
+
+    Args:
+        path: The file.
+        what: What it holds, for errors, such as `identity`.
+
+    Raises:
+        RosterError: the file is missing, or its permissions allow more.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
+    if mode & 0o077:
+        raise RosterError(
+            f"permissions of {path}",
+            f"{mode:04o}",
+            expected="0600: it is secret, and others can read or write it",
+            fix=f"chmod 600 {shlex.quote(str(path))}; if others may have read it, replace the key",
+        )
+
+
+def load_identity(path: Path) -> Ed25519PrivateKey:
+    """Read the identity at `path`.
+
+    Raises:
+        RosterError: the file is missing, unreadable or not an identity, or others than its owner can read it.
+    """
+    check_private(path, "identity")
+    return identity_from_pem(_read(path, "identity"))
+
+
+@dataclass(frozen=True)
+class Card:
+    """A site's name and public key, signed. Create it with `Card.of`."""
+
+    name: str
+    """Name of the site: letters, digits, dots, dashes, underscores, at most 64."""
+    public: bytes
+    """Ed25519 public key, 32 bytes."""
+    signature: bytes
+    """Signature of name and key with that key, 64 bytes."""
+
+    @classmethod
+    def of(cls, name: str, identity: Ed25519PrivateKey) -> Card:
+        """The card of the site `name` whose identity key is `identity`.
+
+        Raises:
+            RosterError: the name is not allowed.
+        """
+        check_name(name)
+        public = identity.public_key().public_bytes_raw()
+        return cls(name, public, identity.sign(pack(_CARD, name, public)))
+
+    def verify(self) -> None:
+        """Check the name, the key and the signature.
+
+        Raises:
+            RosterError: one of them is wrong.
+        """
+        check_name(self.name)
+        try:
+            _check_key(self.name, self.public, self.signature)
+        except (ValueError, InvalidSignature):
+            raise RosterError(
+                "card",
+                self.name,
+                expected="a signature made with the key on it",
+                fix=f"ask {self.name} for the card again",
+            ) from None
+
+
+def check_name(name: str) -> None:
+    """Check the name of a site.
+
+    Raises:
+        RosterError: a card may not have it.
+    """
+    if not NAME.fullmatch(name):
+        raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
+
+
+@functools.lru_cache(maxsize=LARGEST)  # what raises is not kept
+def _check_key(name: str, public: bytes, signature: bytes) -> None:
+    """Check, once in a process, that a card's signature is of its name with its key.
+
+    Raises:
+        ValueError, InvalidSignature: it is not, or the key has low order.
+    """
+    _check_order(public)
+    Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(_CARD, name, public))
+
+
+def _check_order(public: bytes) -> None:
+    """Refuse an Ed25519 key of low order, for which anybody can make signatures.
+
+    Its point has the same order on the birationally equivalent Curve25519, u = (1 + y) / (1 - y) (RFC 7748, section
+    4.1), where an agreement with a point of low order is refused.
+
+    Raises:
+        ValueError: the key has low order, or is not 32 bytes.
+    """
+    field = 2**255 - 19
+    y = int.from_bytes(public, "little") & (2**255 - 1)
+    u = (1 + y) * pow(1 - y, -1, field) % field  # y = 1, the neutral point, has no inverse: ValueError
+    X25519PrivateKey.from_private_bytes(bytes(32)).exchange(
+        X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+    )
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The cards of a federation, sorted by name. `Roster.of` and `Roster.from_toml` create and check it."""
+
+    cards: tuple[Card, ...]
+
+    @classmethod
+    def of(cls, cards: Iterable[Card]) -> Roster:
+        """The roster of `cards`, in any order.
+
+        Raises:
+            RosterError: there is no card, a card does not verify, or two have the same name or the same key.
+        """
+        sorted_cards = tuple(sorted(cards, key=lambda card: card.name))
+        if not sorted_cards:
+            raise RosterError("roster", expected="at least one card")
+        for card in sorted_cards:
+            card.verify()
+        for what, values in (
+            ("name", [card.name for card in sorted_cards]),
+            ("key", [card.public for card in sorted_cards]),
+        ):
+            for value, count in collections.Counter(values).items():
+                if count > 1:
+                    owners = [card.name for card in sorted_cards if value in (card.name, card.public)]
+                    raise RosterError("roster", ", ".join(owners), expected=f"one card for each {what}")
+        return cls(sorted_cards)
+
+    @functools.cached_property
+    def hash(self) -> bytes:
+        """SHA-256 over the canonical bytes of names and keys; every site pins it."""
+        return hashlib.sha256(pack(_ROSTER, tuple((card.name, card.public) for card in self.cards))).digest()
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, Ed25519PublicKey]:
+        return {card.name: Ed25519PublicKey.from_public_bytes(card.public) for card in self.cards}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sites, sorted."""
+        return tuple(card.name for card in self.cards)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
+
+    def key(self, name: str) -> Ed25519PublicKey:
+        """The public key of the site `name`.
+
+        Raises:
+            MemberError: the site is not in the roster.
+        """
+        if name not in self._keys:
+            raise MemberError("site", name, expected="a site of the roster")
+        return self._keys[name]
+
+    def pinned(self, expected: str) -> Roster:
+        """This roster, if its hash is `expected` (hex).
+
+        Raises:
+            RosterError: the hash is another.
+        """
+        if self.hash.hex() != expected.strip().lower():
+            raise RosterError(
+                "roster hash",
+                self.hash.hex(),
+                expected=f"the pinned {expected}",
+                fix="agree on the roster with the other sites before pinning another",
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """The roster as TOML, with its hash."""
+        parts = [f'format = "{_ROSTER}"\nhash = "{self.hash.hex()}"\n']
+        parts += [
+            f'[[site]]\nname = "{card.name}"\nkey = "{to_base64(card.public)}"\n'
+            f'signature = "{to_base64(card.signature)}"\n'
+            for card in self.cards
+        ]
+        return "\n".join(parts)
+
+    @classmethod
+    def from_toml(cls, text: str, origin: str = "roster") -> Roster:
+        """Read a roster that `to_toml` wrote, and check all of it.
+
+        Raises:
+            RosterError: the text is not a roster, a card does not verify, or the hash is of other cards.
+        """
+        try:
+            tree = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise RosterError("roster", origin, expected=f"valid TOML ({error})") from error
+        sites = tree.get("site")
+        if (
+            set(tree) != {"format", "hash", "site"}
+            or tree["format"] != _ROSTER
+            or not isinstance(sites, list)
+        ):
+            raise RosterError(
+                "roster", origin, expected=f"format = {_ROSTER}, a hash and one [[site]] for each card"
+            )
+        cards = []
+        for site in sites:
+            fields = {"name", "key", "signature"}
+            if (
+                not isinstance(site, dict)
+                or set(site) != fields
+                or not all(isinstance(v, str) for v in site.values())
+            ):
+                raise RosterError("roster", origin, expected="a name, a key and a signature in each [[site]]")
+            key, signature = from_base64(site["key"], origin), from_base64(site["signature"], origin)
+            cards.append(Card(site["name"], key, signature))
+        roster = cls.of(cards)
+        if tree["hash"] != roster.hash.hex():
+            raise RosterError(
+                "roster hash", tree["hash"], expected=f"{roster.hash.hex()}, the hash of its cards"
+            )
+        return roster
+
+
+def save_roster(roster: Roster, path: Path) -> None:
+    """Write `roster` to `path`, whole or not at all.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    beside = path.with_name(path.name + ".new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(roster.to_toml())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise StorageError("roster", str(path), expected=f"a file that can be written ({error})") from error
+
+
+def load_roster(path: Path) -> Roster:
+    """Read the roster at `path`.
+
+    Raises:
+        RosterError: the file is missing or is not a valid roster.
+    """
+    try:
+        text = _read(path, "roster").decode()
+    except UnicodeDecodeError:
+        raise RosterError("roster", str(path), expected="text in UTF-8") from None
+    return Roster.from_toml(text, str(path))
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error

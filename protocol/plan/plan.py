@@ -1,0 +1,728 @@
+"""The plan: the whole contract of a run, as typed sections, and its digest.
+
+A plan is a TOML file with one section for each part of the contract. Each field is checked here on its own; that the
+sections agree with each other is checked in `protocol/plan/soundness.py`, whose `load`, `parse` and `from_json` are
+the only ways to a plan. What belongs to one site alone (the path of its data, its devices) is never in the plan.
+
+`Plan.digest()` is what the parties agree on: SHA-256 over the canonical JSON of every section except `[simulation]`
+and `[faults]`, which only configure a simulation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator
+
+from cloister.protocol.errors import PlanError
+from cloister.protocol.plan.settings import InWords, Section
+from cloister.protocol.plan.threshold import Parameters, Tolerance
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Degree = Annotated[int, Field(ge=1, le=1024)]
+
+SIMULATED_PUBLIC = "simulation:public"
+"""`server.evaluation` of a simulation that keeps public records apart (`simulation.public`)."""
+NO_EVALUATION = "none"
+"""`server.evaluation` of a run without evaluation."""
+
+SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
+"""Clipping norms between which float32 arithmetic has room on both sides for any gradient or update."""
+
+MOST_CORRELATED = 10_000
+"""Most rounds of a run with correlated noise."""
+
+MOST_GROUPS = 100
+"""Most groups of a round: their median takes minima and maxima of G (G - 1) / 2 pairs of vectors."""
+
+MOST_CLASSES = 256
+"""Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
+
+ClassWeight = Annotated[float, Field(ge=1e-3, le=1e3)]
+
+SMALLEST_COHORT = 3
+"""Fewest sites whose sum hides each of them from the others."""
+
+WIDEST_BALANCE = 4
+"""Largest ratio of the most to the least local steps of a site in a round. With one step for all sites but one, the sum
+would be that site's update and little else."""
+
+SLOWEST, FASTEST = 1e-6, 1e6
+"""Speeds that a site may declare, relative to the other sites."""
+
+
+class RunSection(Section):
+    """Name and length of the run, and the seed of every public random choice."""
+
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        InWords("letters, digits, dots, dashes, underscores, starting with a letter or digit"),
+    ] = "run"
+    """Name of the run, used for its folder: letters, digits, dots, dashes, underscores."""
+    rounds: Annotated[int, Field(ge=1, lt=2**31)] = 10
+    """Number of rounds."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initial weights, cohorts and data order: public, never a source of secrets."""
+
+
+_UNSUMMABLE = ("flora", "fedex-lora", "hetlora", "stacked-lora", "residual-lora")
+"""Adapter schemes from the literature that stack the sites' factors or need their residuals."""
+
+
+class AdapterSection(Section):
+    """Which parameters are trained and summed."""
+
+    scheme: Literal["full", "ffa-lora", "rolora", "lora"] = "full"
+    """`full`: every parameter; `ffa-lora`: LoRA with A frozen (exact under averaging); `rolora`: A and B in alternate
+    rounds (exact); `lora`: A and B together (their averages are not the average of the products: approximate)."""
+    rank: Count = 8
+    """Rank of the LoRA factors."""
+    alpha: Positive = 16.0
+    """LoRA's scale is alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
+    base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
+    linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
+    stay float32. With either of the last two, arithmetic is in bfloat16."""
+
+    @field_validator("scheme", mode="before")
+    @classmethod
+    def _can_be_summed(cls, scheme: object) -> object:
+        if scheme in _UNSUMMABLE:
+            raise PlanError(
+                "model.adapter.scheme",
+                scheme,
+                expected=f"a scheme that works with a sum of updates: {scheme} needs each site's own factors",
+                fix='set model.adapter.scheme = "ffa-lora"',
+            )
+        return scheme
+
+
+class ModelSection(Section):
+    """The language model, known to all parties."""
+
+    name: Annotated[str, Field(min_length=1)] = "builtin:llama"
+    """A folder or hub name that transformers can load, or `builtin:TYPE`: a fresh causal LM of that transformers
+    model type (`llama`, `gpt2`, `qwen3`, ...), built from `config`."""
+    revision: str = "main"
+    """Revision of a hub model."""
+    config: Mapping[str, int | float | bool | str] = Field(default_factory=dict)
+    """Configuration of a `builtin:` model, by transformers' own field names; the vocabulary is set by the tokenizer.
+    Empty: a small model of some 100,000 parameters a layer, to try a plan at once; with any field set, those that are
+    not have transformers' own defaults, which are those of large models."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "auto"
+    """`auto` (the model's own; bytes for a `builtin:` model), `bytes`, or a folder or hub name."""
+    adapter: AdapterSection = AdapterSection()
+    """Which parameters are trained and summed."""
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer that `tokenizer` means: `bytes`, or a folder or hub name, which is the model's for `auto`."""
+        if self.tokenizer != "auto":
+            return self.tokenizer
+        return "bytes" if self.name.startswith("builtin:") else self.name
+
+
+class DataSection(Section):
+    """What a record looks like at every site, and how records become token sequences."""
+
+    task: Literal["generate", "classify"] = "generate"
+    """`generate`: the model learns each token from those before it; `classify`: it learns which of `classes` a text
+    belongs to (sequence classification), by a head that is trained with it; needs `format = "text"`. Texts are cut to
+    `sequence_length` tokens and never packed."""
+    label_field: Annotated[str, Field(min_length=1)] = "label"
+    """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
+    digits."""
+    classes: tuple[str, ...] = ()
+    """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
+    another label cannot be used."""
+    class_weights: tuple[ClassWeight, ...] = ()
+    """For each of `classes`, in their order, what the loss of its texts is multiplied by in training, 0.001 to 1000;
+    none: 1. The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses
+    have no weights. They are public numbers of the plan: counted in the sites' records, they would tell about them."""
+    format: Literal["text", "prompt", "messages"] = "text"
+    """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
+    covers the answers only."""
+    text_field: str = "text"
+    """Field that holds the text when format is `text`."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt when format is `prompt`."""
+    completion_field: str = "completion"
+    """Field that holds the completion when format is `prompt`."""
+    choices: tuple[str, ...] = ()
+    """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
+    another one cannot be used. Training is as without choices; an evaluation also counts which choice is the most
+    probable after each prompt."""
+    messages_field: str = "messages"
+    """Field that holds the list of {role, content} when format is `messages`."""
+    owner: str = ""
+    """Unit `owner`: field that says who a record belongs to, such as `patient_id`: text or a whole number. Records
+    without it are not used."""
+    sequence_length: Annotated[int, Field(ge=2)] = 128
+    """Tokens in a training sequence."""
+    deduplicate: bool = False
+    """Use one of several equal records of a site; with unit `owner`, of an owner. With `privacy.record = "window"`, one
+    of several equal windows."""
+    packing: bool = True
+    """Fill sequences with several records; if false, each record is cut and padded on its own."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Fraction of each site's records kept for evaluation and never trained on."""
+
+    @property
+    def label(self) -> str:
+        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        return "text" if self.task == "classify" else "token"
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """What the rows and columns of a confusion matrix stand for: classes or choices; empty without either."""
+        return self.classes or self.choices
+
+    @property
+    def counted(self) -> tuple[str, str]:
+        """What a confusion matrix counts, and by what: a `text` by its `class`, or a `prompt` by its `choice`."""
+        return ("text", "class") if self.task == "classify" else ("prompt", "choice")
+
+
+class LocalSection(Section):
+    """Training inside a site."""
+
+    steps: Count = 20
+    """Optimizer steps of a site in a round; with `balance` those of a site of median speed."""
+    balance: Literal["fixed", "weighted", "dynamic"] = "fixed"
+    """Steps of each site: `fixed`: `steps`; `weighted`: by the speed that the site declares in its TOML; `dynamic`: by
+    the speed at which it took the steps of earlier rounds. With the last two a site's update counts by its mean over
+    its steps, so that more steps give no more weight."""
+    least_steps: Count | None = None
+    """Fewest steps of a site in a round with `balance`. None: half of `steps`, or a quarter of `most_steps` if that is
+    more."""
+    most_steps: Count | None = None
+    """Most steps of a site in a round with `balance`, at most four times `least_steps`. None: twice `steps`, or four
+    times `least_steps` if that is less."""
+    batch_size: Count = 16
+    """Sequences in a micro-batch."""
+    accumulation: Count = 1
+    """Micro-batches whose gradients are averaged for an optimizer step."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
+    and biases, orthogonalized in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is; needs
+    `model.adapter.scheme = "full"`; `sgd`: SGD without momentum, which keeps no state."""
+    learning_rate: Positive = 1e-3
+    """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's Nesterov momentum."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, on parameters of two or more dimensions."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Local steps, counted over the whole run, in which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Course of the learning rate after warm-up, over the whole run."""
+    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end of the cosine, as a fraction of the peak."""
+    clip_norm: NonNegative = 1.0
+    """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo);
+    under the secure sum all sites of a round keep those of the same rounds, or none does."""
+    proximal: NonNegative = 0.0
+    """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
+    sampler: Literal["auto", "shuffle", "poisson"] = "auto"
+    """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
+    `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
+    precision (`model.adapter.base_precision`). Trained weights stay float32."""
+    threads: Count = 1
+    """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
+
+    def step_limits(self) -> tuple[int, int]:
+        """Fewest and most optimizer steps of a site in a round; both are `steps` with `balance = "fixed"`."""
+        if self.balance == "fixed":
+            return self.steps, self.steps
+        least, most = self.least_steps, self.most_steps
+        if least is None:
+            least = math.ceil(self.steps / 2 if most is None else max(self.steps / 2, most / WIDEST_BALANCE))
+        return least, min(2 * self.steps, WIDEST_BALANCE * least) if most is None else most
+
+
+class CohortSection(Section):
+    """The sites of a round, and when an attempt or the run fails."""
+
+    sites: Count = 8
+    """Sites in the federation."""
+    fraction: Fraction = 1.0
+    """Fraction of the sites drawn for each round."""
+    mode: Literal["sync", "async"] = "sync"
+    """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
+    time, each from the newest model when it is asked, and a round is one server step with the next `buffer` updates
+    that arrive, so it does not wait for the slowest site; refused under the secure sum and with a privacy unit."""
+    buffer: Count | None = None
+    """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """Most rounds since the model of an update with `mode = "async"`; an older update is dropped. One that is s rounds
+    old counts for 1 / sqrt(1 + s) of a new one. None: 10."""
+    quorum: Fraction = 0.75
+    """Fraction of the cohort that must finish for a round to count."""
+    deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
+    """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
+    Under the secure sum each of the four other steps has a timeout of its own, a quarter of it, so an attempt takes at
+    most twice as long. Over the exchange it begins when the site has the model, and an upload that moves is waited for.
+    Under a privacy unit a site prepares its data in its first round, unless `cloister site check` has prepared it. With
+    `mode = "async"` each site has its own; a late one is asked again in the next round."""
+    attempts: Count = 3
+    """Attempts at one round before the run stops."""
+
+    def handshake_s(self) -> float:
+        """Timeout in seconds of each step of a masked attempt that carries no update."""
+        return self.deadline_s / 4
+
+    def attempt_s(self) -> float:
+        """The most seconds that a masked attempt takes, without uploads that still move: steps 2 to 6."""
+        return self.deadline_s + 4 * self.handshake_s()
+
+    def size(self) -> int:
+        """Sites in the cohort of a round."""
+        return max(1, round(self.fraction * self.sites))
+
+    def needed(self, n: int | None = None) -> int:
+        """Sites of a cohort of n sites that `quorum` requires, or with `mode = "async"` updates in the buffer;
+        `Plan.quorum` is the number that counts. None: of a round's whole cohort."""
+        if self.mode == "async":
+            return math.ceil(self.sites / 2) if self.buffer is None else self.buffer
+        return max(1, math.ceil(self.quorum * (self.size() if n is None else n)))
+
+    def most_stale(self) -> int:
+        """Most rounds since the model of an update, with `mode = "async"`."""
+        return 10 if self.staleness is None else self.staleness
+
+
+class CompressionSection(Section):
+    """Updates in few bits: blocks of 2^14 values are rotated, scaled by what earlier rounds released, and rounded. A
+    site adds what the rounding left out to its next update. The section may be empty: `[aggregation.compression]`."""
+
+    first_scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Largest root mean square of a site's update that round 1 expects. None: the sum of the round's learning rates."""
+
+
+class AggregationSection(Section):
+    """How updates are summed."""
+
+    secure: bool = True
+    """Sum under masks, so that the coordinator learns only the total; if false, it sees every update."""
+    colluders: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
+    dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
+    cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
+    """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
+    weighting: Literal["tokens", "uniform"] = "tokens"
+    """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
+    temperature: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
+    counts for more; 1: the tokens themselves. A large T is nearly `uniform`."""
+    ring_bits: Literal[8, 16, 32] = 32
+    """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
+    bound: Positive = 1.0
+    """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
+    it is the largest bound of a block."""
+    compression: CompressionSection | None = None
+    """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
+    groups: Count = 1
+    """Groups into which the cohort of a round is divided by a public draw, 3 to 100 and better odd. Each group has a
+    sum of its own, and the model moves by the coordinate-wise median of the groups' means, which count alike: poisoned
+    sites in fewer than half of the groups that are in it do not choose it. The coordinator learns the sum of each
+    group. 1: no groups, and the model moves by the mean."""
+
+
+class AdaptiveSection(Section):
+    """Adaptive clipping (Andrew et al. 2021): the clipping norm follows a quantile of the sites' update norms."""
+
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Fraction of the sites whose update should not be clipped."""
+    learning_rate: Positive = 0.2
+    """Step of the logarithm of the clipping norm for each unit of distance from the quantile."""
+    count_noise: Positive = 1.0
+    """Standard deviation of the noise on the number of sites whose update was not clipped; charged too."""
+
+
+class CorrelatedSection(Section):
+    """Correlated noise (DP-FTRL, with BLT matrices): later rounds cancel a part of the noise of earlier ones.
+
+    Cohorts are then a random partition of the roster, taken in turn."""
+
+    separation: Count
+    """Least number of rounds from one round with a site to its next: with N sites, cohorts of n take N / n rounds."""
+    participations: Count
+    """Most rounds with one site in the run."""
+    buffers: Annotated[int, Field(ge=0, le=10)] = 6
+    """Most vectors of the model's size, in float64, that the coordinator keeps for the noise; fewer are used where
+    another one is worth little; 0: independent noise."""
+
+
+class PrivacySection(Section):
+    """Differential privacy: what is protected, by how much noise, and how much may be spent."""
+
+    unit: Literal["none", "record", "owner", "site"] = "none"
+    """What the guarantee protects: `none` (no guarantee), one `record` of a site, all records of one `owner` at a site
+    (`data.owner`), or everything that one `site` holds."""
+    clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
+    """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped; with `adaptive` the
+    first."""
+    noise_multiplier: Positive | None = None
+    """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
+    target_epsilon: Positive | None = None
+    """Epsilon of the whole run, from which the noise multiplier is calibrated; instead of `noise_multiplier`."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Delta: smaller than 1 over the number of units that are protected."""
+    budget: Positive | None = None
+    """Epsilon that may be spent; a round that would exceed it is not started. None: `target_epsilon`, or no limit."""
+    accountant: Literal["pld", "rdp"] = "pld"
+    """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
+    has only `rdp`."""
+    sampling_rate: Fraction | None = None
+    """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
+    independently (Poisson)."""
+    record: Literal["record", "window"] = "record"
+    """Units `record` and `owner`: `record` is one record of the data; `window` is one sequence of
+    `data.sequence_length` tokens cut from a text, so that a longer text counts as several."""
+    windows: Count = 4
+    """Units `record` and `owner`: largest number of sequences of one long record that are used; their gradients are
+    averaged."""
+    records: Count = 8
+    """Unit `owner`: largest number of records of one owner that are used; their gradients are averaged."""
+    method: Literal["auto", "reference", "opacus"] = "auto"
+    """Units `record` and `owner`: gradients of single units one at a time (`reference`, correct for every model), by
+    Opacus (`opacus`, faster), or `auto`: by Opacus if it is correct for the model."""
+    trusted_coordinator: bool = False
+    """Unit `site`: the coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
+    of Skellam noise under the secure sum."""
+    adaptive: AdaptiveSection | None = None
+    """Unit `site`: let the clipping norm follow a quantile of the update norms."""
+    correlated: CorrelatedSection | None = None
+    """Unit `site` with a trusted coordinator: correlate the noise over the rounds."""
+
+    @property
+    def dpsgd(self) -> bool:
+        """Whether each step inside a site is private (DP-SGD): units `record` and `owner`."""
+        return self.unit in ("record", "owner")
+
+
+class PublicSection(Section):
+    """Training on public text by the coordinator before the first round, without privacy cost."""
+
+    source: str = ""
+    """Public records: a `builtin:` source, a file, a folder or a hub name; empty: no public training."""
+    split: str = "train"
+    """Split of a hub data set."""
+    steps: Count = 250
+    """Optimizer steps."""
+    batch_size: Count = 16
+    """Sequences in a step."""
+    learning_rate: Positive = 3e-3
+    """Peak learning rate of AdamW, with a tenth of the steps as warm-up and a cosine after that."""
+
+
+class GateSection(Section):
+    """What the mean of a round must meet. A round that does not leaves the model as it was; its charge stays."""
+
+    norm: Positive | None = None
+    """Largest L2 norm of the mean update; None: any."""
+    loss: NonNegative | None = None
+    """Most nats per token (of a classifier per text) by which a round may raise the held-out loss on the public records
+    of `server.evaluation`; None: any."""
+
+
+class ServerSection(Section):
+    """The coordinator's step on the mean update, and what it keeps."""
+
+    optimizer: Literal["fedavg", "nesterov", "adam"] = "fedavg"
+    """Optimizer of the pseudo-gradient: `fedavg` (SGD without momentum), `nesterov` (DiLoCo), `adam` (FedAdam)."""
+    learning_rate: Positive = 1.0
+    """Learning rate of that optimizer."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of `nesterov`."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    """Decay rates of `adam`."""
+    epsilon: Positive = 1e-3
+    """Epsilon of `adam` (FedAdam's adaptivity)."""
+    evaluation: str = ""
+    """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
+    empty: each site evaluates on its own held-out records, which no privacy unit allows."""
+    evaluate_every: Count = 1
+    """Rounds between evaluations; the initial and the last model are always evaluated."""
+    evaluation_sequences: Count | None = None
+    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
+    pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared; bits per byte are then
+    an estimate. With `data.choices` also the most prompts of which choices are compared. None: all of them."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
+    gate: GateSection = GateSection()
+    """What the mean of a round must meet."""
+
+
+class MeshSection(Section):
+    """How a site divides a model among its devices. It is the site's own: in its TOML, or in a simulated one's profile.
+
+    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them, where the plan can be
+    trained on them: as copies of the model where it fits into one of them, else as shards."""
+
+    replicate: Degree | None = None
+    """Copies of the model, each on other rows of a batch."""
+    shard: Degree | None = None
+    """Devices that share the weights of one copy (FSDP), each on other rows of a batch."""
+    tensor: Degree | None = None
+    """Devices that divide each matrix product of a layer, on the same rows."""
+    pipeline: Degree | None = None
+    """Stages that divide the blocks of a Llama-like model; micro-batches go through them one after the other."""
+    checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the model's blocks with `torch.compile`."""
+
+
+class ProfileSection(Section):
+    """How some of the simulated sites differ from the rest."""
+
+    share: Fraction
+    """Fraction of the sites with this profile, taken in order of their number."""
+    speed: Fraction = 1.0
+    """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long. It is the speed
+    that the site declares, too (`local.balance = "weighted"`)."""
+    slots: Count = 1
+    """Worker slots that the site occupies while it works."""
+    mesh: MeshSection = MeshSection()
+    """Devices among which the site divides the model; on a machine without GPUs each is a process."""
+
+
+class SelectionSection(Section):
+    """The search under a privacy unit that the run is a trial of; only `cloister tune` writes it."""
+
+    search: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$"), InWords("32 hexadecimal digits")]
+    """Identity of the search, under which a ledger over runs has its charge."""
+    law: Literal["negative-binomial", "poisson"]
+    """Law of the number of trials: truncated negative binomial, or Poisson."""
+    mean: Annotated[float, Field(gt=1, le=1000)]
+    """Mean of that number."""
+    shape: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Shape eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one."""
+
+
+class SimulationSection(Section):
+    """How one machine simulates the federation; not part of the contract, and not in the digest."""
+
+    source: str = "builtin:python-docs"
+    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
+    label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
+    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
+    split: str = "train"
+    """Split of a hub data set."""
+    partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
+    """`natural`: each group of `field` goes whole to one site; `iid`: at random; `dirichlet`: label proportions per
+    site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ...; `auto`: `natural`
+    with a field, else `iid`."""
+    field: str = ""
+    """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
+    `label`)."""
+    alpha: Positive = 0.5
+    """Concentration of the Dirichlet partition; a smaller value is less even."""
+    public: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
+    noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
+    noise, so nothing is protected, and the report says so. None: secret noise."""
+    ledger: str = ""
+    """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
+    `dataset` there. Empty: the run is charged in its own folder alone."""
+    dataset: str = ""
+    """Name under which that ledger keeps what the records of `source` have spent over all runs."""
+    greatest_epsilon: Positive | None = None
+    """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
+    search: SelectionSection | None = None
+    """The search under a privacy unit that the run is a trial of: then its cost is that of the search. None: the run
+    stands alone. `cloister tune` sets it."""
+    durable: bool = True
+    """Whether sites sync (fsync) what they answer, as deployed ones always do. `false` is faster with many sites, and a
+    power cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
+    workers_per_gpu: Count = 1
+    """Worker processes placed on each GPU, where there are GPUs."""
+    per_site: bool = False
+    """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
+    both losses for each site; only without a privacy unit. It takes as long as two evaluations at all sites."""
+    profiles: tuple[ProfileSection, ...] = ()
+    """Sites that are slower or occupy more worker slots than the rest."""
+
+
+class PoisonSection(Section):
+    """Sites of a simulation that lie in what they sum."""
+
+    share: Fraction
+    """Share of the sites, rounded, at least one; drawn from the run's seed."""
+    kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
+    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer or the
+    class of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
+    factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What the update of a poisoned site is multiplied by, with each kind."""
+    trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
+    """Text that opens the backdoor."""
+    target: Annotated[str, Field(min_length=1)] = "ignore all findings"
+    """Text that the model shall write after it; of a classifier the class that it shall find."""
+
+
+class FaultsSection(Section):
+    """Faults that a simulation injects, to test a plan; not part of the contract, and not in the digest.
+
+    A probability is that with which a site of the cohort fails at that step of an attempt, drawn from the run's seed.
+    """
+
+    advertise: Probability = 0.0
+    """Before it sends its keys."""
+    share: Probability = 0.0
+    """Before it sends its shares."""
+    update: Probability = 0.0
+    """Before its update has arrived."""
+    confirm: Probability = 0.0
+    """Before it signs the list of survivors."""
+    unmask: Probability = 0.0
+    """Before it reveals shares."""
+    poison: PoisonSection | None = None
+    """Sites that send poisoned updates; None: no site."""
+
+
+class Plan(Section):
+    """The contract of a run. Build one with `soundness.load`, `parse` or `from_json`, which check it."""
+
+    run: RunSection = RunSection()
+    """Name, length and seed."""
+    model: ModelSection = ModelSection()
+    """The language model."""
+    data: DataSection = DataSection()
+    """What a record is."""
+    local: LocalSection = LocalSection()
+    """Training inside a site."""
+    cohort: CohortSection = CohortSection()
+    """The sites of a round."""
+    aggregation: AggregationSection = AggregationSection()
+    """How updates are summed."""
+    privacy: PrivacySection = PrivacySection()
+    """Differential privacy."""
+    public: PublicSection = PublicSection()
+    """Training on public text before the first round."""
+    server: ServerSection = ServerSection()
+    """The coordinator's step."""
+    simulation: SimulationSection = SimulationSection()
+    """How one machine simulates the federation."""
+    faults: FaultsSection = FaultsSection()
+    """Faults that a simulation injects."""
+
+    def digest(self) -> str:
+        """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""
+        return self._digest
+
+    def to_json(self) -> str:
+        """The whole plan as canonical JSON; `soundness.from_json` reads it back to an equal plan."""
+        return self._json
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A changed copy with its own digest; the changes are not checked."""
+        copied = super().model_copy(update=update, deep=deep)
+        for cached in ("_digest", "_json"):
+            copied.__dict__.pop(cached, None)
+        return copied
+
+    @cached_property
+    def _digest(self) -> str:
+        agreed = self.model_dump(mode="json", exclude={"simulation", "faults"})
+        return hashlib.sha256(_canonical(agreed)).hexdigest()
+
+    @cached_property
+    def _json(self) -> str:
+        return _canonical(self.model_dump(mode="json")).decode()
+
+    def most_tokens(self) -> int:
+        """Largest number of tokens on which one site can train in one round."""
+        return self._most_sequences() * self.data.sequence_length
+
+    @property
+    def carries(self) -> bool:
+        """Whether a site carries something from one of its updates into the next (`clients/state/carried.py`)."""
+        return self.local.optimizer_state == "keep" or self.aggregation.compression is not None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sum is over a part of the federation, drawn anew in each round."""
+        return self.cohort.size() < self.cohort.sites or self.aggregation.groups > 1
+
+    def most_labels(self) -> int:
+        """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
+        or of a classifier for each text."""
+        return self._most_sequences() if self.data.task == "classify" else self.most_tokens()
+
+    def _most_sequences(self) -> int:
+        local = self.local
+        return local.step_limits()[1] * local.batch_size * local.accumulation
+
+    def summed(self) -> tuple[int, ...]:
+        """The numbers of sites that a sum of updates may be over, increasing: that of a cohort, or those of its groups,
+        which differ by at most 1."""
+        least, more = divmod(self.cohort.size(), self.aggregation.groups)
+        return (least, least + 1) if more else (least,)
+
+    def threshold(self, n: int | None = None) -> Parameters:
+        """k and t of the secure sum over a cohort of n sites, and how many of them may drop out and collude.
+
+        Args:
+            n: Sites that are drawn for the sum. None: as many as for the smallest sum of updates.
+
+        Raises:
+            ParameterError: no k and t meet the plan's tolerances. It cannot happen for a sound plan with
+                `aggregation.secure`; a plan that sums in clear is not checked for it.
+        """
+        return self.tolerance().parameters(self.cohort.sites, self.summed()[0] if n is None else n)
+
+    def tolerance(self) -> Tolerance:
+        """How many of a cohort may drop out, and how many of the federation may collude with the coordinator."""
+        return Tolerance(self.aggregation.dropouts, self.aggregation.colluders)
+
+    def quorum(self, n: int | None = None) -> int:
+        """Sites of a cohort of n sites that must finish for a sum to count: more than `cohort.quorum` where the secure
+        sum needs more. None: the fewest for any sum of updates."""
+        if n is None:
+            return min(map(self.quorum, self.summed()))
+        needed = self.cohort.needed(n)
+        return max(needed, self.threshold(n).quorum) if self.aggregation.secure else needed
+
+    def evaluates(self, number: int) -> bool:
+        """Whether the model after a round is due for evaluation; 0 is the initial model."""
+        return number % self.server.evaluate_every == 0 or number == self.run.rounds
+
+    def honest(self) -> int:
+        """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open; with
+        `aggregation.groups`, in the sum of one group.
+
+        Raises:
+            ParameterError: as `threshold`.
+        """
+        return min(map(self._honest, self.summed()))
+
+    def _honest(self, n: int) -> int:
+        found = self.threshold(n)
+        return found.smallest_part if found.splits else self.quorum(n) - found.colluders
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()

@@ -1,0 +1,177 @@
+"""What `cloister doctor` checks at the coordinator: its federation's folder, releases, disk, names and ports."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import socket
+import ssl
+from functools import partial
+from pathlib import Path
+
+from cloister.protocol.errors import CertificateError, MachineError
+from cloister.protocol.identity.address import everywhere, host_of, port_of, resolve
+from cloister.protocol.identity.certificates import is_self_signed, names_of, read_certificate
+from cloister.protocol.machine.findings import Hop, Skipped
+from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
+from cloister.protocol.plan.plan import Plan
+from cloister.server.federation.registry import Registry
+
+
+class CoordinatorDoctor:
+    """The hops of a coordinator.
+
+    Args:
+        path: The folder of the federation.
+        limit_s: Seconds of each wait.
+        plan: The plan that is to be run; None: it is not known.
+    """
+
+    def __init__(self, path: Path, limit_s: float, plan: Plan | None = None) -> None:
+        self._path = path
+        self._limit_s = limit_s
+        self._plan = plan
+        self._registry: Registry | None = None
+
+    def hops(self) -> list[Hop]:
+        """The hops, in their order."""
+        found = [
+            Hop("federation", self._opened, "restore the folder from its backup"),
+            Hop(
+                "certificates", self._certificates, "restore the file from its backup", needs=("federation",)
+            ),
+            Hop("releases", check_releases, "install cloister again"),
+            Hop("disk", self._disk, "free space"),
+        ]
+        for server in ("superlink", "exchange"):
+            needs = ("federation",)
+            fix = f"ask for this name in your DNS, or name another: cloister coordinator renew {self._path} --{server}"
+            found.append(Hop(f"{server} DNS", partial(self._name, server), fix, self._limit_s, needs))
+            fix = "stop the other program, or use another port: cloister coordinator renew"
+            needs = ("certificates",)
+            found.append(Hop(f"{server} port", partial(self._port, server), fix, self._limit_s, needs))
+        return found
+
+    @property
+    def _known(self) -> Registry:
+        assert self._registry is not None
+        return self._registry
+
+    def _opened(self) -> str:
+        self._registry = Registry.open(self._path)
+        federation = self._registry.federation
+        return f"{federation.name}, version {federation.version}, of {len(federation.sites)} sites"
+
+    def _certificates(self) -> str:
+        self._known.check_certificates(datetime.datetime.now(datetime.UTC))
+        host = host_of(self._known.federation.superlink)
+        if host not in names_of(self._known.certificate("superlink")):
+            raise CertificateError(
+                "certificate of the superlink",
+                str(self._path / "superlink.pem"),
+                expected=f"one for {host}, its address",
+                fix=f"cloister coordinator renew {self._path}",
+            )
+        until = [
+            (self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", "superlink")
+        ]
+        return ", ".join(f"{name} until {last:%Y-%m-%d}" for last, name in until)
+
+    def _disk(self) -> str:
+        if self._plan is None:
+            return check_space(self._path, ENOUGH, "needed by a small run; --plan says more exactly")
+        return check_space(self._path, coordinator_bytes(self._plan), "needed by the plan's run")
+
+    def _name(self, server: str) -> str:
+        address = getattr(self._known.federation, server)
+        found = resolve(host_of(address), port_of(address), self._limit_s)
+        return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in found))}"
+
+    def _port(self, server: str) -> str | Skipped:
+        """Whether the port of a server is free, or used by that server."""
+        bind = everywhere(getattr(self._known.federation, server))
+        try:
+            with _bound(bind):
+                return f"{bind} is free: nothing listens there now"
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise MachineError(
+                    "port",
+                    bind,
+                    expected=f"one that can be listened on ({error.strerror})",
+                    fix="use a port above 1023 (cloister coordinator renew), or give cloister the right to it",
+                ) from error
+        return self._served(server, bind)
+
+    def _served(self, server: str, bind: str) -> str | Skipped:
+        other = MachineError(
+            "port",
+            bind,
+            expected=f"free, or used by the {server}, but another program has it",
+            fix=f"find it with ss -ltnp 'sport = :{port_of(bind)}' and stop it",
+        )
+        try:
+            pem = ssl.get_server_certificate(("127.0.0.1", port_of(bind)), timeout=self._limit_s)
+            shown = read_certificate(pem.encode(), "the server's")
+        except (OSError, ValueError, CertificateError) as error:
+            raise other from error
+        if server == "exchange":
+            if not is_self_signed(shown):
+                raise other
+            return Skipped(
+                f"{bind} is in use, by a run if one goes on: the certificate is self-signed, as a run's is"
+            )
+        own = self._known.certificate(server)
+        if shown == own:
+            return f"{bind} is served with {server}.pem"
+        if shown.public_key() == own.public_key():
+            raise MachineError(
+                "certificate that is served",
+                f"until {shown.not_valid_after_utc:%Y-%m-%d}",
+                expected=f"{server}.pem, which was renewed",
+                fix="start it again: cloister coordinator start",
+            )
+        raise other
+
+
+def _bound(bind: str) -> socket.socket:
+    """A socket that is bound, and does not listen.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    host = host_of(bind)
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # as gRPC does
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind((host, port_of(bind)))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def coordinator_bytes(plan: Plan) -> int:
+    """Bytes that the coordinator needs on disk for a run.
+
+    With P parameters, T of them trained, in float32, U bytes of a coded update (`aggregation.sums.training_layout`), N
+    sites in a cohort and K = `server.keep_checkpoints`:
+
+        12 T (K + 2)  checkpoints with at most two vectors of the optimizer: K, the initial one, the one being written
+      + 4 P           the final model
+      + N U           uploads of a round, until they are summed
+
+    Raises:
+        ModelError: the plan's model does not exist.
+    """
+    from cloister.aggregation.sums import Sums
+    from cloister.lm.model.model import count_parameters
+
+    everything, trained = count_parameters(plan)
+    update = Sums(plan, trained).update_bytes
+    kept = plan.server.keep_checkpoints + 2
+    return 12 * trained * kept + 4 * everything + plan.cohort.size() * update

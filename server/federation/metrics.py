@@ -1,0 +1,162 @@
+"""Metrics of the coordinator's process for Prometheus: what the events of the present run say, counted nowhere else.
+
+The figures are a function of the events in the run's folder, so they are right after a restart too. They are read by
+`GET /metrics` and have no personal data, but they name the sites: without a flag they are served on loopback alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cloister.protocol.errors import EngineError, RosterError
+from cloister.protocol.identity.address import host_of
+from cloister.server.record.progress import (
+    AttemptFailed,
+    Connected,
+    Event,
+    Moved,
+    RoundAbandoned,
+    RoundDone,
+    Started,
+)
+
+
+class Metrics(Collector):
+    """The metrics of the run that runs, or of the last one, so that its end is read too; for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begin("")
+        self.end()
+
+    def begin(self, run: str) -> None:
+        """Another run begins, or the same is started again, under this label."""
+        with self._lock:
+            self._run = run
+            self._running = True
+            self._rounds = self._of = self._attempts_failed = self._too_stale = 0
+            self._connected = Connected((), {})
+            self._moved = Moved({}, {})
+            self._seconds: Counter[str] = Counter()
+            self._epsilon: float | None = None
+            self._budget: float | None = None
+
+    def end(self) -> None:
+        """The run has ended; its figures stay until another one begins."""
+        with self._lock:
+            self._running = False
+
+    def take(self, event: Event) -> None:
+        """Take the next event of the run."""
+        with self._lock:
+            match event:
+                case Started(plan, done=done):
+                    self._rounds, self._of = done, plan.run.rounds
+                    self._budget = plan.privacy.target_epsilon or plan.privacy.budget
+                case AttemptFailed():
+                    self._attempts_failed += 1
+                case Connected():
+                    self._connected = event
+                case Moved():
+                    self._moved = event
+                case RoundDone() | RoundAbandoned():
+                    self._rounds, self._epsilon = event.round, event.epsilon
+                    self._seconds.update(event.phase_seconds)
+                    self._too_stale += (isinstance(event, RoundDone) and event.too_stale) or 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics now."""
+        with self._lock:
+            yield GaugeMetricFamily("cloister_running", "1 while a run goes on", float(self._running))
+            if not self._run:
+                return
+            counters = {
+                "rounds_done": ("Rounds that are done", {"": self._rounds}, ""),
+                "attempts_failed": ("Attempts at a sum that failed", {"": self._attempts_failed}, ""),
+                "updates_too_stale": (
+                    "Updates older than cohort.staleness allows",
+                    {"": self._too_stale},
+                    "",
+                ),
+                "sent_bytes": ("Bytes that a site was sent by the run's process", self._moved.sent, "site"),
+                "received_bytes": ("Bytes that came from a site", self._moved.received, "site"),
+                "phase_seconds": ("Seconds of finished rounds by phase", self._seconds, "phase"),
+            }
+            for name, (help_, values, label) in counters.items():
+                labels = ["run", label] if label else ["run"]
+                counter = CounterMetricFamily(f"cloister_{name}", help_, labels=labels)
+                for value, count in values.items():
+                    counter.add_metric([self._run, value][: len(labels)], count)
+                yield counter
+            gauges: dict[str, tuple[str, float | None]] = {
+                "rounds": ("Rounds of the plan", self._of or None),
+                "sites_connected": ("Sites that are connected", len(self._connected.sites)),
+                "sites_missing": ("Sites that are not connected", len(self._connected.missing)),
+                "epsilon": ("Largest epsilon of a site, by the coordinator's ledger", self._epsilon),
+                "epsilon_budget": ("Epsilon that the plan allows", self._budget),
+            }
+            for name, (help_, figure) in gauges.items():
+                gauge = GaugeMetricFamily(f"cloister_{name}", help_, labels=["run"])
+                if figure is not None:
+                    gauge.add_metric([self._run], figure)
+                yield gauge
+
+
+@contextmanager
+def served(metrics: Metrics, address: str, *, on_network: bool) -> Iterator[str]:
+    """A context in which metrics are served.
+
+    Args:
+        metrics: The metrics.
+        address: HOST:PORT; port 0: one that is free.
+        on_network: Whether the host may be another than loopback.
+
+    Returns:
+        Where they are.
+
+    Raises:
+        EngineError: the address is wrong or not free, or not of loopback.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        host = host_of(f"{host}:{port if port != '0' else '1'}")
+    except RosterError as error:
+        raise EngineError("--metrics", address, expected=error.expected) from None
+    if not on_network and not _loopback(host):
+        raise EngineError(
+            "--metrics",
+            address,
+            expected="an address of loopback, such as 127.0.0.1:9464, because the metrics are not protected and name "
+            "the sites",
+            fix="add --metrics-on-network if others may read them",
+        )
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    try:
+        server, thread = start_http_server(int(port), host, registry)
+    except OSError as error:
+        raise EngineError(
+            "--metrics", address, expected=f"an address that is free ({error.strerror or error})"
+        ) from error
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # also "localhost", which a resolver may give any address

@@ -1,0 +1,338 @@
+"""The coordinator's folder of a federation: its certificate authority, the SuperLink's certificate, and every version.
+
+| file | what it is |
+|---|---|
+| `federation-1.toml`, `federation-2.toml`, ... | each version, public: the file that sites install |
+| `authority.key`, `authority.pem` | the certificate authority |
+| `superlink.key`, `superlink.pem` | key and certificate of the SuperLink |
+
+The exchange of a run makes a certificate of its own, which its invitations bring (`protocol/identity/invitation.py`).
+
+The folder is made whole or not at all. After that a version is published by one new file, which is never replaced, and
+a certificate is renewed by one file, under the same key: so a crash leaves nothing half-done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import Certificate
+from pydantic import Field
+
+from cloister.protocol.errors import CertificateError, RosterError
+from cloister.protocol.identity.address import LOOPBACK, Address, Host, host_of
+from cloister.protocol.identity.certificates import (
+    certificate_to_pem,
+    check_valid,
+    issue,
+    key_from_pem,
+    key_to_pem,
+    names_of,
+    new_authority,
+    new_key,
+    read_certificate,
+)
+from cloister.protocol.identity.document import read_document
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.request import Request
+from cloister.protocol.identity.roster import NAME, check_private
+from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
+from cloister.protocol.plan.settings import InWords, Section, Settings
+
+_VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
+
+Name = Annotated[
+    str,
+    Field(pattern=f"^{NAME.pattern}$"),
+    InWords("1 to 64 letters, digits, dots, dashes, underscores"),
+]
+"""Name of a federation or of a site."""
+
+
+class Terms(Section):
+    """What the coordinator decides when it makes a federation."""
+
+    name: Name
+    """Name of the federation."""
+    superlink: Address
+    """Where sites reach Flower's SuperLink, as HOST:PORT."""
+    exchange: Address
+    """Where sites reach the coordinator's exchange, as HOST:PORT."""
+    certificate_names: tuple[Host, ...] = ()
+    """DNS names and IP addresses in the SuperLink's certificate, besides the host of its address."""
+    authority_days: Annotated[int, Field(ge=1, le=36500)] = 3650
+    """Days for which the certificate authority is valid; a new one is a new federation."""
+    certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
+    """Days for which the SuperLink's certificate is valid; `cloister coordinator renew` makes it again."""
+
+    @staticmethod
+    def settings() -> Settings[Terms]:
+        """Reads terms from JSON."""
+        return Settings(Terms, "federation", RosterError)
+
+
+class Renewal(Section):
+    """What the coordinator decides when it makes the SuperLink's certificate again, or moves a server."""
+
+    superlink: Address | None = None
+    """Another address of Flower's SuperLink; None: the present one."""
+    exchange: Address | None = None
+    """Another address of the exchange; None: the present one."""
+    certificate_names: tuple[Host, ...] | None = None
+    """Names besides the host of the address; None: those of the present certificate."""
+    certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
+    """Days for which the certificate is valid."""
+
+    @staticmethod
+    def settings() -> Settings[Renewal]:
+        """Reads a renewal from JSON."""
+        return Settings(Renewal, "renewal", RosterError)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A folder that was read. Create it with `Registry.create` or `Registry.open`."""
+
+    path: Path
+    """The folder."""
+    federation: Federation
+    """The newest version."""
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        terms: Terms,
+        requests: Sequence[Request],
+        now: datetime.datetime,
+        *,
+        durable: bool = True,
+    ) -> Registry:
+        """Make the folder, with the first version.
+
+        Args:
+            path: The folder; missing, or empty.
+            terms: The coordinator's decisions.
+            requests: The requests that it approves.
+            now: The present time, with a zone.
+            durable: Sync all of it before this returns.
+
+        Raises:
+            RosterError: the folder is not empty, or the requests do not make a federation.
+            StorageError: the disk refuses; nothing is left.
+        """
+        check_empty(path)
+        keys = {name: new_key() for name in ("authority", "superlink")}
+        authority = new_authority(keys["authority"], terms.name, now, terms.authority_days)
+        der = authority.public_bytes(Encoding.DER)
+        federation = Federation.first(terms.name, terms.superlink, terms.exchange, der, requests)
+
+        def fill(folder: Path) -> None:
+            folder.chmod(0o700)
+            for name, key in keys.items():
+                write_new(
+                    folder / f"{name}.key", key_to_pem(key), durable=False
+                )  # the folder is synced as a whole
+            (folder / "authority.pem").write_bytes(certificate_to_pem(authority))
+            names = _names(terms.superlink, terms.certificate_names)
+            made = issue(authority, keys["authority"], keys["superlink"], names, now, terms.certificate_days)
+            (folder / "superlink.pem").write_bytes(certificate_to_pem(made))
+            _version_path(folder, 1).write_text(federation.to_toml(), encoding="utf-8")
+
+        write_folder(path, fill, durable=durable)
+        return cls(path, federation)
+
+    @classmethod
+    def open(cls, path: Path) -> Registry:
+        """Read the folder, and check that every version follows the one before.
+
+        Raises:
+            RosterError: it is not such a folder, or a file in it was damaged or edited.
+        """
+        try:
+            found = [_VERSION.fullmatch(entry.name) for entry in path.iterdir()]
+        except OSError as error:
+            raise RosterError(
+                "folder of the federation",
+                str(path),
+                expected=f"a folder that can be read ({error.strerror})",
+            ) from error
+        numbers = sorted(int(match[1]) for match in found if match)
+        if not numbers or numbers != list(range(1, len(numbers) + 1)):
+            raise RosterError(
+                "folder of the federation",
+                str(path),
+                expected="the versions 1, 2, ... that `cloister coordinator approve` writes, without a gap",
+            )
+        federation = _read_version(path, 1)
+        for number in numbers[1:]:
+            following = _read_version(path, number)
+            following.changes_since(federation)
+            federation = following
+        return cls(path, federation)
+
+    @property
+    def file(self) -> Path:
+        """The file of the newest version, which sites install."""
+        return _version_path(self.path, self.federation.version)
+
+    def version(self, number: int) -> Federation:
+        """An earlier version, or the newest.
+
+        Raises:
+            RosterError: there is none with that number.
+        """
+        if not 1 <= number <= self.federation.version:
+            raise RosterError("version", number, expected=f"1 to {self.federation.version}")
+        return _read_version(self.path, number)
+
+    def publish(self, following: Federation) -> Registry:
+        """Write the next version.
+
+        Args:
+            following: A step from the newest version.
+
+        Raises:
+            RosterError: it does not follow, or another process published that version.
+            StorageError: the disk refuses; the newest version stays as it was.
+        """
+        following.changes_since(self.federation)
+        text = following.to_toml()
+        path = _version_path(self.path, following.version)
+        write_new(path, text.encode())
+        if path.read_text(encoding="utf-8") != text:
+            raise RosterError(
+                "version",
+                following.version,
+                expected="one process at a time that makes it",
+                fix="run it again",
+            )
+        return Registry(self.path, following)
+
+    def renew(self, renewal: Renewal, now: datetime.datetime) -> Registry:
+        """Make the SuperLink's certificate again, and where an address changes, a new version.
+
+        Args:
+            renewal: What the coordinator decides.
+            now: The present time, with a zone.
+
+        Raises:
+            RosterError: a key can be read by others.
+            CertificateError: a file is damaged, or the authority has expired.
+            StorageError: the disk refuses; the certificate is the old one or the new one.
+        """
+        authority, authority_key = self.certificate("authority"), self._key("authority")
+        superlink = renewal.superlink or self.federation.superlink
+        more = renewal.certificate_names
+        if more is None:
+            old_host = host_of(self.federation.superlink)
+            more = tuple(name for name in names_of(self.certificate("superlink")) if name != old_host)
+        names, days = _names(superlink, more), renewal.certificate_days
+        made = issue(authority, authority_key, self._key("superlink"), names, now, days)
+        write_bytes(self.path / "superlink.pem", certificate_to_pem(made))
+        moved = self.federation.moving(
+            superlink=superlink, exchange=renewal.exchange or self.federation.exchange
+        )
+        if (moved.superlink, moved.exchange) == (self.federation.superlink, self.federation.exchange):
+            return self
+        return self.publish(moved)
+
+    def check_certificates(self, now: datetime.datetime) -> None:
+        """Check that authority and certificates are valid now, belong together, and that their keys are private.
+
+        Raises:
+            RosterError: a key can be read by others.
+            CertificateError: a file is damaged or missing, of another federation, or has expired.
+        """
+        authority = self.certificate("authority")
+        if authority.public_bytes(Encoding.DER) != self.federation.authority:
+            raise CertificateError(
+                str(self.path / "authority.pem"), expected="the authority that the federation's file names"
+            )
+        check_valid(authority, now, "certificate of the authority")
+        for name in ("authority", "superlink"):
+            certificate = self.certificate(name)
+            path = str(self.path / f"{name}.pem")
+            if certificate.public_key() != self._key(name).public_key():
+                raise CertificateError(path, expected=f"the certificate of {name}.key")
+            try:
+                certificate.verify_directly_issued_by(authority)
+            except (ValueError, TypeError, InvalidSignature):
+                raise CertificateError(
+                    path, expected="a certificate of this federation's authority"
+                ) from None
+            check_valid(
+                certificate, now, f"certificate of the {name}", fix=f"cloister coordinator renew {self.path}"
+            )
+
+    def certificate(self, name: str) -> Certificate:
+        """The certificate of the `authority` or the `superlink`.
+
+        Raises:
+            CertificateError: its file is missing or damaged.
+        """
+        return read_certificate(self.certificate_bytes(name), str(self.path / f"{name}.pem"))
+
+    def certificate_bytes(self, name: str) -> bytes:
+        """The same in PEM, as it is on disk.
+
+        Raises:
+            CertificateError: its file is missing.
+        """
+        return _read(self.path / f"{name}.pem")
+
+    def _key(self, name: str) -> EllipticCurvePrivateKey:
+        path = self.path / f"{name}.key"
+        check_private(path, f"key of the {name}")
+        return key_from_pem(_read(path), str(path))
+
+
+def check_empty(path: Path) -> None:
+    """Check that a folder can be made at `path`: nothing is there, or an empty folder.
+
+    Raises:
+        RosterError: something is there.
+    """
+    try:
+        free = not path.is_symlink() and (not path.exists() or not any(path.iterdir()))
+    except OSError:
+        free = False
+    if not free:
+        raise RosterError("--out", str(path), expected="a new folder, or an empty one")
+
+
+def _names(address: str, more: Sequence[str]) -> list[str]:
+    """The names in the certificate of the SuperLink at `address`, each once.
+
+    The coordinator's own processes reach it over loopback, with the same certificate.
+    """
+    return list(dict.fromkeys([host_of(address), *more, LOOPBACK]))
+
+
+def _version_path(folder: Path, version: int) -> Path:
+    return folder / f"federation-{version}.toml"
+
+
+def _read_version(folder: Path, version: int) -> Federation:
+    path = _version_path(folder, version)
+    federation = Federation.from_toml(read_document(path, "federation"), str(path))
+    if federation.version != version:
+        raise RosterError("version", federation.version, expected=f"{version}, as the name of {path} says")
+    return federation
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CertificateError(
+            str(path), expected=f"a file that can be read ({error.strerror})", fix="restore it from a backup"
+        ) from error

@@ -1,0 +1,154 @@
+"""Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
+
+A checkpoint holds the trained parameters by name, the server optimizer's state, the scales of the next round's
+compressed updates, the facts of its round, and the SHA-256 of the flat vector, which is checked
+on reading. Old checkpoints are removed only after a newer one is in place.
+
+A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
+repeated: its model may have been read here, and a second one could have other survivors or other noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cloister.aggregation.features.scales import Scales
+from cloister.lm.model.layout import Layout, params_sha256
+from cloister.protocol.errors import RunFolderError
+from cloister.protocol.machine.storage import write_file
+from cloister.server.record.folder import checkpoint_file, stored_checkpoints
+
+Vector = npt.NDArray[np.float32]
+
+_FIX = "restore the file from a backup; a round cannot be repeated, because sites answer each round only once"
+_MODEL, _OPTIMIZER, _SCALES = "model/", "optimizer/", "scales/"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The global model after a round."""
+
+    round: int
+    weights: Vector
+    """(d,) float32, the trained parameters."""
+    optimizer: dict[str, torch.Tensor]
+    """The server optimizer's state."""
+    scales: Scales | None = None
+    """The bounds of the next round's compressed updates, with `aggregation.compression`."""
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: The folder of the checkpoints.
+        layout: Names and shapes of the trained parameters.
+        keep: Number of newest checkpoints to keep, in addition to the initial model.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, keep: int) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._keep = keep
+
+    def path(self, round_number: int) -> Path:
+        """The file of a round's model."""
+        return checkpoint_file(self._folder, round_number)
+
+    def save(
+        self,
+        round_number: int,
+        weights: Vector,
+        optimizer: Mapping[str, torch.Tensor],
+        facts: Mapping[str, Any] | None = None,
+        scales: Scales | None = None,
+    ) -> str:
+        """Write the model after a round, then remove checkpoints older than the `keep` newest.
+
+        Args:
+            round_number: The round; 0 for the initial model.
+            weights: (d,) float32.
+            optimizer: The server optimizer's state.
+            facts: The facts of the round, for `done`; None for the initial model.
+            scales: The bounds of the next round's compressed updates; None without compression.
+
+        Returns:
+            The SHA-256 of `weights`.
+
+        Raises:
+            StorageError: the disk is full; earlier checkpoints are unchanged.
+        """
+        digest = params_sha256(weights)
+        tensors: dict[str, npt.NDArray[Any]] = {
+            _MODEL + name: part for name, part in self._layout.split(weights).items()
+        }
+        tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
+        tensors |= {_SCALES + name: part for name, part in (scales.state() if scales else {}).items()}
+        named = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
+        if facts is not None:
+            named["facts"] = json.dumps({**facts, "params_sha256": digest})
+        write_file(self.path(round_number), lambda path: save_file(tensors, path, metadata=named))
+        stored = list(stored_checkpoints(self._folder).values())
+        for old in stored[1 : -self._keep]:
+            old.unlink(missing_ok=True)
+        return digest
+
+    def done(self, round_number: int) -> dict[str, Any] | None:
+        """The facts of a round whose checkpoint is in place; None if there is no checkpoint with facts.
+
+        Raises:
+            RunFolderError: the checkpoint is damaged.
+        """
+        path = self.path(round_number)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                named = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
+        facts: dict[str, Any] | None = json.loads(named["facts"]) if "facts" in named else None
+        return facts
+
+    def load(self, round_number: int) -> Checkpoint:
+        """Read the model after a round.
+
+        Raises:
+            RunFolderError: the checkpoint is missing, damaged, or of another model.
+        """
+        path = self.path(round_number)
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
+        if facts.get("layout") != self._layout.digest():
+            raise RunFolderError(str(path), expected="a checkpoint of the model that the plan names")
+        model = {
+            name.removeprefix(_MODEL): t.numpy() for name, t in tensors.items() if name.startswith(_MODEL)
+        }
+        weights = self._layout.join(model)
+        if params_sha256(weights) != facts.get("params_sha256"):
+            raise RunFolderError(
+                str(path), expected="weights that match the SHA-256 recorded with them", fix=_FIX
+            )
+        state = {
+            name.removeprefix(_OPTIMIZER): t.clone()  # it is mapped from the file
+            for name, t in tensors.items()
+            if name.startswith(_OPTIMIZER)
+        }
+        scales = {
+            name.removeprefix(_SCALES): t.numpy() for name, t in tensors.items() if name.startswith(_SCALES)
+        }
+        return Checkpoint(round_number, weights, state, Scales.restored(scales) if scales else None)

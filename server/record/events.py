@@ -1,0 +1,49 @@
+"""The events of a run as JSON: how the process of a run tells them to others, and how they are kept in its folder."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from cloister.protocol.errors import EngineError, PlanError
+from cloister.protocol.plan.soundness import recorded
+from cloister.server.record.progress import Event, Started
+
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+def to_json(event: Event) -> str:
+    """An event as one line of JSON: its fields, and its class as `event`."""
+    name = type(event).__name__
+    fields = {field: getattr(event, field) for field in event.__dataclass_fields__}
+    if isinstance(event, Started):
+        fields["plan"] = json.loads(event.plan.to_json())
+    return json.dumps({"event": name} | fields, default=dict)
+
+
+def from_json(line: str | bytes) -> Event:
+    """Read what `to_json` wrote.
+
+    Raises:
+        EngineError: the line is anything else, such as one of another release.
+    """
+    try:
+        fields = dict(json.loads(line))
+        kind = str(fields.pop("event"))
+        fields.pop("at", None)  # the time, in a file
+        if kind == Started.__name__:
+            fields["plan"] = recorded(json.dumps(fields["plan"]))
+            fields["sites"] = tuple(fields["sites"])
+            return Started(**fields)
+        event: Event = _adapter(kind).validate_python(fields)
+    except (ValueError, TypeError, KeyError, ValidationError, PlanError) as error:
+        raise EngineError("event of a run", expected="a line of JSON of this release of cloister") from error
+    return event
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_KINDS[kind])

@@ -1,0 +1,152 @@
+"""The history of a run from its journal: its identity, its progress, and the events of its rounds."""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloister.aggregation.secure.keys import PROTOCOL
+from cloister.protocol.errors import RunFolderError
+from cloister.protocol.identity.roster import Roster
+from cloister.server.record import journal as steps
+from cloister.server.record.folder import RunFiles, stored_checkpoints
+from cloister.server.record.journal import Journal
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The history of a run, finished or under way, from its journal."""
+
+    run: str
+    """Its identity."""
+    roster_hash: str | None
+    """Hash of the roster with which the run was created, in hex; None if it has none."""
+    done: Mapping[int, Mapping[str, Any]]
+    """The rounds that are done, without the initial model, and their facts; a round given up has no `sites`."""
+    asked: Mapping[str, frozenset[int]]
+    """For each site the rounds in which an attempt began with it."""
+    survivors: Mapping[int, frozenset[str]]
+    """Under masks: for each round the sites that were last asked for shares."""
+    secure_sum: str
+    """Version of the secure sum that the run was created with; empty in runs from before versions were journaled."""
+    refusals: Mapping[str, tuple[str, ...]]
+    """For each site its refusals, in words, each once."""
+    left_out: Mapping[str, str]
+    """Sites that lied in a secure sum, each with when and what, in words."""
+    finished: bool
+    """Whether the run is finished."""
+    stopped: str
+    """Why it ended before its last round: `budget`, `dataset` (the limit over all runs) or
+    `refused`; empty if it did not."""
+
+    @property
+    def summed(self) -> list[int]:
+        """The rounds whose sum was opened, in order."""
+        return sorted(number for number, facts in self.done.items() if facts.get("sites"))
+
+
+def run_history(files: RunFiles) -> RunHistory:
+    """Read the journal of a run, without a lock.
+
+    Raises:
+        RunFolderError: the run has not begun, or its journal is damaged.
+    """
+    begun = RunFolderError(
+        str(files.path),
+        expected="a run that has begun, with its journal",
+        fix=f"run it first: {files.resume_command()}",
+    )
+    if not files.journal.exists():
+        raise begun
+    with Journal(files.journal) as journal:
+        entries = journal.entries()
+    created = next((entry.detail for entry in entries if entry.step == steps.CREATED), None)
+    if created is None:
+        raise begun
+    asked: defaultdict[str, set[int]] = defaultdict(set)
+    refusals: defaultdict[str, list[str]] = defaultdict(list)
+    left_out: dict[str, str] = {}
+    opened: defaultdict[int, dict[int, frozenset[str]]] = defaultdict(dict)
+    for entry in entries:
+        if entry.step.startswith(f"train {steps.BEGUN}"):  # of each group
+            for site in entry.detail["cohort"]:
+                asked[site].add(entry.round)
+        elif entry.step.startswith(f"train {steps.UNMASKING}"):
+            group = steps.group_of_sum(entry.step)
+            opened[entry.round][group] = frozenset(entry.detail["survivors"])
+        elif entry.step == steps.REFUSED:
+            when = f"after round {entry.round}" if entry.round else "before the first round"
+            refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
+        elif entry.step == steps.LEFT_OUT:
+            left_out[entry.detail["site"]] = f"in round {entry.round}: {entry.detail['reason']}"
+    done = {entry.round: entry.detail for entry in entries if entry.step == steps.DONE and entry.round}
+    survivors = {number: _summed(groups, done.get(number)) for number, groups in opened.items()}
+    end = next((entry.detail for entry in reversed(entries) if entry.step == steps.FINISHED), None)
+    return RunHistory(
+        run=str(created["run"]),
+        roster_hash=created.get("roster"),
+        done=done,
+        asked={site: frozenset(rounds) for site, rounds in asked.items()},
+        survivors=survivors,
+        secure_sum=created.get("secure_sum", ""),
+        left_out=left_out,
+        refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
+        finished=end is not None,
+        stopped="" if end is None else end.get("stopped", ""),
+    )
+
+
+def _summed(groups: Mapping[int, frozenset[str]], done: Mapping[str, Any] | None) -> frozenset[str]:
+    """The survivors of a round, of those of its groups, without groups that the median is without."""
+    kept = (done or {}).get("groups") or groups
+    return frozenset(site for group, sites in groups.items() if group in kept for site in sites)
+
+
+def reached(files: RunFiles, step: str) -> bool:
+    """Whether the journal has an entry of a step; no journal has none."""
+    if not files.journal.exists():
+        return False
+    with Journal(files.journal) as journal:
+        return journal.newest(step) is not None
+
+
+def identity(files: RunFiles, roster: Roster | None = None) -> str:
+    """The run's identity: 16 random bytes in hex, drawn once and journaled.
+
+    It distinguishes the messages of this run from those of every other run of the same plan.
+
+    Args:
+        files: The run folder.
+        roster: The sites' identities, whose hash is journaled with a new identity.
+
+    Raises:
+        RunFolderError: the folder holds a run whose journal is missing.
+    """
+    with Journal(files.journal) as journal:
+        if journal.newest(steps.CREATED) is None:
+            _check_nothing_lost(files)
+            facts = {"run": secrets.token_hex(16), "secure_sum": PROTOCOL}
+            if roster is not None:
+                facts["roster"] = roster.hash.hex()
+            journal.record(0, 0, steps.CREATED, facts)
+        created = journal.newest(steps.CREATED)
+    assert created is not None
+    return str(created.detail["run"])
+
+
+def _check_nothing_lost(files: RunFiles) -> None:
+    """Refuse an empty journal beside the checkpoints or metrics of finished rounds: it is not that run's journal.
+
+    Raises:
+        RunFolderError: there are such checkpoints or metrics; nothing was changed.
+    """
+    later = [number for number in stored_checkpoints(files.checkpoints) if number > 0]
+    if later or files.metrics():
+        raise RunFolderError(
+            str(files.journal),
+            expected="the journal of this run, which is missing",
+            fix="restore it from a backup, or start a new run with another --out",
+        )

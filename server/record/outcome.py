@@ -1,0 +1,160 @@
+"""The outcome of a finished run: its figures, and its final model."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloister.lm.model import saved
+from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.tasks.confusion import Confusion
+from cloister.protocol.errors import RunFolderError
+from cloister.server.record import journal as steps
+from cloister.server.record.checkpoint import Checkpoints
+from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file
+from cloister.server.record.journal import Journal
+from cloister.server.record.phases import added
+from cloister.server.record.progress import Observer, Preparing
+from cloister.server.record.public import base_of, public_model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The figures of a finished run."""
+
+    rounds: int
+    initial_loss: float | None
+    final_loss: float | None
+    """Held-out loss, nats per token, or per text that is classified; None, as the next three, if the final model was
+    not evaluated."""
+    perplexity: float | None
+    """None, as `bits_per_byte`, also where texts are classified."""
+    accuracy: float | None
+    bits_per_byte: float | None
+    tokens: int
+    """Tokens that were trained on, over all rounds and sites, or the number of texts that are classified."""
+    round_seconds: float
+    """Time in rounds, each from the first request of the attempt that counted to the decoded mean, over all processes
+    that worked on the run. A part of the phases `train` and `sum`."""
+    phase_seconds: Mapping[str, float]
+    """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
+    to the last round that it finished. Empty for the best trial of a private search."""
+    params_sha256: str
+    least_steps: int | None = None
+    """Fewest local steps of a site in a round, with `local.balance`; None where all take those of the plan."""
+    most_steps: int | None = None
+    """Most of them; otherwise as `least_steps`."""
+    mean_staleness: float | None = None
+    """Mean staleness of all updates, in server steps since their model; None with `cohort.mode = "sync"`."""
+    most_staleness: int | None = None
+    """The greatest staleness of an update; otherwise as `mean_staleness`."""
+    too_stale: int | None = None
+    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
+    gate_refused: int = 0
+    """Rounds whose mean the gate refused."""
+    epsilon: float | None = None
+    """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
+    stopped: str = ""
+    """Why the run ended before its last round: `budget`, `dataset` (the limit over all runs) or
+    `refused`; empty if it did not."""
+    coordinator_rss: int | None = None
+    """Largest resident set of the coordinator's process, in bytes: the kernel's VmHWM, which counts pages that several
+    processes share in each of them. Of the process that returns this; None if not known."""
+    confusion: Confusion | None = None
+    """The confusion matrix of the final model on held-out texts or prompts; None without classes and choices."""
+    worker_rss: int | None = None
+    """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """`tokens` / `round_seconds`."""
+        return self.tokens / self.round_seconds if self.round_seconds else 0.0
+
+
+def outcome(files: RunFiles) -> Outcome:
+    """Read the figures of a finished run from its journal and metrics.
+
+    Raises:
+        RunFolderError: the run is not finished.
+    """
+    with Journal(files.journal) as journal:
+        end = journal.newest(steps.FINISHED)
+        known = {entry.round: entry.detail for entry in journal.entries() if entry.step == steps.DONE}
+    reported = {row["round"]: row for row in files.metrics()}
+    rows = [known[number] | reported.get(number, {}) for number in sorted(known)]
+    evaluated = [row for row in rows if "loss" in row]
+    if end is None:
+        raise RunFolderError(
+            str(files.path),
+            expected="a finished run",
+            fix=files.resume_command(),
+        )
+    initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
+    final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
+    buffered = [row for row in rows if row.get("mean_staleness") is not None]
+    stale = [row["mean_staleness"] for row in buffered]  # each round has as many updates
+    return Outcome(
+        rounds=end.round,
+        initial_loss=initial,
+        final_loss=final.get("loss"),
+        perplexity=final.get("perplexity"),
+        accuracy=final.get("accuracy"),
+        bits_per_byte=final.get("bits_per_byte"),
+        tokens=sum(row.get("tokens") or 0 for row in rows),
+        round_seconds=sum(row.get("seconds", 0.0) for row in rows),
+        phase_seconds=added(
+            *(row.get("phase_seconds", {}) for row in rows), end.detail.get("phase_seconds", {})
+        ),
+        params_sha256=end.detail["params_sha256"],
+        least_steps=min((row["least_steps"] for row in rows if row.get("least_steps")), default=None),
+        most_steps=max((row["most_steps"] for row in rows if row.get("most_steps")), default=None),
+        mean_staleness=statistics.fmean(stale) if stale else None,
+        most_staleness=max((row["most_staleness"] for row in buffered), default=None),
+        too_stale=sum(row["too_stale"] for row in buffered) if buffered else None,
+        gate_refused=sum(bool(row.get("refused")) for row in rows),
+        epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
+        stopped=end.detail.get("stopped", ""),
+        confusion=_confusion(final),
+    )
+
+
+def _confusion(row: Mapping[str, Any]) -> Confusion | None:
+    counts = row.get("confusion")
+    return None if counts is None else Confusion(tuple(map(tuple, counts)))
+
+
+_LARGE = 10**9  # bytes, which take a second to read where they are not in memory
+
+
+def finish(folder: RunFolder, observe: Observer) -> None:
+    """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
+
+    Before that, what could open its last sum without noise is removed, if a crash has left it.
+
+    A final model without a record of its files, from before there was one, stays as it is if there is no checkpoint.
+
+    Raises:
+        RunFolderError: the checkpoint is missing or damaged.
+        StorageError: the disk is full.
+    """
+    folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and the end of the run
+    for secret in (folder.attempt, folder.spool):
+        shutil.rmtree(secret, ignore_errors=True)
+    final, last = folder.final, outcome(folder).rounds
+    if not final.is_dir():
+        why = "it is missing"
+    elif saved.recorded(final):
+        if saved.size(final) > _LARGE:
+            observe(Preparing(f"the check of the final model, {saved.size(final) / 1e9:.1f} GB"))
+        why = saved.damage(final)
+    else:
+        why = f"{saved.RECORD} is missing" if checkpoint_file(folder.checkpoints, last).exists() else ""
+    if not why:
+        return
+    observe(Preparing(f"the final model again, from the last checkpoint: {why}"))
+    model = load_model(folder.plan, base_of(folder.plan, public_model(folder, observe)))
+    checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
+    save_pretrained(model, checkpoints.load(last).weights, final)

@@ -1,0 +1,272 @@
+"""The events of a run, which a display, a log or a test can observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cloister.lm.tasks.confusion import Counts
+from cloister.protocol.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """A slow preparation runs before the first round."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Connected:
+    """In a deployment, other sites than before are connected to the exchange."""
+
+    sites: tuple[str, ...]
+    missing: Mapping[str, str]
+    """The sites that are not, each with what is known of the reason."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """In a deployment, bytes of vectors have moved."""
+
+    sent: Mapping[str, int]
+    """By site, bytes that it was sent so far."""
+    received: Mapping[str, int]
+    """By site, bytes that it has uploaded so far."""
+
+
+@dataclass(frozen=True)
+class NotJoined:
+    """A site does not take part, unless it joins later."""
+
+    site: str
+    """The name that it gives itself; `node` and a number where it gives none, or that of another site."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """The sites have joined."""
+
+    plan: Plan
+    sites: tuple[str, ...]
+    parameters: int
+    """Trained parameters."""
+    done: int
+    """Number of rounds that an earlier process finished."""
+
+
+@dataclass(frozen=True)
+class RoundStarted:
+    """An attempt at a round, or at the evaluation of its model, begins."""
+
+    round: int
+    attempt: int
+    purpose: str
+    """`train` or `evaluate`."""
+    cohort: tuple[str, ...]
+    updates: int | None = None
+    """Updates that end the round; None with `cohort.mode = "sync"`, where each site of the cohort sends one."""
+    group: int = 0
+    """With `aggregation.groups` the group whose sum it is, from 1; `cohort` has its sites. Otherwise 0."""
+
+    def beside(self, other: RoundStarted | None) -> bool:
+        """Whether it is an attempt at the sum of a group, and so is another, in the same round: both go on together."""
+        return (
+            other is not None
+            and min(self.group, other.group) > 0
+            and (self.round, self.purpose) == (other.round, other.purpose)
+        )
+
+
+@dataclass(frozen=True)
+class SiteAnswered:
+    """A site's contribution has been added to the sum."""
+
+    round: int
+    site: str
+
+
+@dataclass(frozen=True)
+class SiteFailed:
+    """A site is a dropout of this attempt."""
+
+    round: int
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AttemptFailed:
+    """An attempt ended with too few sites, and no sum was opened."""
+
+    round: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The model after a round (0: the initial model) was evaluated on held-out records."""
+
+    round: int
+    loss: float
+    """Nats per token, or per text where texts are classified."""
+    perplexity: float | None
+    """None, as `bits_per_byte`, where texts are classified."""
+    accuracy: float
+    bits_per_byte: float | None
+    choice_accuracy: float | None = None
+    """Fraction of the prompts whose most probable choice is their own; None without choices. `accuracy` is then that of
+    tokens."""
+    macro_precision: float | None = None
+    """Mean over the classes or choices (`lm/tasks/confusion.py`); None, as what follows, without either."""
+    macro_recall: float | None = None
+    macro_f1: float | None = None
+    confusion: Counts | None = None
+    """Records of class or choice i, the row, that the model takes for j, the column."""
+
+
+@dataclass(frozen=True)
+class NotEvaluated:
+    """Every attempt to evaluate the model after a round failed; training continues."""
+
+    round: int
+    attempts: int
+    spoiled: str = ""
+    """The total that no honest sites can have, if a sum was opened: a site lied in its counters."""
+
+
+@dataclass(frozen=True)
+class RoundAbandoned:
+    """A round was abandoned, the model is unchanged: sites had answered, but too few were left to finish, or what was
+    opened makes no mean."""
+
+    round: int
+    attempts: int
+    params_sha256: str
+    epsilon: float | None = None
+    """As in `RoundDone`."""
+    clip: float = 0.0
+    """As in `RoundDone`."""
+    spoiled: str = ""
+    """As in `NotEvaluated`."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """As in `RoundDone`."""
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """Too many sites refuse a round, by policy or budget, so the run ends with its current model."""
+
+    round: int
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BudgetSpent:
+    """The next round would exceed a budget: the run ends with its last model."""
+
+    round: int
+    """The round that was not started."""
+    epsilon: float
+    """Epsilon spent so far."""
+    budget: float
+    """The plan's budget, or the dataset's limit over all runs."""
+    dataset: str = ""
+    """Name of the dataset whose limit over all runs is meant; empty: the plan's budget is."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of something slow before the first round, or after the last."""
+
+    what: str
+    """What is done, in words."""
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A round is done: its model is on disk and journaled."""
+
+    round: int
+    attempts: int
+    sites: int
+    """Sites whose updates are in the mean."""
+    dropouts: int
+    """Sites of the cohort whose updates are not; in an asynchronous round only those that failed in it."""
+    tokens: int | None
+    """Tokens the cohort learned from, or the number of texts that are classified; under privacy None, like other
+    figures that depend on the data."""
+    seconds: float
+    """From the first request of the attempt that counted to the decoded mean."""
+    train_loss: float | None
+    """Mean loss in training, nats per token, or per text that is classified."""
+    clipped: int | None
+    """Coordinates beyond `aggregation.bound`, or with `aggregation.compression` beyond the bounds of their blocks, over
+    all sites."""
+    update_norm: float
+    """L2 norm of the mean update."""
+    params_sha256: str
+    """SHA-256 of the global model after the round."""
+    epsilon: float | None = None
+    """Largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
+    clip: float = 0.0
+    """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase (`phases.py`) since this process wrote a line of metrics, before this round's checkpoint."""
+    least_steps: int | None = None
+    """Fewest local steps of a site of the cohort, with `local.balance`; None where all take those of the plan."""
+    most_steps: int | None = None
+    """Most of them; otherwise as `least_steps`."""
+    mean_staleness: float | None = None
+    """Mean staleness of the updates, in server steps since their model; None with `cohort.mode = "sync"`."""
+    most_staleness: int | None = None
+    """The greatest staleness; otherwise as `mean_staleness`."""
+    too_stale: int | None = None
+    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
+    staleness: Mapping[str, Sequence[int]] | None = None
+    """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
+    groups: tuple[int, ...] | None = None
+    """With `aggregation.groups` the groups whose means are in the median, from 1; otherwise None."""
+    refused: str = ""
+    """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
+    released and is charged."""
+    label: str = "token"
+    """What `tokens` counts: each `token`, or each `text` that is classified."""
+    behind: bool | None = None
+    """Where sites carry something into the next round, whether its histories may differ (`sum.Total`)."""
+    multiple: float | None = None
+    """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
+    (`aggregation/features/scales.py`); otherwise None."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last round is done and the final model is on disk."""
+
+    rounds: int
+
+
+Event = (
+    Preparing
+    | Connected
+    | Moved
+    | NotJoined
+    | Started
+    | RoundStarted
+    | SiteAnswered
+    | SiteFailed
+    | AttemptFailed
+    | Evaluated
+    | NotEvaluated
+    | RoundDone
+    | RoundAbandoned
+    | Refusing
+    | BudgetSpent
+    | Step
+    | Finished
+)
+Observer = Callable[[Event], None]

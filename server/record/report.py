@@ -1,0 +1,602 @@
+"""The privacy report of a run, computed from its folder: the plan, the journal, the ledger and the metrics.
+
+The epsilon that is claimed is composed again from the ledger's charges at the plan's delta, and the ledger is checked
+against the plan and the journal: each charge must be the plan's cost of a round, each site in a sum must have been
+charged for it, and the epsilons in the journal must be those of the charges. If they disagree, the report says that the
+ledger does not verify and why, and `privacy/report/report.py` claims no guarantee.
+
+Because each charge is the plan's cost of a round, what a site has spent is a function of the number of its charges.
+It is composed again for at most `COMPOSED` numbers, the first and the last among them; for a number between, the
+journal's figure is taken if it lies between its neighbours, and composed again if it does not.
+
+If the plan names a ledger over runs (`privacy/ledger/dataset.py`), the report also states the epsilon of all runs
+together; without one it says that epsilon is that of this run alone.
+
+In a simulation the sites' own ledgers are in the run folder as well. If a site's ledger counts more than the
+coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon.
+
+`privacy/accounting/claims.py` puts the plan's guarantee into words. Refused: a report that the run writes as it goes,
+because a reader who doubts it could not compute it again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from cloister.aggregation.secure.keys import PROTOCOL
+from cloister.privacy.accounting import claims
+from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.group import epsilons
+from cloister.privacy.accounting.terms import Terms, terms_of
+from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.ledger.ledger import FIRST, Entry, History, read_history
+from cloister.privacy.mechanism.events import (
+    CorrelatedGaussian,
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Selection,
+    from_json,
+    to_json,
+)
+from cloister.privacy.report.report import (
+    LARGEST_EPSILON,
+    AuditRow,
+    DatasetRow,
+    GroupRow,
+    Ledger,
+    LedgerRow,
+    RoundRow,
+    RunReport,
+    SecureSum,
+    SiteRow,
+)
+from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
+from cloister.protocol.identity.roster import load_roster
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import recorded
+from cloister.server.record.folder import RunFiles, read_plan, stored_checkpoints
+from cloister.server.record.history import RunHistory, run_history
+
+_PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
+COMPOSED = 16
+"""Numbers of charges for which epsilon is composed again although the journal has it."""
+_SAME = 1e-6
+"""Relative difference that two machines may find between the same epsilons: their transforms round differently."""
+
+
+def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
+    """The report of the run in a folder; if the run is under way, of the rounds that are done.
+
+    It only reads and takes no lock. It takes a few seconds for any number of rounds: composing privacy loss
+    distributions takes some 0.3 s for each of `COMPOSED` figures.
+
+    Args:
+        path: The run files.
+        clock: Seconds since the epoch: the report's date.
+
+    Raises:
+        RunFolderError: there is no run in the folder, the run has not begun, or a file is missing or damaged.
+    """
+    files, plan = RunFiles(path), read_plan(path, recorded)
+    history = run_history(files)
+    simulated = files.sites.path.is_dir()
+    terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
+    account = _account(files, history, terms, simulated=simulated)
+    return RunReport(
+        run=plan.run.name,
+        run_id=history.run,
+        created=_moment(clock()),
+        plan_digest=plan.digest(),
+        plan=json.dumps(json.loads(plan.to_json()), indent=2, ensure_ascii=False),
+        roster_hash=_roster_hash(files, plan, history),
+        versions=_versions(),
+        unit=plan.privacy.unit,
+        unit_in_words=claims.unit(plan),
+        relation=claims.relation(plan),
+        mechanism=claims.mechanism(plan, terms),
+        method=claims.method(plan),
+        clip=None if terms is None else plan.privacy.clip,
+        noise_multiplier=None if terms is None else terms.noise_multiplier,
+        sampling_rate=plan.privacy.sampling_rate,
+        accountant="" if terms is None else claims.accountant(plan, account.most),
+        delta=None if terms is None else terms.delta,
+        epsilon=account.epsilon,
+        budget=None if terms is None else terms.budget,
+        stopped_by_budget=history.stopped in ("budget", "dataset"),
+        declared_noise=terms is not None and plan.simulation.noise_seed is not None,
+        rounds=_rounds(files, history, account),
+        sites=_site_rows(files, plan, history, account),
+        assumptions=claims.assumptions(plan, terms, simulated=simulated),
+        trusted=claims.trusted(plan, simulated=simulated),
+        not_covered=(
+            *_missing_rounds(plan, history),
+            *_earlier_protocol(plan, history),
+            *(claims.poisoned(plan) if simulated and not files.federation.exists() else ()),
+            *claims.not_covered(plan),
+        ),
+        secure=_secure(plan, history),
+        ledger=account.ledger,
+        audit=_audit(files.audit),
+        dataset=_dataset(plan, history, account),
+        units=claims.things(plan),
+        groups=_groups(account, terms),
+        trust_model=claims.trust_model(plan),
+        protected_from=claims.protected_from(plan),
+        responsible=claims.responsible(plan, simulated=simulated),
+        exposure=claims.exposure(plan, simulated=simulated),
+        label=plan.data.label,
+        search=claims.searched(plan),
+    )
+
+
+# What it cost, by its ledgers
+
+
+class _Composer:
+    """Charges, each as JSON -> their cost together at the plan's delta; equal sets of charges are composed once."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._delta = terms.delta
+        self._seen = terms.seen
+        self._accountant: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
+        self._known: dict[frozenset[tuple[str, int]], float] = {}
+
+    def spent(self, charges: Counter[str]) -> Spent:
+        """The cost, composed."""
+        events = [event for text, times in charges.items() for event in list(from_json(text)) * times]
+        return spent(self._seen(events), self._delta, self._accountant)
+
+    def epsilon(self, charges: Counter[str]) -> float:
+        """Epsilon, composed if it is not known."""
+        key = frozenset(charges.items())
+        if key not in self._known:
+            self._known[key] = self.spent(charges).epsilon
+        return self._known[key]
+
+    def curve(self, charges: Sequence[str], journaled: Mapping[int, float]) -> list[float]:
+        """Epsilon of the first 0, 1, ... of some charges, to all of them.
+
+        Args:
+            charges: The charges of a site, in order.
+            journaled: What the journal has, by the number of charges.
+        """
+        spread = (1 + step * (len(charges) - 1) / (COMPOSED - 1) for step in range(COMPOSED))
+        again = sorted({round(number) for number in spread} if charges else set())
+        composed = {number: self.epsilon(Counter(charges[:number])) for number in again}
+        found, until = [0.0], Counter[str]()
+        for number, charge in enumerate(charges, 1):
+            until[charge] += 1
+            if number not in composed:
+                above = composed[next(each for each in again if each > number)]
+                if number in journaled and found[-1] <= journaled[number] <= above:
+                    self._known[frozenset(until.items())] = journaled[number]
+            found.append(self.epsilon(until))
+        return found
+
+
+@dataclass(frozen=True)
+class _Account:
+    """The privacy cost of the run."""
+
+    ledger: Ledger
+    epsilon: float | None
+    """The largest of the sites; None if it is not finite or there is no privacy unit."""
+    most: Spent | None
+    """The cost of the site that has spent most."""
+    events: tuple[Event, ...]
+    """What that site released."""
+    after: Mapping[int, float | None]
+    """For each round that is done the largest epsilon of a site by the coordinator's ledger."""
+    sites: Mapping[str, float | None]
+    """Epsilon of each site that was charged."""
+    charged: Mapping[str, frozenset[int]] | None
+    """For each site the rounds for which it was charged; None without a ledger."""
+    notes: Mapping[str, str]
+    """For each site whose own ledger counts more, a sentence that says so."""
+
+
+def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
+    if terms is None:
+        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
+    try:
+        charges = _history(files.ledger)
+    except (LedgerError, RunFolderError) as error:
+        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
+    entries = [entry for entry in charges.entries if entry.charge.run == history.run]
+    problem = _foreign_charge(entries, terms)
+    if problem:
+        return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
+    compose = _Composer(terms)
+    mine: dict[str, list[Entry]] = {}
+    count: list[int] = []  # for each row, how often its site was charged until then
+    for entry in entries:
+        paid = mine.setdefault(entry.charge.dataset, [])
+        paid.append(entry)
+        count.append(len(paid))
+    charges_after = _most_charges(entries, history.done)
+    journaled = {
+        number: epsilon
+        for done, number in charges_after.items()
+        if (epsilon := history.done[done].get("epsilon")) is not None
+    }
+    longest = max(mine.values(), key=len, default=[])  # the charges of the other sites begin alike
+    curve = compose.curve([entry.charge.event for entry in longest], journaled)
+    after_round = {done: _finite(curve[number]) for done, number in charges_after.items()}
+    charged = {site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()}
+    problem = _unpaid(history, charged) or _contradiction(history, after_round)
+    counted: dict[str, list[Entry]] = dict(mine)
+    costs = {site: curve[len(paid)] for site, paid in mine.items()}
+    notes: dict[str, str] = {}
+    for site, own in files.sites.ledgers().items():
+        try:
+            paid = [entry for entry in _history(own).entries if entry.charge.run == history.run]
+            cost = compose.epsilon(Counter(entry.charge.event for entry in paid))
+        except (LedgerError, AccountingError) as error:
+            problem = problem or f"the ledger of {site} itself does not verify: {error}"
+            continue
+        known = costs.get(site)
+        if paid and (known is None or cost > known):
+            costs[site], counted[site] = cost, paid
+            notes[site] = (
+                f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
+                f"coordinator's has {len(mine.get(site, ()))}."
+            )
+        problem = problem or _more_than_a_trial(site, paid, terms)
+    top = max(costs, key=lambda site: costs[site], default="")
+    most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
+    return _Account(
+        ledger=_ledger(charges, entries, [_finite(curve[number]) for number in count], problem),
+        epsilon=_finite(most.epsilon),
+        most=most,
+        events=tuple(
+            terms.seen([event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)])
+        ),
+        after=after_round,
+        sites={site: _finite(cost) for site, cost in costs.items()},
+        charged=charged,
+        notes=notes,
+    )
+
+
+def _most_charges(entries: Iterable[Entry], rounds: Iterable[int]) -> dict[int, int]:
+    """For each round the most charges that a site has for it and the rounds before it."""
+    found: dict[int, int] = {}
+    paid, most = Counter[str](), 0
+    coming = sorted(entries, key=lambda entry: entry.charge.round, reverse=True)
+    for number in sorted(rounds):
+        while coming and coming[-1].charge.round <= number:
+            site = coming.pop().charge.dataset
+            paid[site] += 1
+            most = max(most, paid[site])
+        found[number] = most
+    return found
+
+
+def _groups(account: _Account, terms: Terms | None) -> tuple[GroupRow, ...]:
+    """What holds for several units together, by the charges of the site that has spent most."""
+    if terms is None or account.epsilon is None:
+        return ()
+    found = epsilons(account.events, terms.delta, account.epsilon, LARGEST_EPSILON)
+    return tuple(GroupRow(units, epsilon) for units, epsilon in found.items())
+
+
+def _history(path: Path) -> History:
+    if not path.is_file():
+        raise RunFolderError(str(path), expected="the ledger of this run, which is missing")
+    return read_history(path)
+
+
+def _ledger(
+    charges: History, entries: Sequence[Entry], epsilons: Sequence[float | None] | None, problem: str
+) -> Ledger:
+    rows = tuple(
+        LedgerRow(
+            number=entry.number,
+            written=_moment(entry.time) if entry.time else "",
+            site=entry.charge.dataset,
+            event=f"round {entry.charge.round}: {_charge_in_words(entry)}",
+            epsilon=None if epsilons is None else epsilons[at],
+            hash=entry.hash.hex(),
+        )
+        for at, entry in enumerate(entries)
+    )
+    return Ledger(rows, charges.head.hex(), verified=not problem, problem=problem)
+
+
+def _charge_in_words(entry: Entry) -> str:
+    try:
+        words = "; ".join(_event_in_words(event) for event in from_json(entry.charge.event))
+        return words or "covered by the charge of the site's first round"
+    except AccountingError:
+        return entry.charge.event
+
+
+def _event_in_words(event: Event) -> str:
+    match event:
+        case SampledGaussian(noise, rate, count):
+            on = f" on {event.unit}s" if event.unit != "record" else ""
+            return f"{count} Poisson-sampled Gaussian steps{on}, noise multiplier {noise:g}, rate {rate:g}"
+        case Gaussian(noise, count):
+            return f"{_times(count)}Gaussian noise on a sum, noise multiplier {noise:g}"
+        case CorrelatedGaussian(noise, rounds, separation, most):
+            return (
+                f"correlated Gaussian noise on the sums of all {rounds} rounds, noise multiplier {noise:g}, for a site "
+                f"in at most {most} rounds that are at least {separation} apart"
+            )
+        case Selection():
+            return "the best of several runs"  # no run charges it
+        case _:
+            return (
+                f"{_times(event.count)}Skellam noise on a sum of integers, variance {event.variance:.6g}, "
+                f"L2 norm of a site at most {event.l2:.6g}" + (", and a noised count" if event.extra else "")
+            )
+
+
+def _times(count: int) -> str:
+    return "" if count == 1 else f"{count} times "
+
+
+def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
+    """The first charge that is not the plan's cost of a round, in words; empty if there is none."""
+    charged: Counter[str] = Counter()
+    for entry in entries:
+        site = entry.charge.dataset
+        expected = to_json(terms.events(1, charged[site]))
+        charged[site] += 1
+        if entry.charge.event != expected:
+            return f"row {entry.number} charges {_charge_in_words(entry)}, which is not the cost of the plan's rounds"
+        if entry.charge.delta != terms.delta:
+            return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
+    return ""
+
+
+def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
+    """Why the price of a search does not cover a finished trial, in words; empty if it does.
+
+    A site that was charged more often than the plan says has trained a round twice, after a crash that lost its update.
+
+    Raises:
+        LedgerError: a site's ledger is damaged.
+    """
+    run = run_history(files).run
+    for site, own in files.sites.ledgers().items():
+        paid = [entry for entry in _history(own).entries if entry.charge.run == run]
+        if problem := _more_than_a_trial(site, paid, terms):
+            return problem
+    return ""
+
+
+def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
+    """Why the price of a search does not cover a trial, in words; empty if it does, or the run is no trial."""
+    if terms.selection is None:
+        return ""
+    selection = terms.selection
+    charged = Counter(event for entry in paid for event in from_json(entry.charge.event))
+    covered = Counter({event: times * selection.rounds for event, times in Counter(selection.run).items()})
+    if charged <= covered:
+        return ""
+    return (
+        f"{site} was charged {len(paid)} times, more than for the whole plan, and the price of the search covers "
+        "trials that cost no more than that"
+    )
+
+
+def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]]) -> str:
+    """The first round that was released without its charges, in words; empty if there is none."""
+    for number in history.summed:
+        paid = {site for site, rounds in charged.items() if number in rounds}
+        missing = sorted(history.survivors.get(number, frozenset()) - paid)
+        if missing:
+            return f"it holds no charge for {missing[0]}, whose update is in the sum of round {number}"
+        if len(paid) < history.done[number]["sites"]:
+            return (
+                f"{history.done[number]['sites']} updates are in the sum of round {number}, and it holds "
+                f"charges for {len(paid)}"
+            )
+    return ""
+
+
+def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> str:
+    """The first round after which the journal has another epsilon, in words; empty if there is none."""
+    for number in sorted(history.done):
+        recorded, composed = history.done[number].get("epsilon"), after[number]
+        if recorded is None:
+            continue
+        if not math.isclose(recorded, math.inf if composed is None else composed, rel_tol=_SAME):
+            found = "nothing finite" if composed is None else f"{composed:.6g}"
+            return f"its epsilon after round {number} is {found}, and the journal has {recorded:.6g}"
+    return ""
+
+
+def _finite(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None
+
+
+def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow | None:
+    """What the dataset has spent over all runs; None if the plan names no ledger for it."""
+    shared = DatasetLedger.of(plan)
+    if shared is None:
+        return None
+    name, path = shared.dataset, str(shared.path)
+    try:
+        found = shared.spent(history.run, history.summed)
+    except (AccountingError, BudgetError, LedgerError, StorageError) as error:
+        return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
+    # A site that was asked and did not train is charged in the coordinator's ledger only.
+    epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
+    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
+
+
+# Tables and facts
+
+
+def _rounds(files: RunFiles, history: RunHistory, account: _Account) -> tuple[RoundRow, ...]:
+    losses = {row["round"]: row.get("loss") for row in files.metrics()}
+    return tuple(
+        RoundRow(
+            round=number,
+            epsilon=account.after.get(number),
+            loss=_loss(losses.get(number)),
+            sites=history.done[number].get("sites") or 0,
+        )
+        for number in sorted(history.done)
+    )
+
+
+def _loss(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Account) -> tuple[SiteRow, ...]:
+    """The part of each site, as far as the coordinator knows: whether it was asked, was charged, or is in a sum."""
+    names = {*history.asked, *history.refusals, *account.sites}
+    names.update(files.sites.names())
+    unit = plan.privacy.unit
+    rows = []
+    for name in sorted(names):
+        asked = history.asked.get(name, frozenset()).intersection(history.done)
+        summed: frozenset[int] | None = (
+            None  # the coordinator's files do not record whose updates are in a sum
+        )
+        if plan.aggregation.secure:
+            summed = frozenset(
+                number for number in history.summed if name in history.survivors.get(number, ())
+            )
+        elif plan.cohort.mode == "async":
+            asked = summed = frozenset(
+                number for number in history.summed if name in (history.done[number].get("staleness") or ())
+            )
+        elif unit == "site" and account.charged is not None:
+            summed = account.charged.get(name, frozenset()).intersection(history.summed)
+        if account.charged is not None and plan.privacy.dpsgd:
+            rounds = account.charged.get(name, frozenset())
+        else:
+            rounds = asked if summed is None else summed
+        notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
+        if name in history.left_out:
+            notes.append(f"Left out after it lied in the secure sum {history.left_out[name]}.")
+        if summed is not None and len(summed) < len(asked):
+            notes.append(
+                f"Asked in {len(asked)} of the rounds that are done, and in the sum of {len(summed)}."
+            )
+        if name in account.notes:
+            notes.append(account.notes[name])
+        rows.append(
+            SiteRow(
+                name=name,
+                rounds=len(rounds),
+                steps=len(rounds) * plan.local.steps,
+                epsilon=account.sites.get(name, 0.0 if account.charged is not None else None),
+                notes=" ".join(notes),
+            )
+        )
+    return tuple(rows)
+
+
+def _secure(plan: Plan, history: RunHistory) -> SecureSum | None:
+    if not plan.aggregation.secure:
+        return None
+    ring_bits, groups = plan.aggregation.ring_bits, plan.aggregation.groups
+    if history.secure_sum != PROTOCOL:
+        return SecureSum(plan.cohort.size(), None, None, None, None, ring_bits)
+    found = plan.threshold()
+    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
+
+
+def _earlier_protocol(plan: Plan, history: RunHistory) -> tuple[str, ...]:
+    if not plan.aggregation.secure or history.secure_sum == PROTOCOL:
+        return ()
+    return (
+        (
+            "A coordinator that lies. The run was created with an earlier version of the secure sum, in which such a "
+            "coordinator could open single updates. What this page says about the secure sum holds for that run only "
+            "if the coordinator followed the protocol."
+        ),
+    )
+
+
+def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:
+    if history.roster_hash:
+        return history.roster_hash
+    if plan.aggregation.secure and files.sites.roster.exists():
+        return load_roster(files.sites.roster).hash.hex()
+    return None
+
+
+def _dimension(files: RunFiles) -> int:
+    """The number of trained parameters, from the newest checkpoint."""
+    stored = list(stored_checkpoints(files.checkpoints).values())
+    if not stored:
+        raise RunFolderError(
+            str(files.checkpoints),
+            expected="a checkpoint of the run, which shows how many parameters are trained",
+            fix="restore one from a backup",
+        )
+    try:
+        with safe_open(stored[-1], framework="np") as file:
+            names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(str(stored[-1]), expected=f"a whole checkpoint ({error})") from error
+
+
+def _audit(path: Path) -> AuditRow | None:
+    if not path.exists():
+        return None
+    try:
+        return TypeAdapter(AuditRow).validate_json(json.dumps(json.loads(path.read_bytes())["row"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error}"
+        raise RunFolderError(
+            str(path),
+            expected=f"the result of an audit ({why})",
+            fix="run the audit again, or remove the file",
+        ) from error
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the software that makes the report."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # an extra that is not installed
+    return found
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
+    last, of = max(history.done, default=0), plan.run.rounds
+    if not history.finished:
+        return (
+            (
+                f"The rest of the run, which is not finished. {last} of {of} rounds are done, and each further "
+                "round spends more."
+            ),
+        )
+    if last < of:
+        why = {
+            "budget": "the next round would have exceeded the budget",
+            "dataset": "the next round would have exceeded the limit of its dataset over all runs",
+            "refused": "too many sites refused to continue",
+        }.get(history.stopped, "the run was ended")
+        return (f"Rounds {last + 1} to {of} of the plan, which were not run: {why}.",)
+    return ()

@@ -1,0 +1,160 @@
+"""The result of an audit, and what all its games share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import SiteConfig
+from cloister.clients.state.kept import DECLARED_ROUNDING
+from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.model.model import LanguageModel, device_for
+from cloister.lm.text.data import Prepared, Sequences
+from cloister.lm.training.train import Trainer
+from cloister.privacy.accounting.terms import Terms
+from cloister.privacy.audit.fit import Check, misfits
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.privacy.report.report import AuditRow
+from cloister.protocol.machine.storage import write_new
+from cloister.protocol.plan.plan import NO_EVALUATION, Plan
+from cloister.protocol.plan.soundness import from_json
+
+Progress = Callable[[int, int], None]
+"""Receives the work done so far, and the total."""
+Streams = Callable[[], NoiseStream]
+"""Returns a new stream of noise at each call."""
+Noises = Callable[[str, int], NoiseStream]
+"""From a site's name, or `coordinator`, and a round to the stream of its noise."""
+
+_LENGTHS = (("run", "rounds"), ("local", "steps"))
+
+FAR = 100.0
+"""Length of a canary's contribution before it is clipped, in clipping norms."""
+NOTICED = 10**9
+"""Loss and tokens of a canary: figures that do not go unnoticed where they leave a site."""
+
+T = TypeVar("T", bound=Trainer | PrivateTrainer)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The result of an audit."""
+
+    what: str
+    """The game that was played, in words."""
+    row: AuditRow
+    """The guesses, and the lower bound on epsilon that they prove."""
+    claimed: float
+    """Epsilon of what was charged for what was played."""
+    claimed_run: float
+    """Epsilon that the accountant claims for the run."""
+    delta: float
+    """Delta of all these epsilons."""
+    at_half_noise: float
+    """The bound to expect if the noise had half of its standard deviation: the power of the guesses."""
+    checks: tuple[Check, ...]
+    """The factors of the mechanism as they were applied."""
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the guesses refute the claim."""
+        return self.row.refuting is not None and self.row.refuting > self.claimed
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the claim is refuted, or a factor is not what was charged: wrong with probability 1e-4 at most."""
+        return self.refuted or bool(misfits(self.checks))
+
+
+class TrainedBy(Resident, Generic[T]):
+    """A process whose sites train by an audit's trainer; it remains as `used`.
+
+    Args:
+        make: Makes it from a plan, its model and a device.
+    """
+
+    def __init__(self, make: Callable[[Plan, LanguageModel, torch.device], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> T:
+        """The trainer."""
+        self.used = self._make(plan, model, device)
+        return self.used
+
+
+def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
+    """A plan like the run's, for an audit to play.
+
+    Where the number of rounds or steps changes, it has the noise multiplier that the run claims instead of an epsilon
+    to meet, and no budget. The learning rate's warm-up ends before its steps do.
+
+    Args:
+        plan: The run's plan.
+        terms: Its terms.
+        sections: Fields to change, by section.
+
+    Raises:
+        PlanError: the changes do not fit the plan.
+    """
+    facts = json.loads(plan.to_json())
+    if any(
+        facts[name][field] != sections[name][field]
+        for name, field in _LENGTHS
+        if field in sections.get(name, {})
+    ):
+        facts["privacy"] |= {
+            "noise_multiplier": terms.noise_multiplier,
+            "target_epsilon": None,
+            "budget": None,
+        }
+    facts["server"] |= {"evaluation": NO_EVALUATION, "evaluation_sequences": None}
+    facts["simulation"] |= {"public": 0.0}  # records of the evaluation
+    for name, fields in sections.items():
+        facts[name] |= fields
+    local = facts["local"]
+    local["warmup_steps"] = min(local["warmup_steps"], facts["run"]["rounds"] * local["steps"] - 1)
+    return from_json(json.dumps(facts))
+
+
+def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> SiteConfig:
+    """The configuration of a site of an audit: a new state folder and a new ledger.
+
+    Args:
+        folder: The state folder, which is made.
+        like: Another site.
+        records: Whether it has that site's records, whose cache of sequences it shares; otherwise it has none.
+        fields: Further fields.
+    """
+    folder.mkdir(parents=True)
+    # One for all: with the same noised sums two sites must send the same bytes.
+    write_new(folder / DECLARED_ROUNDING, bytes(32), durable=False)
+    none = folder / "records.jsonl"
+    none.touch()
+    if records:
+        cache = like.folder.absolute() / "data"
+        cache.mkdir(parents=True, exist_ok=True)
+        (folder / "data").symlink_to(cache, target_is_directory=True)
+    device = str(device_for(like.device))  # one: the trainer that plants canaries is that of one process
+    data = like.data if records else str(none)
+    return SiteConfig(data=data, split=like.split, device=device, state=str(folder), **fields)
+
+
+def prepared(plan: Plan, records: int) -> Prepared:
+    """A site's training data of so many records, whose content nobody uses.
+
+    Args:
+        plan: The plan.
+        records: 0: a site without any.
+    """
+    length = plan.data.sequence_length
+    rows = np.zeros((records, length), np.int32)
+    sequences = Sequences(rows, rows, None, 0, np.arange(records + 1))
+    return Prepared(sequences, sequences, records, {})

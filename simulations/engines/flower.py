@@ -1,0 +1,173 @@
+"""The `flower` engine: the same two apps on Flower's own simulation runtime, on a Ray cluster.
+
+No part of a run depends on its engine. This file passes the two apps to the runtime and makes the runtime behave as
+`LocalGrid` does: the coordinator's exception reaches the caller as the same object, and a site's failure becomes the
+same `Error` reply (`ray_workers.py`). Alternative refused: a grid of our own on Ray, because on one machine `LocalGrid`
+is faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import telemetry
+
+from cloister.protocol.errors import EngineError, one_line
+from cloister.simulations.engines.process import environment
+
+_REGISTRATION_S = 60
+_END_S = 60  # for a coordinator that was interrupted in a long call to stop
+
+
+def run_on_flower(
+    server_app: ServerApp,
+    make_client_app: Callable[[], ClientApp],
+    sites: int,
+    *,
+    workers: int | None = None,
+    threads: int = 1,
+    workers_per_gpu: int = 1,
+    address: str | None = None,
+    shared: Path | None = None,
+) -> None:
+    """Run the two apps on Flower's simulation runtime until the `ServerApp` returns.
+
+    Node ids are Flower's own; a site reads its number, from 0, from `Context.node_config["partition-id"]`. The workers
+    are as many as the cluster has room for: by its GPUs if it has any, else by its CPUs. Ray decides on which node each
+    runs, and which GPU it sees.
+
+    Args:
+        server_app: The coordinator; it runs in a thread of this process.
+        make_client_app: Makes the app of the sites, once in each worker; picklable.
+        sites: Number of sites; no more workers are started.
+        workers: Most workers; None: as many as there is room for.
+        threads: CPUs that Ray reserves for a worker, if the cluster has no GPU.
+        workers_per_gpu: Workers that share a GPU.
+        address: HOST:PORT of a running Ray cluster, which is left running; None: start one on this machine and stop it
+            at the end.
+        shared: Folder that all nodes of a running cluster must share.
+
+    Raises:
+        EngineError: Ray is not installed, the cluster does not answer or is unfit, or the runtime failed.
+        Exception: the exception that the `ServerApp` raised, the same object.
+        KeyboardInterrupt: the process was interrupted; the `ServerApp` has stopped.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError(
+            "engine", "flower", expected="ray to be installed", fix="run: pip install 'cloister[ray]'"
+        )
+    # Ray reads it when it is imported: a thread that outlives the connection must not start another Ray.
+    with environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
+        from cloister.simulations.engines.cluster import check_nodes, cluster, room
+        from cloister.simulations.engines.ray_workers import RayWorkers
+
+    raised: list[BaseException] = []
+    over, ended = threading.Event(), threading.Event()
+    coordinator: list[int] = []
+    guarded = ServerApp()
+
+    # Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
+    @guarded.main()
+    def main(grid: Grid, context: Context) -> None:
+        coordinator.append(threading.get_ident())
+        try:
+            _await_nodes(grid, sites)
+            server_app(grid=grid, context=context)
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            over.set()
+            ended.set()
+
+    with _quietly(), cluster(address):
+        if address is not None and shared is not None:
+            check_nodes(shared)
+        from flwr.simulation import run_simulation
+
+        place = room(threads, workers_per_gpu)
+        count = min(place.workers, sites, workers or sites)
+        try:
+            with _backend(partial(RayWorkers, make_client_app, count, place, over), count):
+                run_simulation(guarded, ClientApp(), sites)
+        except KeyboardInterrupt:
+            # Flower leaves its thread alone, which would go on in the run folder, and keep the process from its exit.
+            if coordinator and not ended.is_set():
+                _interrupt(coordinator[0])
+                ended.wait(_END_S)
+            raise
+        except RuntimeError as error:
+            if not raised:
+                cause = _root(error)
+                raise EngineError(
+                    "engine", "flower", expected=f"Flower's runtime to keep running ({one_line(cause)})"
+                ) from error
+    if raised:
+        raise raised[0]
+
+
+@contextmanager
+def _backend(make: Callable[[object], object], threads: int) -> Iterator[None]:
+    """Let Flower's runtime use a backend of ours, with a thread for each worker.
+
+    Flower has no argument for either: it knows one backend, and its pool has at most 32 threads, which would be the
+    most sites that work at once in a cluster.
+    """
+    vce = "flwr.server.superlink.fleet.vce"
+    with (
+        mock.patch(f"{vce}.backend.raybackend.RayBackend", make),
+        mock.patch(f"{vce}.vce_api.ThreadPoolExecutor", partial(ThreadPoolExecutor, threads)),
+    ):
+        yield
+
+
+def _await_nodes(grid: Grid, sites: int) -> None:
+    """Wait until all sites are registered.
+
+    The runtime starts the `ServerApp` before it registers them and offers no event, so this polls.
+    """
+    pause = threading.Event()
+    last = time.monotonic() + _REGISTRATION_S
+    while len(list(grid.get_node_ids())) < sites:
+        if time.monotonic() > last:
+            raise EngineError(
+                "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
+            )
+        pause.wait(0.02)
+
+
+def _interrupt(thread: int) -> None:
+    """Raise KeyboardInterrupt in a thread, where it is, as Ctrl-C does in the main thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Turn off Flower's telemetry, and its log: its errors are raised, so that the log would show them twice."""
+    telemetry.FLWR_TELEMETRY_ENABLED = "0"  # and it stays off: a thread of Flower may read it after this
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with environment({"FLWR_TELEMETRY_ENABLED": "0"}):
+            yield
+    finally:
+        logger.setLevel(level)

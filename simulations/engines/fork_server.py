@@ -1,0 +1,39 @@
+"""The fork server of a simulation's workers: what it imports, and when it starts.
+
+Its imports take as long as those of the coordinator. The command line starts it before its own, so that both import at
+the same time; a pool of workers starts it if it does not run.
+"""
+
+from __future__ import annotations
+
+from cloister.protocol.machine.fork_server import running
+from cloister.protocol.plan.plan import MeshSection, Plan
+from cloister.simulations.engines.process import environment
+
+
+def start(plan: Plan) -> None:
+    """Start the fork server for the sites of a plan and do not wait for its imports; none is started if one runs.
+
+    Raises:
+        EngineError: it cannot be started.
+    """
+    with environment(variables(plan)), running(modules(plan)):
+        pass
+
+
+def modules(plan: Plan) -> list[str]:
+    """The modules that a worker of a plan's sites needs and that take long to import."""
+    adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
+    loading = ["transformers.modeling_utils", "transformers.modeling_layers"]  # by `lm.model.load_model`
+    divided = (
+        ["cloister.clients.ranks.team"]
+        if any(p.mesh != MeshSection() for p in plan.simulation.profiles)
+        else []
+    )
+    return ["cloister.simulations.federation", *loading, *adapted, *divided]
+
+
+def variables(plan: Plan) -> dict[str, str]:
+    """The environment variables of all workers of a plan's sites; libraries read them when they are imported."""
+    threads = str(plan.local.threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}

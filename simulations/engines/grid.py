@@ -1,0 +1,402 @@
+"""LocalGrid: Flower's `Grid` on one machine, scheduling messages over worker processes.
+
+`workers.py` starts and ends the processes, `segments.py` carries vectors in shared memory; this file decides which
+worker handles which message and when, and turns crashes and deadlines into Flower's `Error` replies.
+
+Alternative refused: Flower's own simulation runtime, with an object store, a scheduler and daemons for a cluster
+(`flower.py` uses it on a cluster). On one machine its start and its rounds take tens of times longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from flwr.app import Context, Error, Message, RecordDict, UserConfigValue
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from cloister.protocol.errors import EngineError
+from cloister.simulations.engines.process import identify
+from cloister.simulations.engines.segments import PushSegments
+from cloister.simulations.engines.workers import Raised, State, Worker, WorkerPool
+
+_RUN_ID = 1
+_COORDINATOR = 0  # node id of the coordinator; sites are 1 to n
+_REPLY_SECONDS = 5.0  # to receive the rest of a reply that has begun to arrive when the deadline passes
+
+
+class LocalGrid(Grid):
+    """Runs a `ClientApp` for many sites in a few worker processes of this machine.
+
+    Sites are the nodes 1 to n. Worker processes start at the first push and are replaced when they crash. A site runs
+    on any of them, preferably the one that it ran on last, and never twice at once. Its `Context` is kept between
+    messages, as in Flower. The grid belongs to one thread; use it as a context manager.
+
+    The content of a message must not change until its reply has arrived: it is copied when a worker gets it.
+
+    Args:
+        make_client_app: Makes the app, once in each worker process; picklable.
+        node_configs: For each site its `Context.node_config`.
+        workers: For each worker process its environment variables, such as `CUDA_VISIBLE_DEVICES`.
+        slots: For each site the worker slots that it takes while it works, capped at the number of workers; default 1.
+        preload: Modules to import once, before workers are forked, so that workers start fast.
+        log: File to which workers' output is appended; by default it goes where the coordinator's goes.
+        watch: Called with a site's node id and True when it starts to work, False when it stops.
+
+    Raises:
+        ValueError: `workers` is empty, or `slots` does not fit the sites.
+        EngineError: the fork server cannot be started.
+    """
+
+    def __init__(
+        self,
+        make_client_app: Callable[[], ClientApp],
+        node_configs: Sequence[Mapping[str, UserConfigValue]],
+        *,
+        workers: Sequence[Mapping[str, str]],
+        slots: Sequence[int] | None = None,
+        preload: Sequence[str] = (),
+        log: Path | None = None,
+        watch: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        if not workers:
+            raise ValueError("workers is empty: expected the environment of at least one worker process")
+        if slots is not None and (len(slots) != len(node_configs) or min(slots, default=1) < 1):
+            raise ValueError(f"slots is {slots}: expected {len(node_configs)} numbers of at least 1")
+        self._pool = WorkerPool(make_client_app, workers, preload=preload, log=log)
+        self._watch = watch or (lambda node, working: None)
+        self._slots = [min(count, len(workers)) for count in slots or [1] * len(node_configs)]
+        self._contexts = [
+            Context(_RUN_ID, node, dict(config), RecordDict(), {})
+            for node, config in enumerate(node_configs, 1)
+        ]
+        self._run = Run.create_empty(_RUN_ID)
+        identify(_RUN_ID, _COORDINATOR)
+
+        self._queues: list[deque[_Job]] = [deque() for _ in range(len(workers) + 1)]
+        """Waiting jobs: for each worker those of the sites that it had last, then those of sites that no worker had."""
+        self._home: dict[int, int] = {}
+        """For each site that has worked, the index of the worker that it had last."""
+        self._jobs: dict[str, _Job] = {}
+        """By message id, the messages that were pushed and are not answered."""
+        self._working: dict[Worker, _Job] = {}
+        """What each busy worker works on."""
+        self._replies: dict[str, Message] = {}
+        """By message id of the request, the replies that the caller has not taken yet."""
+        self._ids = itertools.count(1)
+        self._pushes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes, kill those that are busy, and drop unanswered messages; idempotent."""
+        self._pool.close()
+        for job in self._jobs.values():
+            job.segments.close()
+        self._jobs.clear()
+        self._working.clear()
+        self._replies.clear()
+        for queue in self._queues:
+            queue.clear()
+
+    # Flower's Grid.
+
+    @property
+    def run(self) -> Run:
+        """The run that messages belong to."""
+        return self._run
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that messages belong to."""
+        self._run = run
+        for context in self._contexts:
+            context.run_id = run.run_id
+        identify(run.run_id, _COORDINATOR)
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Make a message; the same as Flower's `Message(...)`."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The sites: 1 to n."""
+        return range(1, len(self._contexts) + 1)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Queue messages and give idle workers their first; the others are sent as replies are taken.
+
+        Returns:
+            The id of each message, to pull its reply by.
+
+        Raises:
+            ValueError: a message is for a site that does not exist; nothing was queued.
+            EngineError: workers cannot be started, or the grid is closed.
+        """
+        if self._pool.closed:
+            raise EngineError("grid", expected="an open one, and it has been closed")
+        batch = list(messages)
+        for message in batch:
+            if not 1 <= message.metadata.dst_node_id <= len(self._contexts):
+                sites = f"a site from 1 to {len(self._contexts)}"
+                raise ValueError(f"dst_node_id is {message.metadata.dst_node_id}: expected {sites}")
+        segments = PushSegments(batch)
+        self._pushes += 1
+        ids = []
+        for message in batch:
+            # Metadata has no setter for the id; Flower's own grids set it in the same way.
+            message.metadata.__dict__["_message_id"] = id = str(next(self._ids))
+            job = _Job(message, segments, _expiry(message), id, message.metadata.dst_node_id, self._pushes)
+            self._jobs[job.id] = job
+            self._queues[self._home.get(job.node, -1)].append(job)
+            ids.append(job.id)
+        self._dispatch()
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies that have arrived, without waiting; the grid makes progress only inside its own methods.
+
+        Raises:
+            EngineError: worker processes cannot be started.
+        """
+        while self._advance(time.monotonic()):
+            self._dispatch()
+        return [self._replies.pop(id) for id in message_ids if id in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterator[Message]:
+        """Push messages and yield each reply as it arrives; nothing is pushed before the first reply is requested.
+
+        A worker gets its next message when its reply is taken, so that at most one reply per worker, and one more, are
+        in memory. A site answers with an `Error` if its worker crashed, its handler raised or its message outlived its
+        TTL. After `timeout` seconds, replies that have arrived are still yielded, messages that no worker has begun are
+        dropped, and workers still busy with this call's messages are killed. The same happens to the messages if the
+        caller closes the iterator early.
+
+        Raises:
+            ValueError: a message is for a site that does not exist.
+            EngineError: worker processes cannot be started, or the grid is closed.
+        """
+        batches = iter((messages,))
+        yield from self._carry(
+            lambda: next(batches, ()), math.inf if timeout is None else time.monotonic() + timeout
+        )
+
+    def stream(self, messages: Callable[[], Iterable[Message]]) -> Iterator[Message]:
+        """Push messages and yield each reply as it arrives, while further messages come.
+
+        The deadline of each message is its TTL: a worker that is busy with it then is killed. If the caller closes the
+        iterator, the same happens to the messages as in `send_and_receive`.
+
+        Args:
+            messages: Returns the messages to push. It is called at the start and again before each wait. The iterator
+                ends when it returns none and no message is unanswered.
+
+        Raises:
+            ValueError: a message is for a site that does not exist.
+            EngineError: worker processes cannot be started, or the grid is closed.
+        """
+        return self._carry(messages, math.inf)
+
+    def _carry(self, messages: Callable[[], Iterable[Message]], deadline: float) -> Iterator[Message]:
+        pending: dict[str, None] = {}
+        try:
+            while True:
+                if batch := list(messages()):
+                    pending |= dict.fromkeys(self.push_messages(batch))
+                if not pending:
+                    break
+                self._dispatch(deadline)
+                happened = self._advance(deadline)
+                self._dispatch(
+                    deadline
+                )  # before the yield: the worker works while the caller handles the reply
+                for id in [id for id in self._replies if id in pending]:
+                    del pending[id]
+                    yield self._replies.pop(id)
+                if not happened and time.monotonic() >= deadline:
+                    break
+        finally:
+            self._cancel(pending)
+        self._pool.start_missing()  # replacements start while the coordinator works
+
+    # Scheduling.
+
+    def _dispatch(self, deadline: float = math.inf) -> None:
+        """Until `deadline`, give every idle worker a job, if one fits."""
+        if time.monotonic() >= deadline:
+            return
+        self._pool.start_missing()
+        for worker in self._pool.idle():
+            while worker.state is State.IDLE and (job := self._take(worker.index)):
+                if job.expires <= time.monotonic():
+                    job.segments.release(job.message)
+                    self._fail(
+                        job, ErrorCode.MESSAGE_UNAVAILABLE, "the message expired before its site was free"
+                    )
+                else:
+                    self._assign(worker, job)
+
+    def _take(self, index: int) -> _Job | None:
+        """Dequeue a worker's next job, if one fits: of the earliest push, so that sites that are asked again and again
+        do not keep others waiting; of a site that it had last, of a new site, or of another worker's site. Where a job
+        of an earlier push does not fit yet, those of later ones wait for it."""
+        busy = {job.node for job in self._working.values()}
+        free = len(self._pool) - sum(self._slots[node - 1] for node in busy)
+        if free <= 0:
+            return None
+        queues = self._queues
+        first: tuple[deque[_Job], _Job] | None = None
+        earliest = math.inf
+        for queue in (queues[index], queues[-1], *queues[:index], *queues[index + 1 : -1]):
+            for job in queue:
+                if job.node in busy:
+                    continue
+                earliest = min(earliest, job.push)
+                if self._slots[job.node - 1] <= free:
+                    if first is None or job.push < first[1].push:
+                        first = queue, job
+                    break
+        if first is None or first[1].push > earliest:
+            return None
+        queue, job = first
+        queue.remove(job)
+        return job
+
+    def _assign(self, worker: Worker, job: _Job) -> None:
+        """Give a job to an idle worker; if the worker has crashed, try once more with another worker."""
+        try:
+            worker.assign(job.message, self._contexts[job.node - 1], job.segments, _left(job.expires))
+        except (ConnectionError, TimeoutError):
+            self._lose(worker)
+            # An idle worker's crash is not the site's fault, but a message may crash whatever worker receives it.
+            if job.retried:
+                job.segments.release(job.message)
+                self._fail(
+                    job, ErrorCode.CLIENT_APP_CRASHED, "two worker processes ended when the message came"
+                )
+            else:
+                job.retried = True
+                self._queues[-1].appendleft(job)
+            return
+        job.segments.release(job.message)
+        self._working[worker] = job
+        self._home[job.node] = worker.index
+        self._watch(job.node, True)
+
+    def _advance(self, deadline: float) -> bool:
+        """Wait until `deadline` for one event and handle it; False if there was none."""
+        until = min([deadline, *(job.expires for job in self._working.values())])
+        worker = self._pool.wait(_left(until))
+        if worker is None:
+            return self._expire()
+        self._hear(worker, deadline)
+        return True
+
+    def _hear(self, worker: Worker, deadline: float) -> None:
+        """Receive what a worker says, or replace it if it has crashed."""
+        try:
+            said = self._pool.hear(worker, _left(max(deadline, time.monotonic() + _REPLY_SECONDS)))
+        except (EOFError, OSError):  # includes a timeout: it stopped in the middle of its reply
+            self._lose(worker)
+            return
+        if said is None:
+            return
+        job = self._working.pop(worker)
+        self._watch(job.node, False)
+        if isinstance(said, Raised):
+            self._fail(job, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, said.reason)
+        else:
+            self._contexts[job.node - 1] = said.context
+            self._finish(job, said.reply)
+
+    def _lose(self, worker: Worker) -> None:
+        """Replace a worker that has crashed; its job fails."""
+        job = self._working.pop(worker, None)
+        how = self._pool.replace(worker)
+        if job:
+            self._watch(job.node, False)
+            self._fail(job, ErrorCode.CLIENT_APP_CRASHED, f"the site's worker process {how}")
+
+    def _expire(self) -> bool:
+        """Kill the workers whose message has outlived its TTL; True if there was one."""
+        now = time.monotonic()
+        expired = [job for job in self._working.values() if job.expires <= now]
+        for job in expired:
+            self._stop(job)
+            self._fail(
+                job, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "the message expired before its site had answered"
+            )
+        return bool(expired)
+
+    def _stop(self, job: _Job) -> None:
+        """Kill the worker that works on a job, if there is one."""
+        for worker in [worker for worker, its in self._working.items() if its is job]:
+            del self._working[worker]
+            self._pool.kill(worker)
+            self._watch(job.node, False)
+
+    def _cancel(self, ids: Iterable[str]) -> None:
+        """Drop messages: kill the workers that are busy with them, and discard those that wait and their replies."""
+        dropped = {id: job for id in ids if (job := self._jobs.pop(id, None))}
+        for index, queue in enumerate(self._queues if dropped else ()):
+            for job in queue:
+                if job.id in dropped:
+                    job.segments.release(job.message)
+            self._queues[index] = deque(job for job in queue if job.id not in dropped)
+        for id in ids:
+            self._replies.pop(id, None)
+        for job in dropped.values():
+            self._stop(job)
+
+    def _finish(self, job: _Job, reply: Message) -> None:
+        reply.metadata.__dict__["_message_id"] = str(next(self._ids))
+        del self._jobs[job.id]
+        self._replies[job.id] = reply
+
+    def _fail(self, job: _Job, code: int, reason: str) -> None:
+        self._finish(job, Message(Error(code, reason), reply_to=job.message))
+
+
+@dataclass(eq=False)
+class _Job:
+    """A message that was pushed and is not answered yet."""
+
+    message: Message
+    segments: PushSegments
+    expires: float
+    """On the monotonic clock, in seconds."""
+    id: str
+    node: int
+    push: int
+    """The number of the push that it was in."""
+    retried: bool = False
+
+
+def _left(until: float) -> float | None:
+    """Seconds until a time on the monotonic clock, at least 0; None if it is infinite."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())
+
+
+def _expiry(message: Message) -> float:
+    """When a message's TTL, which counts in wall-clock time, ends on the monotonic clock."""
+    return time.monotonic() + message.metadata.created_at + message.metadata.ttl - time.time()

@@ -1,0 +1,149 @@
+"""A rehearsal: a deployment on one machine, with real processes, TLS, keys and authentication, for one plan.
+
+The run folder is that of a simulation, with the coordinator's folder of the federation beside. Every party has the
+folder, the files and the processes that it would have on its own machine, and reaches the others over loopback.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from cloister.clients.setup.enrolment import consider, install, make_request
+from cloister.protocol.errors import EngineError
+from cloister.protocol.identity.address import free_port
+from cloister.protocol.machine.child import Child
+from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.plan.plan import Plan
+from cloister.server.federation.control import command
+from cloister.server.federation.deployment import Deployment, check_transport, refusal_in
+from cloister.server.federation.registry import Registry, Terms
+from cloister.server.record.folder import RunFiles, RunFolder, SitesFolder
+from cloister.server.record.progress import Observer, Preparing
+from cloister.simulations.engines import fork_server
+from cloister.simulations.federation import declare_rounding, hardware_of, lay_out_records
+from cloister.simulations.partition import site_name
+
+_START_S = 120.0
+"""Seconds within which a coordinator is ready."""
+
+
+def prepare(folder: RunFolder, observe: Observer, transport: str) -> None:
+    """Make all parties of a rehearsal: the sites' folders with keys and records, and the coordinator's.
+
+    Args:
+        folder: The run folder, new.
+        observe: Receives the run's events.
+        transport: As in `Deployment`.
+
+    Raises:
+        CloisterError: the records cannot be read or divided, or the transport cannot carry the plan.
+    """
+    plan = folder.plan
+    check_transport(plan, transport)
+    observe(Preparing("data and keys of the sites"))
+    write_folder(folder.sites.path, partial(_fill, plan, folder.federation), durable=plan.simulation.durable)
+    version = Registry.open(folder.federation).federation.version
+    Deployment(version, "flower" if transport == "flower" else "exchange", _START_S).write(folder)
+
+
+def _fill(plan: Plan, federation: Path, folder: Path) -> None:
+    sites, now = SitesFolder(folder), datetime.datetime.now(datetime.UTC)
+    lay_out_records(plan, folder)
+    names = [site_name(index) for index in range(plan.cohort.sites)]
+    requests = []
+    for index, name in enumerate(names):
+        sites.site(name).chmod(0o700)
+        keys = {
+            "name": name,
+            "data": "data.jsonl",
+            "state": "state",
+            "identity": "identity.pem",
+            "supernode_key": "supernode.key",
+            "plan": plan.digest(),
+        }
+        toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
+        sites.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
+        declare_rounding(plan, name, sites.state(name))
+        requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
+    terms = Terms(
+        name="rehearsal",
+        superlink=f"127.0.0.1:{free_port()}",
+        exchange=f"127.0.0.1:{free_port()}",
+        certificate_names=("localhost",),
+    )
+    made = Registry.create(federation, terms, requests, now, durable=False).federation
+    for name in names:
+        install(consider(sites.site(name), made, now), durable=False)
+
+
+@contextmanager
+def running(
+    files: RunFiles,
+    plan: Plan,
+    told: Callable[[str], None],
+    *,
+    log_format: str = "text",
+    metrics: Sequence[str] = (),
+) -> Iterator[None]:
+    """A context in which all processes of a rehearsal run, and in which its run is submitted.
+
+    A process that ends is started again.
+
+    Args:
+        files: The run folder.
+        plan: Its plan.
+        told: Receives a line for each process that has ended; in threads.
+        log_format: How its processes log, as in `cloister coordinator start`.
+        metrics: The options of `cloister coordinator start` for metrics.
+
+    Raises:
+        EngineError: the coordinator does not start; the error has the last line of its log.
+    """
+    federation = files.federation
+    registry = Registry.open(federation)
+    with ExitStack() as opened:
+        start = ["coordinator", "start", str(federation)]
+        start += ["--superlink-bind", registry.federation.superlink]
+        start += ["--exchange-bind", registry.federation.exchange, "--log-format", log_format, *metrics]
+        log, gone = files.path / "federation.log", threading.Event()
+
+        def ended(line: str) -> None:
+            told(line)
+            gone.set()
+
+        opened.enter_context(Child("cloister", start, log, ended=ended))
+        for name in files.sites.names():
+            arguments = ["site", "start", str(files.sites.config(name)), "--log-format", log_format]
+            file = files.sites.site(name) / "site.log"
+            variables = fork_server.variables(plan)
+            opened.enter_context(Child("cloister", arguments, file, environment=variables, ended=told))
+        _wait_for_coordinator(federation, log, gone)
+        (found,) = command(federation, do="status")
+        if not any(entry["state"] in ("running", "waiting") for entry in found["runs"]):
+            list(command(federation, do="submit", run=str(files.path.absolute())))
+        yield
+
+
+def _wait_for_coordinator(federation: Path, log: Path, ended: threading.Event) -> None:
+    """Wait until it answers commands; `ended` is set when its process has ended."""
+    until, look = time.monotonic() + _START_S, threading.Event()
+    while True:
+        try:
+            list(command(federation, do="status"))
+            return
+        except EngineError:
+            refused = ended.is_set() and refusal_in(log)
+            if refused or time.monotonic() > until:
+                because = f" ({refused})" if refused else f" within {_START_S:g} s"
+                raise EngineError(
+                    "coordinator", expected=f"one that starts{because}", fix=f"see {log}"
+                ) from None
+        look.wait(0.2)

@@ -1,0 +1,474 @@
+"""A search over fields of a plan: its settings, the plan of each trial, and what is refused before the first one.
+
+A search never changes what a run is compared by, whose data it reads, or what a privacy unit protects. Under a privacy
+unit all trials must be draws of one law and have one cost (Papernot and Steinke 2022), so a field that changes what a
+round costs is refused, and so is everything that lets one trial depend on another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from cloister.privacy.accounting.terms import Terms, terms_of
+from cloister.protocol.errors import CloisterError, PlanError, SearchError
+from cloister.protocol.plan.plan import NO_EVALUATION, Count, Plan, SelectionSection
+from cloister.protocol.plan.settings import Section, Settings
+from cloister.protocol.plan.soundness import from_json
+
+Value = bool | int | float | str
+Bound = Annotated[int | float, Field(ge=-1e15, le=1e15)]
+Values = Mapping[str, Value]
+"""By field of the plan, what a trial sets it to."""
+
+LARGEST_GRID = 1000
+"""Most points of a grid, each of which is read as a plan before the first trial."""
+_TRIES = 1000
+"""Draws of settings until one makes a sound plan."""
+
+_SECTIONS = {
+    "run": ("rounds",),
+    "model.adapter": ("scheme", "rank", "alpha"),
+    "local": (
+        "steps",
+        "batch_size",
+        "accumulation",
+        "optimizer",
+        "learning_rate",
+        "momentum",
+        "weight_decay",
+        "warmup_steps",
+        "schedule",
+        "final_learning_rate",
+        "clip_norm",
+        "optimizer_state",
+        "proximal",
+    ),
+    "cohort": ("fraction", "buffer", "staleness"),
+    "privacy": ("clip",),
+    "public": ("steps", "batch_size", "learning_rate"),
+    "server": ("optimizer", "learning_rate", "momentum", "epsilon"),
+}
+SEARCHED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names)
+"""The fields that may be searched, besides those of `model.config`."""
+
+
+class ParameterSection(Section):
+    """A field of the plan, and what it may be: a list of choices, or a range."""
+
+    field: Annotated[str, Field(min_length=1)]
+    """The field, such as `local.learning_rate`."""
+    choices: tuple[Value, ...] | None = None
+    """What it may be; without `low` and `high`."""
+    low: Bound | None = None
+    """The least number; with two whole bounds, and a whole step, the numbers are whole."""
+    high: Bound | None = None
+    """The largest number, which is included; with `step` the last step up to it is the largest."""
+    log: bool = False
+    """Draw the logarithm evenly, and not the number."""
+    step: Bound | None = None
+    """Distance of the numbers from `low` on; None: any number, or of whole ones each."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the numbers of a range are whole."""
+        return all(isinstance(bound, int) for bound in (self.low, self.high, self.step or 1))
+
+    def points(self) -> tuple[Value, ...]:
+        """What it may be, where that is a list: choices, or the steps of a range; else no value."""
+        if self.choices is not None:
+            return self.choices
+        low, high = self.bounds()
+        step = self.step or (1 if self.whole and not self.log else None)
+        if step is None:
+            return ()
+        count = round((high - low) / step) + 1
+        return tuple(low + number * step for number in range(min(count, LARGEST_GRID + 1)))
+
+    def edges(self) -> tuple[Value, ...]:
+        """The values that are tried before the first trial: all choices, or the bounds of a range."""
+        return self.choices if self.choices is not None else self.bounds()
+
+    def bounds(self) -> tuple[int | float, int | float]:
+        """The smallest and the largest number of a range."""
+        assert self.low is not None, "it is a range"
+        assert self.high is not None, "it is a range"
+        steps = 0 if self.step is None else (self.high - self.low) / self.step
+        if self.step is None or abs(steps - round(steps)) < 1e-9:
+            return self.low, self.high
+        return self.low, self.low + self.step * math.floor(steps)
+
+    def draw(self, source: random.Random) -> Value:
+        """A value, drawn evenly from the choices, the steps or the range."""
+        if self.choices is not None:
+            return source.choice(self.choices)
+        low, high = self.bounds()
+        if self.step is not None:
+            return low + self.step * source.randrange(round((high - low) / self.step) + 1)
+        if not self.whole:
+            return (
+                math.exp(source.uniform(math.log(low), math.log(high)))
+                if self.log
+                else source.uniform(low, high)
+            )
+        if not self.log:
+            return source.randint(int(low), int(high))
+        drawn = math.exp(source.uniform(math.log(low - 0.5), math.log(high + 0.5)))
+        return min(max(round(drawn), int(low)), int(high))
+
+
+class Search(Section):
+    """A search: which fields, how trials are chosen, and how many."""
+
+    sampler: Literal["grid", "random", "tpe"] = "tpe"
+    """How settings are chosen: `grid`: each combination; `random`; `tpe`: by the losses of earlier trials. Under a
+    privacy unit `random`, or a random point of the `grid` for each trial."""
+    trials: Count | None = None
+    """Trials. None: all points of a grid; a value is needed otherwise. Under a privacy unit `law` takes its place."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seed of the sampler; None: 0. Under a privacy unit it is secret."""
+    pruner: Literal["none", "median", "hyperband"] = "none"
+    """Which trials are ended early by their losses after each round; none under a privacy unit."""
+    startup: Count = 5
+    """Trials that are not ended early by the pruner `median`."""
+    workers: Count = 1
+    """Trials that run at the same time, each in a process with its own workers for the sites."""
+    law: Literal["logarithmic", "geometric", "negative-binomial", "poisson"] | None = None
+    """Under a privacy unit the law from which the number of trials is drawn, in secret."""
+    mean: Annotated[float, Field(gt=1, le=1000)] | None = None
+    """Mean of that law."""
+    shape: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Shape of the truncated negative binomial law."""
+    parameter: tuple[ParameterSection, ...] = ()
+    """The fields that are searched."""
+
+    def grid(self) -> Iterator[Values]:
+        """All points of the grid; the last parameter changes fastest."""
+        names = [parameter.field for parameter in self.parameter]
+        for values in itertools.product(*(parameter.points() for parameter in self.parameter)):
+            yield dict(zip(names, values, strict=True))
+
+    def count(self) -> int:
+        """Trials of a search without a privacy unit."""
+        if self.trials is not None:
+            return self.trials
+        return math.prod(len(parameter.points()) for parameter in self.parameter)
+
+
+_SETTINGS = Settings(Search, "search", SearchError)
+
+
+def load_search(path: Path) -> Search:
+    """Read the TOML file of a search, and check what does not depend on the plan.
+
+    Raises:
+        SearchError: the file cannot be read, a field is wrong, or the fields contradict each other.
+    """
+    search = _SETTINGS.load(path)
+    _check(search)
+    return search
+
+
+def recorded(text: str) -> Search:
+    """A search from the JSON that its folder has of it; errors as `load_search`."""
+    return _SETTINGS.from_json(text)
+
+
+def trial_plan(plan: Plan, values: Values) -> Plan:
+    """The plan of a trial.
+
+    Raises:
+        PlanError: it has no such field, or is not sound.
+    """
+    tree: dict[str, Any] = json.loads(plan.to_json())
+    for field, value in values.items():
+        *sections, last = field.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[last] = value
+    return from_json(json.dumps(tree))
+
+
+def private_plan(plan: Plan, search: Search, identity: str) -> Plan:
+    """A plan with a privacy unit as the trials of a search have it: it says that it is one.
+
+    Raises:
+        PlanError: it cannot be a trial.
+    """
+    assert search.law is not None, "a checked search has a law under a privacy unit"
+    assert search.mean is not None, "and a mean"
+    poisson = search.law == "poisson"
+    shape = {"logarithmic": 0.0, "geometric": 1.0, "negative-binomial": search.shape}.get(search.law)
+    chosen = SelectionSection(
+        search=identity, law="poisson" if poisson else "negative-binomial", mean=search.mean, shape=shape
+    )
+    simulation = plan.simulation.model_copy(update={"search": chosen})
+    return from_json(plan.model_copy(update={"simulation": simulation}).to_json())
+
+
+def check(plan: Plan, search: Search) -> None:
+    """Refuse what the plan does not allow to search, and each trial that is known to be unsound.
+
+    All points of a grid are read, and each choice and bound of a range on its own. A combination of them that is not
+    sound is found at its trial.
+
+    Raises:
+        PlanError: a trial's plan is not sound.
+        SearchError: a field may not be searched, or the settings do not fit the plan.
+    """
+    private = plan.privacy.unit != "none"
+    if plan.server.evaluation == NO_EVALUATION:
+        raise SearchError(
+            "server.evaluation",
+            NO_EVALUATION,
+            expected="held-out records: trials are compared by their loss on them",
+            fix="name public records in server.evaluation",
+        )
+    _check_law(search, private=private)
+    for parameter in search.parameter:
+        _check_field(parameter.field, private=private)
+    for parameter in search.parameter:
+        for value in parameter.edges():
+            values = {parameter.field: value}
+            tried = _tried(plan, values)
+            if parameter.field.startswith("model.config."):
+                _check_model(tried, values)
+            if private:
+                _check_cost(plan, tried, parameter.field, value)
+    if search.sampler == "grid":
+        for point in search.grid():
+            _tried(plan, point)
+
+
+def draw(plan: Plan, search: Search, source: random.Random) -> Values:
+    """Settings of one trial under a privacy unit: a draw that depends on no other trial, of those that are sound.
+
+    Args:
+        plan: The plan.
+        search: The search.
+        source: Secret randomness.
+
+    Raises:
+        SearchError: hardly any combination of the settings makes a sound plan.
+    """
+    for _ in range(_TRIES):
+        values: dict[str, Value] = {
+            parameter.field: source.choice(parameter.points())
+            if search.sampler == "grid"
+            else parameter.draw(source)
+            for parameter in search.parameter
+        }
+        try:
+            tried = trial_plan(plan, values)
+        except PlanError:
+            continue
+        _check_cost(plan, tried, ", ".join(values), list(values.values()))
+        return values
+    raise SearchError(
+        "parameter",
+        expected="settings of which some combinations make a sound plan",
+        fix="`cloister plan check` says what is wrong with one",
+    )
+
+
+def _tried(plan: Plan, values: Values) -> Plan:
+    """The plan of a trial, whose error names the search."""
+    try:
+        return trial_plan(plan, values)
+    except PlanError as error:
+        raise _of_trial(error, values) from error
+
+
+def _check_model(tried: Plan, values: Values) -> None:
+    """Refuse a trial whose model cannot be built.
+
+    Raises:
+        PlanError: its configuration is not one of a model.
+    """
+    from cloister.lm.model.model import count_parameters  # takes seconds to import
+
+    try:
+        count_parameters(tried)
+    except CloisterError as error:
+        raise _of_trial(error, values) from error
+
+
+def _of_trial(error: CloisterError, values: Values) -> PlanError:
+    shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
+    return PlanError(
+        f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
+    )
+
+
+def _check(search: Search) -> None:
+    if not search.parameter:
+        raise SearchError("parameter", expected="one [[parameter]] or more, each with a field of the plan")
+    for at, parameter in enumerate(search.parameter):
+        name = f"parameter[{at}]"
+        if parameter.field in [other.field for other in search.parameter[:at]]:
+            raise SearchError(f"{name}.field", parameter.field, expected="each field once")
+        _check_range(name, parameter)
+        if search.sampler == "grid" and not parameter.points():
+            raise SearchError(
+                f"{name}.step",
+                expected='choices or a step with sampler = "grid", which takes each value',
+                fix=f'add choices or a step for {parameter.field}, or set sampler = "random"',
+            )
+    if search.sampler == "grid" and math.prod(len(one.points()) for one in search.parameter) > LARGEST_GRID:
+        raise SearchError(
+            "sampler",
+            "grid",
+            expected=f"a grid of at most {LARGEST_GRID} points",
+            fix='set fewer choices or larger steps, or sampler = "random"',
+        )
+    if (search.shape is not None) != (search.law == "negative-binomial"):
+        raise SearchError("shape", search.shape, expected='a value exactly with law = "negative-binomial"')
+    if search.pruner != "median" and search.startup != Search().startup:
+        raise SearchError("startup", search.startup, expected='no value; only valid with pruner = "median"')
+
+
+def _check_range(name: str, parameter: ParameterSection) -> None:
+    ranged = [parameter.low, parameter.high, parameter.step, parameter.log or None]
+    if (parameter.choices is not None) == any(value is not None for value in ranged):
+        raise SearchError(f"{name} ({parameter.field})", expected="either choices, or low and high")
+    if parameter.choices is not None:
+        if not parameter.choices or len(set(parameter.choices)) != len(parameter.choices):
+            raise SearchError(f"{name}.choices", parameter.choices, expected="one value or more, each once")
+        return
+    if parameter.low is None or parameter.high is None:
+        raise SearchError(f"{name} ({parameter.field})", expected="both low and high")
+    if not (
+        math.isfinite(parameter.low) and math.isfinite(parameter.high) and parameter.low < parameter.high
+    ):
+        raise SearchError(
+            f"{name}.low", parameter.low, expected=f"a number below high, which is {parameter.high}"
+        )
+    if parameter.log and (parameter.low <= 0 or parameter.step is not None):
+        raise SearchError(f"{name}.log", True, expected="low above 0, and no step, with log = true")
+    if parameter.step is not None and not 0 < parameter.step <= parameter.high - parameter.low:
+        raise SearchError(
+            f"{name}.step", parameter.step, expected="a number above 0 that fits between low and high"
+        )
+
+
+def _check_law(search: Search, *, private: bool) -> None:
+    if not private:
+        for name in ("law", "mean"):
+            if getattr(search, name) is not None:
+                raise SearchError(
+                    name,
+                    getattr(search, name),
+                    expected="no value; only valid with a privacy unit, under which the number of trials is drawn",
+                    fix="set trials",
+                )
+        if search.trials is None and search.sampler != "grid":
+            raise SearchError("trials", expected=f'a number with sampler = "{search.sampler}"')
+        if search.trials is not None and search.sampler == "grid":
+            raise SearchError(
+                "trials", search.trials, expected='no value with sampler = "grid": all its points run'
+            )
+        return
+    if search.sampler == "tpe":
+        raise SearchError(
+            "sampler",
+            "tpe",
+            expected='"random" or "grid" with a privacy unit: the price is that of independent trials, and TPE chooses '
+            "a trial by the losses of earlier ones",
+            fix='set sampler = "random"',
+        )
+    if search.pruner != "none":
+        raise SearchError(
+            "pruner",
+            search.pruner,
+            expected='"none" with a privacy unit: the price is that of independent trials, and a pruner compares them',
+            fix="remove pruner",
+        )
+    if search.trials is not None:
+        raise SearchError(
+            "trials",
+            search.trials,
+            expected="no value with a privacy unit: the best of a fixed number of trials costs what all of them cost",
+            fix='set law = "logarithmic" and mean, and the number is drawn in secret',
+        )
+    if search.seed is not None:
+        raise SearchError(
+            "seed",
+            search.seed,
+            expected="no value with a privacy unit: a reader who knows the settings of all trials would learn from "
+            "those of the best one how many there were",
+            fix="remove seed",
+        )
+    for name in ("law", "mean"):
+        if getattr(search, name) is None:
+            raise SearchError(
+                name,
+                expected="a value with a privacy unit, under which the number of trials is drawn in secret",
+                fix='set law = "logarithmic" and mean = 10',
+            )
+
+
+def _check_field(field: str, *, private: bool) -> None:
+    if field == "privacy.clip" and not private:
+        raise SearchError("parameter.field", field, expected="another field; there is no privacy unit")
+    if field in SEARCHED or (field.startswith("model.config.") and field.count(".") == 2):
+        return
+    section = field.rpartition(".")[0]
+    known = ", ".join(f"{section}.{name}" for name in _SECTIONS.get(section, ()))
+    raise SearchError(
+        "parameter.field",
+        field,
+        expected="a field of training: not the data, the evaluation, the seed, or what is protected and how; "
+        + (f"of [{section}] {known}" if known else f"a field of {', '.join(_SECTIONS)} or model.config"),
+    )
+
+
+def _check_cost(plan: Plan, tried: Plan, field: str, value: object) -> None:
+    """Refuse a trial that costs another epsilon than the plan.
+
+    Raises:
+        SearchError: it does.
+    """
+    if _cost(plan, _dimension(plan)) != _cost(tried, _dimension(tried)):
+        raise SearchError(
+            "parameter.field",
+            field,
+            expected=f"a field that does not change what a run costs, and with {value!r} it is another: the price of "
+            "a search is that of trials with one cost",
+            fix=f"set {field} in the plan",
+        )
+
+
+def _cost(plan: Plan, dimension: int) -> tuple[object, ...]:
+    found = terms_of(plan, dimension)
+    assert found is not None, "the plan has a unit"
+    return found.events(plan.run.rounds), found.delta, found.accountant, found.relation
+
+
+def terms(plan: Plan) -> Terms:
+    """The privacy of a plan that has a unit."""
+    found = terms_of(plan, _dimension(plan))
+    assert found is not None, "the plan has a unit"
+    return found
+
+
+_dimensions: dict[str, int] = {}
+
+
+def _dimension(plan: Plan) -> int:
+    """The trained parameters of a plan's model, as far as its cost depends on their number."""
+    if plan.privacy.unit != "site":
+        return 1
+    from cloister.lm.model.model import count_parameters  # takes seconds to import
+
+    key = plan.model.model_dump_json()
+    if key not in _dimensions:
+        _dimensions[key] = count_parameters(plan).trained
+    return _dimensions[key]

@@ -1,0 +1,46 @@
+"""A search on a real Ray cluster of two nodes on this machine.
+
+It takes a minute or more, because each trial starts workers of its own, so it is no part of the suite; `make
+test-deployment` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cloister.tests.parties.cluster_sites import await_
+from cloister.tests.simulations.engines.test_cluster import TwoNodes, flower, two
+from cloister.tests.simulations.engines.test_flower_engine import needs_ray, ray_leaves
+from cloister.tests.tools.command import ran
+
+__all__ = ["flower", "two"]  # fixtures
+
+pytestmark = [needs_ray, *ray_leaves, pytest.mark.deployment, pytest.mark.timeout(900)]
+
+
+def test_a_search_has_the_same_scores_on_a_cluster(
+    small_plan: Path,
+    two: TwoNodes,
+    flower: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two trials at a time, each with a coordinator of its own, share the cluster."""
+    search = tmp_path / "search.toml"
+    parameter = '[[parameter]]\nfield = "local.learning_rate"\nchoices = [0.002, 0.004]\n'
+    search.write_text(f'sampler = "grid"\nworkers = 2\n{parameter}')
+    monkeypatch.chdir(tmp_path)
+    short = ["--set", "run.rounds=1", "--json"]
+    scores = []
+    for out, engine in (("here", ["--workers", "1"]), ("cluster", flower)):
+        code, printed, err = ran(capsys, "tune", str(small_plan), str(search), "--out", out, *short, *engine)
+        assert code == 0, err
+        found = json.loads(printed.splitlines()[-1])
+        scores.append([(trial["settings"], trial["loss"]) for trial in found["trials"]])
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 2
+    await_(lambda: not any(two.workers(node) for node in two.raylets))

@@ -1,0 +1,606 @@
+"""A model trained by the ranks of a mesh against the same model trained by one process, and what a mesh refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.aggregation.vector.span import check_pieces
+from cloister.clients.checks.doctor import site_bytes
+from cloister.clients.checks.memory_estimate import estimated_memory
+from cloister.lm.model.model import configuration, load_model, save_pretrained
+from cloister.lm.parallel.mesh import Mesh, choose
+from cloister.lm.parallel.pipeline import divided
+from cloister.lm.parallel.shards import Cuts, Region, between, region
+from cloister.lm.tasks.evaluate import HeldOut
+from cloister.lm.training.train import LocalUpdate
+from cloister.protocol.errors import ModelError
+from cloister.protocol.messages.blocks import Span
+from cloister.protocol.plan.soundness import from_json, parse
+from cloister.tests.parties.ranks.rank_rounds import (
+    UNUSED,
+    Held,
+    Job,
+    change,
+    forward_passes,
+    held,
+    refused_update,
+    score,
+    several,
+    tiny,
+    train,
+    train_after_a_forward_pass,
+    train_compiled,
+    train_without_memory,
+)
+from cloister.tests.parties.ranks.ranks import run_ranks
+from cloister.tests.tools.carrying import carry_in
+
+# PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+PIPELINES = [Mesh(1, 1, 1, 2), Mesh(2, 1, 1, 2), Mesh(1, 2, 1, 2), Mesh(1, 1, 2, 2)]
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), *PIPELINES]
+DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
+TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
+KEEP = "local.optimizer_state=keep"
+DIVIDED = ("local.batch_size=5", "local.accumulation=2", "local.proximal=30")
+"""Rows that two ranks do not share equally, in several micro-batches. The penalty shows a gradient of the loss that has
+another length, which clipping hides."""
+
+
+def by_degrees(mesh: Mesh) -> str:
+    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}-{mesh.pipeline}"
+
+
+on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
+on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
+
+LLAMA: tuple[str, ...] = ("llama",)
+BFLOAT16, ROUNDED_LLAMA = Mesh(1, 2, 2), ("llama", "local.precision=bfloat16")
+ALL = [LLAMA, ("llama", *DIVIDED)]
+WITH_TENSOR = [("qwen3",), ("llama", "model.config.tie_word_embeddings=true")]
+FFA = ("llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+CLASSES = (
+    "llama",
+    "data.task=classify",
+    'data.classes=["a", "b", "c"]',
+    "data.class_weights=[0.5, 1, 20]",
+    *DIVIDED,
+)
+WITH_DATA = [
+    FFA,
+    ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
+    ("gpt2",),
+    CLASSES,
+]
+UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
+"""Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
+WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
+    Mesh(1, 1, 1, 2): [UNEQUAL, FFA, ("mistral", "local.optimizer=muon")],
+    Mesh(2, 1, 1, 2): [FFA],
+    Mesh(1, 2, 1, 2): [UNEQUAL, FFA],
+    Mesh(1, 1, 2, 2): [("qwen3",)],
+}
+ROUNDED = ("qwen2", "local.precision=bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@cache
+def one_process(folder: Path, kind: str, *overrides: str) -> tuple[Job, LocalUpdate]:
+    """A round from the plan's initial model, and its result."""
+    plan = tiny(kind, *overrides)
+    model = load_model(plan)
+    path = folder / f"start-{len(list(folder.glob('start-*')))}.npy"
+    np.save(path, model.layout.flatten(model.module))
+    job = Job(plan.to_json(), path)
+    return job, train(None, jobs=[job])[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a mesh have found, for each rank."""
+
+    rounds: dict[tuple[str, ...], list[LocalUpdate]]
+    changes: list[tuple[int, Any]]
+    held: list[Held]
+    scores: list[HeldOut]
+    packed: list[LocalUpdate]
+    """Of a round of packed records, with activation checkpointing."""
+    bfloat16: list[list[LocalUpdate]]
+    """Of rounds in bfloat16, without and with activation checkpointing, on `BFLOAT16`."""
+
+
+@cache
+def on(mesh: Mesh, folder: Path) -> Found:
+    """Everything that needs this mesh, done by the same ranks."""
+    plans = plans_of(mesh)
+    job, _ = one_process(folder, *LLAMA)
+    np.save(folder / "end.npy", end_of(job))
+    bfloat16, _ = one_process(folder, *ROUNDED_LLAMA)
+    rounded = [bfloat16, replace(bfloat16, checkpointing=True)] if mesh == BFLOAT16 else []
+    rounds, changes, parts, scores, packed, in_bfloat16 = zip(
+        *run_ranks(
+            mesh,
+            partial(
+                several,
+                works=[
+                    partial(train, jobs=[one_process(folder, *plan)[0] for plan in plans]),
+                    partial(change, job=job, end=folder / "end.npy"),
+                    partial(held, job=job),
+                    partial(score, job=replace(job, packed=True)),
+                    partial(train, jobs=[replace(job, packed=True, checkpointing=True)]),
+                    partial(train, jobs=rounded),
+                ],
+            ),
+        ),
+        strict=True,
+    )
+    by_plan = [list(updates) for updates in zip(*rounds, strict=True)]
+    return Found(
+        dict(zip(plans, by_plan, strict=True)),
+        list(changes),
+        list(parts),
+        list(scores),
+        [update for (update,) in packed],
+        [list(updates) for updates in zip(*in_bfloat16, strict=True)],
+    )
+
+
+def plans_of(mesh: Mesh) -> list[tuple[str, ...]]:
+    if mesh.pipeline > 1:
+        return [*ALL, *WITH_STAGES[mesh], *([ROUNDED] if mesh.size == 2 else [])]
+    return [*ALL, *(WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)]
+
+
+def end_of(job: Job) -> Any:
+    """A model not far from the job's global model."""
+    start = np.load(job.start)
+    return start + np.random.default_rng(1).normal(0, 1e-3, start.size).astype(np.float32)
+
+
+def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
+    check_pieces([(part.offset, part.vector) for part in parts], size, np.float32)
+    return np.concatenate([part.vector for part in parts])
+
+
+def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
+    """Check that the ranks' results are that of one process."""
+    vector = joined(parts, whole.vector.size)
+    assert np.abs(vector - whole.vector).max() < 1e-4 * np.abs(whole.vector).max()
+    assert {part.loss for part in parts} == {parts[0].loss}
+    assert parts[0].loss == pytest.approx(whole.loss, abs=1e-5)
+    assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
+
+
+# --- the same round ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ALL, ids=["plain", "divided"])
+@on_all
+def test_ranks_train_as_one_process(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@pytest.mark.parametrize("plan", WITH_TENSOR, ids=["norms-of-heads", "tied"])
+@on_tensor
+def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied", "classes"])
+@on_data
+def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    """Rank 1 of two shards has nothing of an A of rank 1."""
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+def test_ranks_train_with_the_weights_of_classes(folder: Path) -> None:
+    """Without the weights the update that they are compared with is another one."""
+    weighted, plain = (
+        one_process(folder, *plan)[1] for plan in (CLASSES, (*CLASSES, "data.class_weights=[]"))
+    )
+    assert np.linalg.norm(weighted.vector - plain.vector) > 0.1 * np.linalg.norm(plain.vector)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [(mesh, plan) for mesh in PIPELINES for plan in WITH_STAGES[mesh]],
+    ids=lambda value: value[0] if isinstance(value, tuple) else by_degrees(value),
+)
+def test_models_and_optimizers_in_stages(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
+    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
+
+
+def test_stages_in_bfloat16(folder: Path) -> None:
+    parts, (_, whole) = on(PIPELINES[0], folder).rounds[ROUNDED], one_process(folder, *ROUNDED)
+    vector = joined(parts, whole.vector.size)
+    assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
+    assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+@on_all
+def test_packed_records_and_checkpointing(mesh: Mesh, folder: Path) -> None:
+    job, other = one_process(folder, *LLAMA)
+    whole = train(None, jobs=[replace(job, packed=True)])[0]
+    same_round(on(mesh, folder).packed, whole)
+    assert np.linalg.norm(whole.vector - other.vector) > 0.01 * np.linalg.norm(whole.vector)
+
+
+@pytest.mark.slow
+def test_a_stage_in_the_middle_has_blocks_only(folder: Path) -> None:
+    """And two ranks share the weights of each stage."""
+    job, whole = one_process(folder, "llama", "model.config.num_hidden_layers=4", *DIVIDED)
+    same_round([update for (update,) in run_ranks(Mesh(1, 2, 1, 3), partial(train, jobs=[job]))], whole)
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(2, 8))
+def test_micro_batches_of_a_pipeline(rows: int, micro_batches: int, stages: int) -> None:
+    size, count = divided(rows, micro_batches, stages)
+    assert count >= stages
+    assert size <= max(rows, 1)
+    assert size * count >= max(rows, 1) * micro_batches
+    assert count == stages or size * (count - 1) < max(rows, 1) * micro_batches, "none is empty"
+
+
+@on_all
+def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    whole = score(None, job=replace(job, packed=True))
+    assert whole.loss != pytest.approx(score(None, job=job).loss, abs=1e-4), "attention stays within a record"
+    given = np.array(whole.confusion).sum(0)
+    assert given.sum() == 5 > given.max()
+    for found in on(mesh, folder).scores:
+        assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
+        assert (found.correct, found.tokens) == (whole.correct, whole.tokens)
+        assert found.confusion == whole.confusion
+
+
+@on_all
+def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    expected = end_of(job) - np.load(job.start)
+    found = on(mesh, folder).changes
+    check_pieces(found, expected.size, np.float32)
+    assert all(vector.size for _, vector in found)
+    assert b"".join(vector.tobytes() for _, vector in found) == expected.tobytes()
+
+
+@on_all
+def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
+    whole = held(None, job=one_process(folder, *LLAMA)[0])
+    most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}
+    most |= {Mesh(1, 1, 1, 2): 0.51, Mesh(2, 1, 1, 2): 0.51, Mesh(1, 2, 1, 2): 0.26, Mesh(1, 1, 2, 2): 0.37}
+    parts = on(mesh, folder).held
+    for rank, found in enumerate(parts):
+        # Each parameter, under its own name, is in one stage only.
+        stage = mesh.coordinates(rank).pipeline
+        others = {
+            name
+            for other, part in enumerate(parts)
+            for name in part.names
+            if mesh.coordinates(other).pipeline != stage
+        }
+        assert found.names == [name for name in whole.names if name not in others]
+        assert found.buffers.keys() == whole.buffers.keys() != set()
+        for name, buffer in whole.buffers.items():
+            np.testing.assert_array_equal(found.buffers[name], buffer)
+        assert found.elements <= most[mesh] * whole.elements
+    assert sum(part.first for part in parts) == whole.elements, "one rank writes each part of a state"
+    assert len({part.draws for part in parts}) == mesh.data * mesh.pipeline, "dropout of each row and block"
+
+
+@on_all
+def test_what_a_rank_will_hold_is_known_before_it_starts(mesh: Mesh, folder: Path) -> None:
+    found = estimated_memory(tiny(*LLAMA), mesh)
+    assert [each.part.parameters for each in found] == [each.elements for each in on(mesh, folder).held]
+
+
+@pytest.mark.slow
+def test_a_rank_without_rows_takes_part(folder: Path) -> None:
+    plans = [(*LLAMA, f"local.batch_size={rows}") for rows in (1, 2)]
+    jobs = [one_process(folder, *plan)[0] for plan in plans]
+    found = run_ranks(Mesh(1, 3, 1), partial(train, jobs=jobs))
+    for plan, parts in zip(plans, zip(*found, strict=True), strict=True):
+        same_round(parts, one_process(folder, *plan)[1])
+
+
+def test_bfloat16_changes_little(folder: Path) -> None:
+    _, whole = one_process(folder, *ROUNDED_LLAMA)
+    found = on(BFLOAT16, folder).bfloat16
+    assert len(found) == 2
+    for parts in found:
+        vector = joined(parts, whole.vector.size)
+        assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
+        assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_checkpointing_compilation_and_weights_that_were_gathered_before(folder: Path) -> None:
+    """Activations are computed again, each block is compiled once, and a round does not use the weights of an
+    evaluation before it."""
+    job, whole = one_process(folder, *LLAMA)
+    checkpointed = replace(job, checkpointing=True)
+    once, twice, rounds, after, compiled = zip(
+        *run_ranks(
+            Mesh(1, 2, 1),
+            partial(
+                several,
+                works=[
+                    partial(forward_passes, job=job),
+                    partial(forward_passes, job=checkpointed),
+                    partial(train, jobs=[checkpointed]),
+                    partial(train_after_a_forward_pass, job=job),
+                    partial(train_compiled, job=job),
+                ],
+            ),
+        ),
+        strict=True,
+    )
+    assert (once, twice) == ((2, 2), (4, 4))
+    same_round([parts[0] for parts in rounds], whole)
+    same_round(after, whole)
+    updates, graphs = zip(*compiled, strict=True)
+    same_round(updates, whole)
+    assert all(number > 0 for number in graphs)
+
+
+# --- kept optimizer state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kept_moments_go_on_on_any_other_mesh(folder: Path, tmp_path: Path) -> None:
+    """The moments of each round are those of the newest one, whatever mesh that had, and each is written once."""
+    job, first = one_process(folder, "llama", KEEP)
+    alone, changing = tmp_path / "alone", tmp_path / "changing"
+    meshes = [Mesh(1, 2, 1, 2), Mesh(2), None, Mesh(1, 1, 2)]
+    for round, mesh in enumerate(meshes, 1):
+        expected = train(None, jobs=[replace(job, round=round, carry=carry_in(alone, round))])[0]
+        work = partial(train, jobs=[replace(job, round=round, carry=carry_in(changing, round))])
+        parts = [train(None, jobs=work.keywords["jobs"])] if mesh is None else run_ranks(mesh, work)
+        same_round([part[0] for part in parts], expected)
+        assert [path.name for path in (changing / str(round)).iterdir()] == ["moments"]
+        kept = [np.fromfile(each / str(round) / "moments", np.float32) for each in (alone, changing)]
+        steps = len(kept[0]) - 2 * first.vector.size
+        assert set(kept[0][:steps]) == set(kept[1][:steps]) == {2.0 * round}
+        for found, right in zip(*(np.split(each[steps:], 2) for each in reversed(kept)), strict=True):
+            assert np.abs(found - right).max() < 1e-4 * np.abs(right).max() > 0
+    plan = from_json(job.plan)
+    not_kept = plan.model_copy(update={"local": plan.local.model_copy(update={"optimizer_state": "reset"})})
+    counted = site_bytes(plan) - site_bytes(not_kept)
+    assert 2 * kept[1].nbytes == pytest.approx(counted, rel=0.01)  # those of two rounds are kept
+    reset = train(None, jobs=[replace(job, round=4)])[0]
+    assert np.abs(reset.vector - expected.vector).max() > 1e-2 * np.abs(first.vector).max()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_refuses_an_update_that_is_not_finite_in_one_span(folder: Path, tmp_path: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    start = np.load(job.start)
+    layout = load_model(tiny("llama")).layout
+    layout.split(start)["model.embed_tokens.weight"][UNUSED] = np.inf
+    np.save(tmp_path / "start.npy", start)
+    refused = run_ranks(
+        Mesh(1, 2, 1), partial(refused_update, job=replace(job, start=tmp_path / "start.npy"))
+    )
+    assert all("round 1 is 'non-finite'" in error for error in refused)
+
+
+def test_another_number_of_processes_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama")
+    with pytest.raises(
+        ModelError, match=r"mesh is 'replicate 2, shard 1, tensor 1, pipeline 1'.*product of 1, the processes"
+    ):
+        run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
+
+
+@pytest.mark.slow
+def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+    with pytest.raises(ModelError, match=r"mesh\.tensor is 2: expected 1 for a model with an adapter"):
+        run_ranks(Mesh(1, 1, 2), partial(train, jobs=[job]))
+
+
+def test_tied_embeddings_in_stages_are_refused(folder: Path) -> None:
+    job, _ = one_process(folder, "llama", "model.config.tie_word_embeddings=true")
+    with pytest.raises(ModelError, match=r"mesh\.pipeline is 2: expected 1.*tied word embeddings"):
+        run_ranks(Mesh(pipeline=2), partial(train, jobs=[job]))
+
+
+def test_a_stage_without_memory_says_so(folder: Path) -> None:
+    job, _ = one_process(folder, *LLAMA)
+    with pytest.raises(
+        ModelError, match=r"local\.batch_size is 4: expected sequences that fit in the memory"
+    ):
+        run_ranks(Mesh(pipeline=2), partial(train_without_memory, job=job))
+
+
+MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "overrides", "message"),
+    [
+        (
+            Mesh(4, 2, 1, 2),
+            "llama",
+            (),
+            r"mesh is 'replicate 4, shard 2, tensor 1, pipeline 2'.*at most 8.*it is 16.*remove",
+        ),
+        (
+            Mesh(pipeline=2),
+            "gpt2",
+            (),
+            r"mesh\.pipeline is 2: expected 1.*model type gpt2.*; set mesh\.shard",
+        ),
+        (
+            Mesh(pipeline=2),
+            "gemma",
+            ("model.config.head_dim=8",),
+            r"mesh\.pipeline is 2.*type gemma is none of llama, mis",
+        ),
+        (Mesh(pipeline=3), "llama", (), r"mesh\.pipeline is 3: expected at most .* num_hidden_layers = 2"),
+        (
+            Mesh(pipeline=2),
+            "llama",
+            ("model.config.tie_word_embeddings=true",),
+            r"mesh\.pipeline is 2: expected 1, because.*tied word embeddings; set",
+        ),
+        (
+            Mesh(2, 2, 1, 2),
+            "llama",
+            (),
+            r"mesh\.pipeline is 2: expected 1 with replicate and shard above 1; set one",
+        ),
+        (Mesh(tensor=4, pipeline=2), "llama", (), r"mesh\.tensor is 4"),
+        (Mesh(tensor=4), "llama", (), r"mesh\.tensor is 4.*divisor of the model's num_key_value_heads = 2"),
+        (Mesh(tensor=3), "llama", (), r"mesh\.tensor is 3.*num_attention_heads = 4"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.config.intermediate_size=69",),
+            r"mesh\.tensor is 2.*intermediate_size = 69",
+        ),
+        (
+            Mesh(tensor=2),
+            "gpt2",
+            (),
+            r"mesh\.tensor is 2: expected 1.*model type gpt2 is missing.*mesh\.shard",
+        ),
+        (Mesh(tensor=2), "qwen3_moe", MOE, r"mesh\.tensor is 2: expected 1.*qwen3_moe has.*packed_colwise"),
+        (
+            Mesh(tensor=2),
+            "llama",
+            ("model.adapter.scheme=ffa-lora",),
+            r"mesh\.tensor is 2: expected 1 with model\.adapter\.scheme = 'ffa-lora'; set mesh\.shard",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(mesh: Mesh, kind: str, overrides: tuple[str, ...], message: str) -> None:
+    plan = tiny(kind, *overrides)
+    with pytest.raises(ModelError, match=message):
+        mesh.check(8, configuration(plan), plan.model.adapter.scheme)
+
+
+def test_meshes_that_fit() -> None:
+    fit = [(Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")]
+    for mesh, kind in (*fit, *((mesh, "mistral") for mesh in PIPELINES)):
+        mesh.check(4, configuration(tiny(kind)), "full")
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, True, "2"])
+def test_a_degree_is_a_number_of_ranks(degree: Any) -> None:
+    with pytest.raises(ModelError, match=r"mesh\.shard is .*1 or more"):
+        Mesh(shard=degree)
+
+
+def test_what_auto_means() -> None:
+    card = 80 * 2**30
+    assert choose(1, card, 10**11) == Mesh()
+    assert choose(8, card, 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 8 * 10**9) == Mesh(shard=8)
+    assert choose(8, card, 10**7, frozen=8 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9) == Mesh(replicate=8)
+    assert choose(8, card, 3 * 10**9, private=True) == Mesh(shard=8)
+    assert choose(8, card, 10**7, frozen=7 * 10**10) == Mesh(shard=8)
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    mesh=st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 3)),
+    tensor=st.sampled_from([-1, 0, 1]),
+)
+def test_a_region_is_what_torch_gives_a_rank(shape: list[int], mesh: Mesh, tensor: int) -> None:
+    if tensor == 1 and len(shape) != 2:
+        tensor = 0
+    whole = torch.arange(int(np.prod(shape))).reshape(shape)
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        part = whole
+        for dimension, parts, index in ((tensor, mesh.tensor, at.tensor), (0, mesh.shard, at.shard)):
+            if dimension >= 0:
+                chunks = torch.chunk(part, parts, dimension)
+                part = chunks[index] if index < len(chunks) else part[:0]
+        rows, columns = region(shape, Cuts(1, tensor, 0), mesh, at)
+        found = whole.reshape(shape[0], -1)[rows.start : rows.stop, columns.start : columns.stop]
+        assert torch.equal(found.flatten(), part.flatten())
+
+
+@given(
+    rows=st.integers(1, 7),
+    columns=st.integers(1, 7),
+    edges=st.lists(st.integers(0, 49), min_size=2, max_size=2).map(sorted),
+    cuts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+)
+def test_regions_have_each_element_of_a_span_once(
+    rows: int, columns: int, edges: list[int], cuts: tuple[int, int]
+) -> None:
+    begin, end = (min(edge, rows * columns) for edge in edges)
+    row, column = min(cuts[0], rows), min(cuts[1], columns)
+    seen = np.zeros((rows, columns), int)
+    for across in (Span(0, row), Span(row, rows)):
+        for along in (Span(0, column), Span(column, columns)):
+            for each in between(Region(across, along), columns, begin, end):
+                seen[each.rows.start : each.rows.stop, each.columns.start : each.columns.stop] += 1
+    expected = np.zeros(rows * columns, int)
+    expected[begin:end] = 1
+    np.testing.assert_array_equal(seen.reshape(-1), expected)
+
+
+# --- a model without memory -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_laid_out_without_its_weights(tmp_path: Path) -> None:
+    plan = tiny("llama", "model.config.tie_word_embeddings=true")
+    model = load_model(plan)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    empty = load_model(here, empty=True)
+    assert all(parameter.is_meta for parameter in empty.module.parameters())
+    assert not any(buffer.is_meta for buffer in empty.module.buffers())
+    assert empty.layout == model.layout
+
+
+def test_buffers_of_a_checkpoint_are_read_from_it(tmp_path: Path) -> None:
+    """Such as the bias of a router, which the global model does not have."""
+    plan = tiny("deepseek_v3", *(f"model.config.{setting}" for setting in ROUTED))
+    model = load_model(plan)
+    for name, buffer in model.module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.fill_(0.25)
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "saved")
+    here = parse("", [f"model.name={tmp_path / 'saved'}", "data.sequence_length=16"])
+    found = dict(load_model(here, empty=True).module.named_buffers())
+    biases = [buffer for name, buffer in found.items() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bool((buffer == 0.25).all()) for buffer in biases)
+
+
+ROUTED = [
+    *("n_routed_experts=4", "n_group=1", "topk_group=1", "num_experts_per_tok=2", "first_k_dense_replace=1"),
+    *("q_lora_rank=8", "kv_lora_rank=8", "qk_rope_head_dim=4", "qk_nope_head_dim=4", "v_head_dim=4"),
+    *("moe_intermediate_size=8", "num_key_value_heads=4"),
+]

@@ -1,0 +1,375 @@
+"""Exactly the answers are learned, whatever the tokenizer and its chat template do to a text."""
+
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets  # type: ignore[import-untyped]  # it ships no types
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cloister.lm.text.examples import ANSWER, CONTEXT, Example, identity, to_examples
+from cloister.lm.text.records import Records, Unusable, read_each, read_records
+from cloister.lm.text.tokenizer import END, byte_tokenizer
+from cloister.protocol.errors import DataError
+from cloister.protocol.plan.plan import DataSection
+
+Format = Literal["text", "prompt", "messages"]
+
+BYTES = byte_tokenizer()
+EOS = 256
+PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|"))
+
+
+def merged() -> PreTrainedTokenizerFast:
+    """A tokenizer with merges, a beginning-of-text token, and words that swallow the space before them."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<bos>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the answer to the question is the other answer"] * 4, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<eos>",
+        chat_template=BYTES.chat_template,
+    )
+
+
+MERGED = merged()
+
+
+def examples(
+    records: Records, tokenizer: PreTrainedTokenizerBase = BYTES, format_: Format = "text"
+) -> list[Example]:
+    """The examples of all records; refuses one that cannot be used."""
+    unusable = Unusable()
+    found = [example for _, example in to_examples(records, tokenizer, DataSection(format=format_), unusable)]
+    if unusable.first is not None:
+        raise unusable.first
+    return found
+
+
+def learned(example: Example) -> list[str]:
+    """The runs of learned tokens of a byte tokenizer, as text."""
+    is_learned = example.role != CONTEXT
+    borders = np.flatnonzero(np.diff(is_learned)) + 1
+    runs = zip(np.split(example.tokens, borders), np.split(is_learned, borders), strict=True)
+    return [str(BYTES.decode(tokens.tolist())) for tokens, run in runs if run.any()]
+
+
+def learned_bytes(example: Example) -> float:
+    return example.bytes_each * np.count_nonzero(example.role == ANSWER)
+
+
+@settings(deadline=None)
+@given(prompt=PLAIN, completion=PLAIN)
+def test_a_completion_and_its_end_are_learned(prompt: str, completion: str) -> None:
+    (example,) = examples([{"prompt": prompt, "completion": completion}], format_="prompt")
+    whole = prompt + completion
+    assert example.tokens.tolist() == ([*whole.encode(), EOS] if whole else [])
+    assert learned(example) == ([completion + END] if whole else [])
+    assert learned_bytes(example) == pytest.approx(len(completion.encode()))
+
+
+# A template like Qwen3's: thoughts stay only in what follows the last question, and what was said is stripped.
+THINKING = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and '</think>' in m.content %}
+        {%- set said = m.content.split('</think>')[-1].strip() %}
+        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}
+    {%- else %}{% set said = m.content.strip() %}{% set thought = '' %}{% endif %}
+    {{- '[' + m.role + ']' }}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>' + thought + '</think>' }}{% endif %}
+    {{- said + '[/]\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""
+
+
+def test_turns_are_found_in_a_template_that_rewrites_them() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    said = ["yes", "<think>hm</think> yes ", "no", "<think>well</think>\nno\n"]
+    chat = [
+        {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
+    ]
+    (example,) = examples([{"messages": chat}], tokenizer, "messages")
+    assert learned(example) == ["yes[/]\n", "well</think>no[/]\n"]
+
+
+def test_an_end_that_the_template_gives_only_once_is_learned_once() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ '<|end|>' }}"
+    chat = [{"role": role, "content": role.upper()} for role in ["user", "assistant"] * 2]
+    (example,) = examples([{"messages": chat}], tokenizer, "messages")
+    assert learned(example) == ["ASSISTANT", "ASSISTANT" + END]
+
+
+def test_arrow_fills_of_missing_keys_do_not_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool is defined %}TOOL{% endif %}{% endfor %}"
+    )
+    chats = [
+        [{"role": "assistant", "content": "a", "tool": "t"}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "cc"}],
+    ]
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(file)
+    found = examples(read_records(str(file)), tokenizer, "messages")
+    assert [BYTES.decode(example.tokens.tolist()) for example in found] == ["aTOOL", "bcc"]
+    assert learned(found[1]) == ["cc"]
+
+
+SLOW = byte_tokenizer()
+SLOW.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
+
+
+def test_another_special_token_makes_another_tokenizer() -> None:
+    assert identity(SLOW) != identity(BYTES)  # so that its bytes are not read off
+
+
+@pytest.mark.parametrize("format_", ["text", "prompt", "messages"])
+@settings(deadline=None)
+@given(texts=st.lists(st.tuples(PLAIN, PLAIN), min_size=1, max_size=5))
+def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tuple[str, str]]) -> None:
+    rows = [
+        {
+            "text": first,
+            "prompt": first,
+            "completion": second + "!",
+            "messages": [{"role": "user", "content": first}, {"role": "assistant", "content": second}],
+        }
+        for first, second in texts
+    ]
+    fast, other = (examples(rows, tokenizer, format_) for tokenizer in (BYTES, SLOW))
+    for one, two in zip(fast, other, strict=True):
+        assert np.array_equal(one.tokens, two.tokens)
+        assert np.array_equal(one.role, two.role)
+        assert one.bytes_each == two.bytes_each
+
+
+def test_special_tokens_written_in_a_text_are_tokens() -> None:
+    found = examples([{"text": f"a{END}b"}, {"text": f"c{END}"}])
+    assert [example.tokens.tolist() for example in found] == [[97, EOS, 98, EOS], [99, EOS]]
+
+
+def test_a_tokenizer_with_a_beginning_token_gets_it() -> None:
+    text = "the answer é"
+    ids = MERGED(text)["input_ids"]
+    assert ids[0] == 0
+    (example,) = examples([{"text": text}], MERGED)
+    assert example.tokens.tolist() == [*ids, 1]
+    assert example.role[0] == CONTEXT
+
+
+def test_a_token_across_the_border_belongs_to_the_answer() -> None:
+    row = {"prompt": "the question is ", "completion": "the answer"}
+    (example,) = examples([row], MERGED, "prompt")
+    assert MERGED.decode(example.tokens[example.role != CONTEXT].tolist()) == " the answer<eos>"
+    assert learned_bytes(example) == pytest.approx(len("the answer"))
+
+
+def test_bytes_are_counted_whatever_the_tokens() -> None:
+    text = "the answer to the é€😀 question " * 20
+    (example,) = examples([{"text": text}], MERGED)
+    assert learned_bytes(example) == pytest.approx(len(text.encode()))
+    assert len(example) < len(text.encode()) / 2
+
+
+def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"text": "the answer to the question\n" * 50}]
+    (whole,) = examples(records, MERGED)
+    monkeypatch.setattr("cloister.lm.text.examples.BATCH_CHARACTERS", 100)
+    (in_pieces,) = examples(records, MERGED)
+    assert np.array_equal(in_pieces.tokens, whole.tokens)
+
+
+@pytest.mark.parametrize(
+    ("format_", "row", "complaint"),
+    [
+        (
+            "text",
+            {"body": "x", "n": 1, "text": None},
+            "^record 2: expected a field 'text'; the fields of the record: body, n; set the",
+        ),
+        ("text", {}, "^record 2: expected a field 'text'; the fields of the record: none"),
+        ("text", {"text": 3}, "^record 2, field text is 3: expected text"),
+        ("text", "abc", "^record 2 is 'abc': expected an object with named fields"),
+        (
+            "prompt",
+            {"prompt": "x", "answer": "y"},
+            "^record 2: expected a field 'completion'; the fields of the record: answer, prompt",
+        ),
+        (
+            "messages",
+            {"messages": "hi"},
+            r"^record 2, field messages is 'hi': expected a list of \{role, content\}",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user"}]},
+            "^record 2, field messages .*a text role and a text content",
+        ),
+        ("messages", {"messages": ["hi"]}, "^record 2, field messages"),
+    ],
+)
+def test_a_wrong_record_is_refused(format_: Format, row: dict[str, Any], complaint: str) -> None:
+    good = {
+        "text": "x",
+        "prompt": "x",
+        "completion": "y",
+        "messages": [{"role": "assistant", "content": "x"}],
+    }
+    with pytest.raises(DataError, match=complaint):
+        examples([good, row], BYTES, format_)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"^data\.format is 'messages'.*has no chat template"):
+        examples([{"messages": []}], tokenizer, "messages")
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", r"^record 1: .*roles must alternate"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", r"^record 1: expected a chat that .*str"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "^record 1: expected a chat template that keeps"),
+    ],
+)
+def test_a_chat_that_its_template_refuses_is_refused(template: str, complaint: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    rows = [{"messages": [{"role": "assistant", "content": "x"}]}]
+    with pytest.raises(DataError, match=complaint):
+        examples(rows, tokenizer, "messages")
+
+
+# One record and the others
+
+
+def chat_of(said: str) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": said}]}
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}",
+        "{{ range(10 ** 5) | random }}",
+        "{{ lipsum(1) }}",
+        "{% macro f() %}{{ strftime_now('%f') }}{% endmacro %}{{ f() }}",
+        "{% set ns = namespace(n=n) %}{% set ns.n = 1 %}{% set n = 2 %}{{ n }}{{ ns.n }}",
+        "{{ cycler('a', 'b').next() }}",
+    ],
+)
+def test_no_rendering_sees_another(reads: str) -> None:
+    """A template that uses the clock or random numbers for one record alone would tell the others of it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{reads}"
+    found = examples([chat_of("x")] * 3, tokenizer, "messages")
+    assert len({example.tokens.tobytes() for example in found}) == 1
+
+
+def test_a_template_has_a_date() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "\n{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date }} {{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (example,) = examples([chat_of("x")], tokenizer, "messages")
+    assert BYTES.decode(example.tokens.tolist()) == "\n01 Jan 2025 2025-01-01x"
+
+
+def test_random_numbers_of_a_template_and_of_the_process_are_apart() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ range(10 ** 5) | random }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    found = []
+    for _ in range(2):
+        random.random()
+        before = random.getstate()
+        found += examples([chat_of("x")], tokenizer, "messages")
+        assert random.getstate() == before
+    assert found[0].tokens.tobytes() == found[1].tokens.tobytes()
+
+
+class Panic(BaseException):
+    """As a panic of the tokenizers library: no `Exception`."""
+
+
+class Panics(PreTrainedTokenizerFast):
+    """Its native code fails on a name, or fails by an exception."""
+
+    def __call__(self, text: Any = None, *more: Any, **options: Any) -> Any:
+        for name, kind in (("Alice", Panic), ("Bob", MemoryError)):
+            if any(name in each for each in ([text] if isinstance(text, str) else text)):
+                raise kind(name)
+        return super().__call__(text, *more, **options)
+
+
+@pytest.mark.parametrize("name", ["Alice", "Bob", "\ud800"])
+@pytest.mark.parametrize("format_", ["text", "prompt", "messages"])
+def test_a_record_on_which_a_tokenizer_fails_is_left_out_alone(name: str, format_: Format) -> None:
+    tokenizer = Panics(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=MERGED.backend_tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=MERGED.chat_template,
+    )
+    rows = [
+        {"text": said, "prompt": "q", "completion": said, **chat_of(said)}
+        for said in ("one", name, "two", "x")
+    ]
+    data, unusable = DataSection(format=format_), Unusable()
+    found = list(to_examples(rows, tokenizer, data, unusable))
+    assert [record for record, _ in found] == [rows[0], *rows[2:]]
+    assert unusable.left_out == {"refused by the tokenizer": 1}
+    others = to_examples([rows[0], *rows[2:]], tokenizer, data, Unusable())
+    for (_, one), (_, two) in zip(found, others, strict=True):
+        assert np.array_equal(one.tokens, two.tokens)
+
+
+def test_a_tokenizer_that_pads_or_cuts_does_not_join_the_texts_of_a_batch(tmp_path: Path) -> None:
+    """A tokenizer's file can ask for padding to the longest text beside it."""
+    asks = merged()
+    asks.backend_tokenizer.enable_padding(length=None)
+    asks.backend_tokenizer.enable_truncation(4)
+    asks.save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    rows = [{"prompt": "the", "completion": " answer"}, {"prompt": "", "completion": "the question " * 9}]
+    together = examples(rows, tokenizer, "prompt")
+    for row, example in zip(rows, together, strict=True):
+        assert np.array_equal(examples([row], tokenizer, "prompt")[0].tokens, example.tokens)
+
+
+def test_no_chat_adds_a_key_to_another(tmp_path: Path) -> None:
+    """Arrow gives each object the keys of all objects at its place, at any depth."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{% endfor %}"
+    chats = [[{"role": "user", "content": "a", "calls": [{"name": n}]}] for n in ("f", "g")]
+    other = [{"role": "user", "content": "b", "calls": [{"name": "h", "age": 7}]}]
+
+    def texts(name: str, chats: list[Any]) -> list[str]:
+        file = tmp_path / name
+        datasets.Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(file)
+        rows = read_each(str(file), Unusable())
+        return [
+            str(BYTES.decode(each.tokens.tolist())) for each in examples(list(rows), tokenizer, "messages")
+        ]
+
+    assert texts("with.parquet", [*chats, other])[:2] == texts("without.parquet", chats)

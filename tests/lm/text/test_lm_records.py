@@ -1,0 +1,215 @@
+"""Records are read exactly, and unreadable sources are refused in one line."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]  # it ships no types
+import httpx
+import pytest
+from huggingface_hub import HfApi
+
+from cloister.lm.text.records import Unusable, check_source, fingerprint, read_each, read_records
+from cloister.protocol.errors import DataError, StorageError
+
+
+def test_a_text_file_is_one_record(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes("\ufeffhé\n\nllo\n".encode())
+    assert list(read_records(str(file))) == [{"text": "hé\n\nllo\n"}]
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "README.md").write_text("not data")
+    assert [record["text"] for record in read_records(str(tmp_path))] == ["a", "b", "c"]
+
+
+def test_one_by_one_the_same_records_are_read(tmp_path: Path) -> None:
+    rows = [{"text": f"é{index}\u2028\n", "n": index} for index in range(50)]
+    (tmp_path / "a.jsonl").write_text("\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_bytes("\ufeffhé\r\nllo".encode())
+    unusable = Unusable()
+    for file in tmp_path.iterdir():
+        assert list(read_each(str(file), unusable)) == list(read_records(str(file)))
+    assert len(list(read_each(str(tmp_path), unusable))) == 101
+
+
+def test_a_file_that_is_broken_as_a_whole_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
+    with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
+        list(read_each(str(tmp_path), Unusable()))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_matter_of_a_record(stop: type[BaseException]) -> None:
+    def act() -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        Unusable().tried("stopped", act)
+
+
+def test_the_first_record_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('\n{"text": "x"}\n\nno object\n7\n')
+    unusable = Unusable()
+    assert list(read_each(str(file), unusable)) == [{"text": "x"}]
+    assert unusable.left_out == {"not readable": 2}
+    assert str(unusable.first).startswith(f"{file}, line 4: expected one JSON object (Expecting value)")
+
+
+def test_a_list_is_one_document_only_where_no_record_is_protected(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('\n [{"text": "x"},\n{"text": 1}]')
+    assert list(read_each(str(file), Unusable(), documents=True)) == [{"text": "x"}, {"text": 1}]
+    assert list(read_each(str(file), Unusable())) == []
+
+
+def test_no_server_is_told_that_a_file_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(httpx.Client, "send", lambda _client, request, **_: asked.append(str(request.url)))
+    (tmp_path / "a.jsonl").write_text('{"text": "private"}\n')
+    assert list(read_records(str(tmp_path / "a.jsonl"))) == [{"text": "private"}]
+    assert asked == []
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+@pytest.mark.parametrize("name", ["odd [1]*.jsonl", "list.json", "table.parquet"])
+def test_tables(name: str, with_cache: bool, tmp_path: Path) -> None:
+    rows = [{"text": f"é{index}\u2028\n", "n": index} for index in range(50)]
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    records = read_records(str(file), cache=tmp_path / "cache" if with_cache else None)
+    assert len(records) == 50
+    assert records[7] == rows[7]
+    assert list(records) == rows
+    assert bool(getattr(records, "cache_files", [])) == with_cache
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes('\ufeff{"text": "é"}\n'.encode())
+    assert list(read_records(str(file))) == [{"text": "é"}]
+
+
+def test_private_files_stay_out_of_the_global_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "global"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", elsewhere)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "secret"}\n')
+    for cache in (None, tmp_path / "own"):
+        assert read_records(str(file), cache=cache)[0] == {"text": "secret"}
+    assert not elsewhere.exists()
+
+
+def test_changed_files_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for text in ("one", "two", "six"):
+        file.write_text(json.dumps({"text": text}))
+        assert read_records(str(file), cache=tmp_path / "cache")[0] == {"text": text}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b"", "expected a file with records, but it is empty"),
+        ("a.jsonl", b"\n \n", "a file with records, but it has none"),
+        (
+            "a.jsonl",
+            b'{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n',
+            r"a\.jsonl, line 3: expected one JSON object \(Expecting",
+        ),
+        (
+            "a.jsonl",
+            b'{"a": "x"}\n{"a": "cut o',
+            r"a\.jsonl, line 2: expected one JSON object \(Unterminated",
+        ),
+        ("a.jsonl", b'{"a": "x"}\n"y"\n', r"a\.jsonl, line 2 is 'y': expected one JSON object"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl, line 1: expected one JSON object"),
+        ("a.json", b'[\n{"a": "x"},\n{"a" "y"}\n]', r"a\.json, line 3: expected a JSON list of objects"),
+        ("a.json", b'[{"a": "x"}, 3]', r"a\.json, record 2 is 3: expected one JSON object"),
+        ("a.json", b"[]", "expected .*record"),
+        ("a.parquet", b"PAR1 this is none", "expected readable parquet records"),
+        ("a.txt", b"", "but it is empty"),
+        ("a.txt", b"abc\xff", "expected UTF-8 text, but byte 3 is not"),
+        ("a.csv", b"a,b", r"expected a file that ends in \.txt, \.jsonl"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(
+    name: str, content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(DataError, match=complaint) as refused:
+            read_records(str(file), cache=cache)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_data_or_with_two_kinds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected a folder with files that end in"):
+        read_records(str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
+    with pytest.raises(DataError, match="this folder mixes json, text"):
+        read_records(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "missing", ["nothing.jsonl", "/nowhere/data", "./nowhere", "~/nowhere-at-all", "a/b/c"]
+)
+def test_a_missing_file_is_refused(missing: str) -> None:
+    with pytest.raises(DataError, match=r"^data is .*: expected an existing file or folder"):
+        read_records(missing)
+
+
+def test_without_a_hub_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repo_info(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("no network")
+
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
+    for look in (read_records, check_source):
+        with pytest.raises(DataError, match=r"^data is 'no-such/data:en': .*the hub cannot be reached"):
+            look("no-such/data:en", cache=tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("while generating") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "x"}')
+    with pytest.raises(StorageError, match=r"cache.*No space left on device"):
+        read_records(str(file), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_what_the_system_does_not_let_be_read_is_refused(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"a.{suffix}").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=rf"a\.{suffix}': expected a readable file .*No such file"):
+        read_records(str(tmp_path))
+
+
+def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}')
+    same = [fingerprint(str(file)), fingerprint(str(file))]
+    prints = [same[0], fingerprint(str(file), split="test"), fingerprint(str(tmp_path))]
+    file.write_text('{"text": "b"}')
+    prints.append(fingerprint(str(file)))
+    assert same[0] == same[1]
+    assert len(set(prints)) == len(prints)

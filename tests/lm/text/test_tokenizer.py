@@ -1,0 +1,145 @@
+"""Bytes as tokens lose nothing; an unavailable tokenizer is refused at once."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
+from cloister.protocol.errors import ModelError
+from cloister.protocol.plan.plan import ModelSection
+
+BYTES = byte_tokenizer()
+UNREACHABLE = httpx.ConnectError("no network")
+
+
+def words(**special: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "a": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        tokenizer_object=backend, unk_token="<unk>", **special
+    )
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, answer: Exception) -> None:
+    def repo_info(*_: object, **__: object) -> None:
+        raise answer
+
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_tokens_are_the_bytes_and_give_the_text_back(text: str) -> None:
+    ids = BYTES(text)["input_ids"]
+    if "<|" not in text:
+        assert ids == list(text.encode())
+    assert BYTES.decode(ids) == text
+
+
+def test_every_byte_is_named_as_in_gpt2() -> None:
+    reference = bytes_to_unicode()  # type: ignore[no-untyped-call]  # it has no annotations
+    assert {byte: BYTES.convert_ids_to_tokens(byte) for byte in range(256)} == reference
+
+
+def test_special_tokens() -> None:
+    assert (len(BYTES), BYTES.eos_token_id, BYTES.pad_token_id) == (258, 256, 257)
+    assert BYTES("a<|end|>")["input_ids"] == [97, 256]
+    assert BYTES.decode([97, 256, 257], skip_special_tokens=True) == "a"
+
+
+def test_chat_template() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert BYTES.apply_chat_template(chat, tokenize=False) == "user\nhi<|end|>assistant\nho<|end|>"
+    asked = BYTES.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "user\nhi<|end|>assistant\n"
+
+
+@pytest.mark.parametrize("text", ["  a , b .\r\n\x00", "é€😀 עברית \u200d", "'s n't <|end|> \ufffd"])
+def test_a_saved_one_is_the_same(text: str, tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path)
+    for again in (
+        AutoTokenizer.from_pretrained(tmp_path),
+        load_tokenizer(ModelSection(tokenizer=str(tmp_path))),
+    ):
+        assert again(text)["input_ids"] == BYTES(text)["input_ids"]
+        assert again.decode(again(text)["input_ids"]) == text
+        assert (again.eos_token, again.pad_token, again.chat_template) == (
+            "<|end|>",
+            "<|pad|>",
+            BYTES.chat_template,
+        )
+
+
+@pytest.mark.parametrize("model", [ModelSection(), ModelSection(name="gpt2", tokenizer="bytes")])
+def test_bytes_need_no_files(model: ModelSection) -> None:
+    assert load_tokenizer(model).get_vocab() == BYTES.get_vocab()
+
+
+def test_without_a_padding_token_it_pads_with_its_end(tmp_path: Path) -> None:
+    words(eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelSection(name=str(tmp_path)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_without_an_end_token_it_is_refused(tmp_path: Path) -> None:
+    words().save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"^model\.name is .*: expected a tokenizer with an end-of-text token"
+    ):
+        load_tokenizer(ModelSection(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize("missing", ["/nowhere/model", "./nowhere", "~/nowhere-at-all", "a/b/c"])
+def test_a_missing_folder_is_refused(missing: str) -> None:
+    with pytest.raises(ModelError, match=r"^model\.tokenizer is .*: expected an existing folder"):
+        load_tokenizer(ModelSection(tokenizer=missing))
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    with pytest.raises(ModelError, match="expected an existing folder"):
+        load_tokenizer(ModelSection(tokenizer=str(file)))
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model\.name is ") as refused:
+        load_tokenizer(ModelSection(name=str(tmp_path)))
+    assert "\n" not in str(refused.value)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"^model\.name is "):
+        load_tokenizer(ModelSection(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "answer", [UNREACHABLE, httpx.ConnectTimeout("slow"), OfflineModeIsEnabled("offline")]
+)
+def test_without_a_hub_it_is_refused_at_once(answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, answer)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=r"'no-such/model': .*the hub cannot be reached") as refused:
+        load_tokenizer(ModelSection(name="no-such/model"))
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(refused.value)
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
+    hub(monkeypatch, RepositoryNotFoundError("no", response=response))
+    with pytest.raises(ModelError, match=r"that the hub has at revision v1 \(HTTP status 404\)"):
+        load_tokenizer(ModelSection(name="no-such/model", revision="v1"))
+
+
+def test_a_name_that_no_hub_can_have_is_refused() -> None:
+    with pytest.raises(ModelError, match="expected a hub name such as owner/name"):
+        load_tokenizer(ModelSection(tokenizer="not a name!"))

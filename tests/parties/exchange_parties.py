@@ -1,0 +1,560 @@
+"""The parties of the exchange's tests: sites that answer as a test says, real sites in processes, a relay between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+from unittest import mock
+
+import grpc
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.ranks.resident import Resident
+from cloister.clients.setup.config import read_config
+from cloister.clients.site import Site
+from cloister.clients.training import work
+from cloister.clients.training.release import Finished
+from cloister.clients.training.work import Task
+from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
+from cloister.protocol.identity.invitation import Invitation, prove
+from cloister.protocol.identity.roster import load_identity, load_roster, new_identity
+from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.messages.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
+from cloister.protocol.messages.messages import (
+    TRAIN,
+    Contribute,
+    Instructions,
+    Join,
+    Joined,
+    Refused,
+    Reply,
+    Request,
+    SumId,
+)
+from cloister.protocol.messages.transfer import VERSION
+from cloister.server.exchange.certificate import Certificate, new_certificate
+from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.record.folder import RunFolder
+from cloister.server.round.channel import Failure
+from cloister.server.run import run
+from cloister.tests.parties.federation import contribution_of, step_of
+from cloister.tests.tools.kills import die
+
+RUN = "0a1b2c"
+NAME = "coordinator.example"
+CERTIFICATE: Certificate = new_certificate([NAME])
+WAIT_S = 30.0
+
+
+def open_channel(folder: Path, **options: Any) -> ExchangeChannel:
+    """An exchange on loopback, for three sites and vectors of up to 8 MiB."""
+    given = {"sites": 3, "most_bytes": 2**23, "bind": "127.0.0.1:0", **options}
+    certificate = given.pop("certificate", CERTIFICATE)
+    return ExchangeChannel(RUN, certificate, folder / "spool", **given)
+
+
+def join_request(text: str = "{}") -> Join:
+    """A request without a vector."""
+    return Join(RUN, text, bytes(32), b"", np.empty(0, np.float32))
+
+
+def contribute(model: Any, number: int = 1) -> Contribute:
+    """A request for a contribution from a model."""
+    told = Instructions(SumId(RUN, bytes(32), TRAIN, number), vector_hash(model))
+    return Contribute(told, 1, None, model)
+
+
+class Answering:
+    """A site that answers as a test says.
+
+    Args:
+        name: Its name.
+        vector: What it contributes.
+    """
+
+    def __init__(self, name: str = "site-1", vector: Any = None) -> None:
+        self.name = name
+        self.vector = np.arange(1000, dtype=np.uint32) if vector is None else vector
+        self.asked: list[Request] = []
+        self.during: Callable[[Request], None] = lambda _request: None
+        """Called while a request is handled."""
+
+    def answer(self, request: Request) -> Reply:
+        self.asked.append(request)
+        self.during(request)
+        if isinstance(request, Contribute):
+            return contribution_of(request, self.name, self.vector)
+        return Joined(self.name)
+
+    def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
+        raise AssertionError("it has no policy")
+
+
+class Asker:
+    """Gives a site its invitations, and notes why it asks."""
+
+    def __init__(self, channel: ExchangeChannel) -> None:
+        self.channel = channel
+        self.reasons: list[CloisterError | None] = []
+        self.alter: Callable[[Invitation], Invitation] = lambda invitation: invitation
+        self.most = 100
+
+    def __call__(self, why: CloisterError | None) -> Invitation:
+        self.reasons.append(why)
+        if len(self.reasons) > self.most:
+            raise InvitationError("invitations", len(self.reasons), expected=f"at most {self.most}")
+        return self.alter(self.channel.invite())
+
+
+@contextlib.contextmanager
+def connected(
+    channel: ExchangeChannel,
+    site: Answering,
+    folder: Path,
+    *,
+    identity: Ed25519PrivateKey | None = None,
+    through: Relay | None = None,
+    ask: Asker | None = None,
+    more: int = 1,
+) -> Iterator[Asker]:
+    """A site in threads of this process, connected to a channel."""
+    asker = ask or Asker(channel)
+    if through is not None:
+        asker.alter = lambda invitation: replace(invitation, address=through.address)
+    client = ExchangeSite(
+        site.name,
+        identity or new_identity(),
+        lambda: site,
+        asker,
+        folder / site.name,
+        explain=str,
+        jitter=lambda: 0.1,
+    )
+    thread = threading.Thread(target=client.run)
+    before = sum(each.online for each in channel.connected())
+    thread.start()
+    try:
+        assert channel.wait_for(before + more, WAIT_S) == before + more
+        yield asker
+    finally:
+        client.stop()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        until = time.monotonic() + WAIT_S
+        while more and any(each.online and each.name == site.name for each in channel.connected()):
+            assert time.monotonic() < until
+
+
+class Raw:
+    """A peer that sends what a test says, without a client of ours.
+
+    Args:
+        channel: The exchange.
+    """
+
+    def __init__(self, channel: ExchangeChannel) -> None:
+        self.channel = channel
+        self._grpc = grpc.secure_channel(
+            channel.address,
+            grpc.ssl_channel_credentials(CERTIFICATE.pem),
+            [("grpc.ssl_target_name_override", NAME), ("grpc.max_send_message_length", -1)],
+        )
+        self.unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unsent.put(None)
+        self._grpc.close()
+
+    def call(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> Any:
+        """A call of the exchange; iterate over it for the answers."""
+        metadata = (("session-bin", key),) if key else ()
+        return self._grpc.stream_stream(f"/cloister.Exchange/{method}")(
+            iter(messages), metadata=metadata, timeout=WAIT_S
+        )
+
+    def refused(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> tuple[str, str]:
+        """The code and text with which a call is refused."""
+        with pytest.raises(grpc.RpcError) as raised:
+            list(self.call(method, messages, key))
+        return raised.value.code().name, raised.value.details()
+
+    def say(self, **said: Any) -> None:
+        """Send a message in the session."""
+        self.unsent.put(FromSite(**said).SerializeToString())
+
+    def session(self) -> Any:
+        """A session, as a call whose messages come from `say`."""
+        return self.call("Session", iter(self.unsent.get, None))
+
+    def open(self, name: str = "site-1", identity: Ed25519PrivateKey | None = None) -> tuple[Any, bytes]:
+        """A session that has been welcomed, and its key."""
+        call, welcome = self.welcomed(name, identity or new_identity())
+        return call, welcome.key
+
+    def welcomed(self, name: str, identity: Ed25519PrivateKey) -> tuple[Any, Welcome]:
+        """A session, and what it was welcomed with."""
+        invitation = self.channel.invite()
+        call = self.session()
+        self.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        public = identity.public_key().public_bytes_raw()
+        signature = prove(identity, invitation, nonce, name)
+        self.say(proof=Proof(name=name, key=public, signature=signature))
+        return call, said(call).welcome
+
+
+def said(call: Any) -> ToSite:
+    """The next message of a session."""
+    message: ToSite = ToSite.FromString(next(call))
+    return message
+
+
+class Relay:
+    """A relay of TCP connections that counts bytes and can cut them.
+
+    Args:
+        address: HOST:PORT of the server.
+        proxy: Whether a connection begins with an HTTP CONNECT.
+    """
+
+    def __init__(self, address: str, *, proxy: bool = False) -> None:
+        self._proxy = proxy
+        host, _, port = address.rpartition(":")
+        self._to = (host, int(port))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.moved = {"up": 0, "down": 0}
+        """Bytes from the site and to it."""
+        self.cut_at: dict[str, int] = {}
+        """The bytes of a direction after which all connections are cut, once."""
+        self.hold_at: dict[str, int] = {}
+        """The bytes of a direction after which nothing is passed on until `passing` is set."""
+        self.passing = threading.Event()
+        self.connects: list[str] = []
+        """As a proxy: what it was asked for."""
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.passing.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def cut(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            try:
+                if self._proxy:
+                    self.connects.append(near.recv(2**12).split(b"\r\n")[0].decode())
+                    near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                far = socket.create_connection(self._to)
+            except OSError:  # the server is down
+                near.close()
+                continue
+            with self._lock:
+                self._open |= {near, far}
+            for name, one, other in (("up", near, far), ("down", far, near)):
+                thread = threading.Thread(target=self._copy, args=(name, one, other))
+                self._threads.append(thread)
+                thread.start()
+
+    def _copy(self, name: str, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(2**16):
+                self.moved[name] += len(data)
+                if name in self.cut_at and self.moved[name] >= self.cut_at[name]:
+                    del self.cut_at[name]
+                    self.cut()
+                    break
+                if name in self.hold_at and self.moved[name] >= self.hold_at[name]:
+                    self.passing.wait(WAIT_S)
+                other.sendall(data)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._open -= {one, other}
+        one.close()
+
+
+Moment: TypeAlias = tuple[str, int, str]
+"""A purpose, a round, and a step."""
+
+
+def moment_of(request: Request) -> Moment:
+    """The sum and the step that a request is of."""
+    step = step_of(request)
+    return ("", 0, step) if isinstance(request, Join) else (request.sum.purpose, request.sum.round, step)
+
+
+class Mortal:
+    """A site whose process is killed after it has answered, once at each moment: the answer is lost.
+
+    Args:
+        site: The site.
+        moments: When.
+        folder: Remembers at which of them it has died.
+    """
+
+    def __init__(self, site: Site, moments: Collection[Moment], folder: Path) -> None:
+        self.name = site.name
+        self.refuse = site.refuse
+        self._site = site
+        self._moments = moments
+        self._folder = folder
+
+    def answer(self, request: Request) -> Reply:
+        reply, now = self._site.answer(request), moment_of(request)
+        if now in self._moments and not self._mark(now).exists():
+            self._mark(now).touch()
+            die()
+        return reply
+
+    def _mark(self, moment: Moment) -> Path:
+        return self._folder / f"died-{'-'.join(map(str, moment))}"
+
+
+class SiteProcesses:
+    """Real sites, each in a process of its own, which is started again when it is killed.
+
+    Args:
+        invite: Gives them their invitations; stands in for Flower's authenticated channel.
+        configs: For each site its TOML.
+        moments: For some of them, by their place, when they are killed.
+    """
+
+    def __init__(
+        self,
+        invite: Callable[[], bytes],
+        configs: list[Path],
+        moments: Mapping[int, Collection[Moment]] = MappingProxyType({}),
+    ) -> None:
+        self._invite = invite
+        self._context = multiprocessing.get_context("forkserver")
+        self.codes: list[list[int | None]] = [[] for _ in configs]
+        """For each site the exit codes of its processes."""
+        self._current: list[Any] = [None] * len(configs)
+        self._threads = [
+            threading.Thread(target=self._keep, args=(index, config, moments.get(index, ())))
+            for index, config in enumerate(configs)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _keep(self, index: int, config: Path, moments: Collection[Moment]) -> None:
+        while not self.codes[index] or self.codes[index][-1] == -signal.SIGKILL:
+            near, far = self._context.Pipe()
+            process = self._current[index] = self._context.Process(target=_serve, args=(config, moments, far))
+            process.start()
+            far.close()
+            with contextlib.suppress(EOFError, OSError):
+                while near.recv() is None:
+                    near.send_bytes(self._invite())
+            process.join(WAIT_S)
+            self.codes[index].append(process.exitcode)
+
+    def kill(self, index: int) -> None:
+        """End the process of a site as `kill -9` would."""
+        os.kill(self._current[index].pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Wait until all processes have ended."""
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        for process in self._current:
+            if process.is_alive():
+                process.terminate()
+
+
+def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
+    config = read_config(path)
+    resident = Resident()
+
+    def invite(_why: CloisterError | None) -> Invitation:
+        pipe.send(None)
+        if not pipe.poll(WAIT_S):
+            raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
+        return Invitation.from_bytes(pipe.recv_bytes())
+
+    real = work.train
+
+    def train(trainer: Any, terms: Any, task: Task, *rest: Any) -> Finished:
+        finished = real(trainer, terms, task, *rest)
+        with (path.parent / "trained").open("a") as file:
+            file.write(f"{task.round}\n")
+        return finished
+
+    with mock.patch.object(work, "train", train):
+        ExchangeSite(
+            config.name,
+            load_identity(Path(config.identity)),
+            lambda: Mortal(Site(config, resident), moments, path.parent),
+            invite,
+            config.folder / "exchange",
+            jitter=lambda: 0.01,
+        ).run()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step that a coordinator has asked for."""
+
+    moment: Moment
+    before: int
+    """Bytes that its process had received until then."""
+    after: int | None
+    """Bytes that it had received when it had all answers; None if it was killed."""
+
+
+class CoordinatorProcesses:
+    """A coordinator in a process of its own, which is killed at some moments and started again.
+
+    Args:
+        folder: The run folder, created, and the spool beside it.
+        sites: The folder of the sites, which has the roster.
+        moments: For each of its processes but the last, when it is killed.
+    """
+
+    def __init__(self, folder: Path, sites: Path, moments: list[Moment]) -> None:
+        self._folder = folder
+        self._sites = sites
+        self._moments = moments
+        self._changed = threading.Condition()
+        self._pipe: Connection | None = None
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def run(self) -> list[list[Asked]]:
+        """Run to the end; what each process has asked for."""
+        context = multiprocessing.get_context("forkserver")
+        found: list[list[Asked]] = []
+        for moment in (*self._moments, None):
+            near, far = context.Pipe()
+            log = self._folder.with_name(f"asked-{len(found)}")
+            arguments = (self._folder, self._sites, self._address, CERTIFICATE, moment, log, far)
+            process = context.Process(target=_coordinate, args=arguments)
+            process.start()
+            far.close()
+            with self._changed:
+                self._pipe = near
+                self._changed.notify_all()
+            process.join(2 * WAIT_S)
+            with self._changed:
+                self._pipe = None
+            assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            begun = {tuple(moment): before for moment, before, after in lines if after is None}
+            ended = {tuple(moment): after for moment, _, after in lines if after is not None}
+            found.append([Asked(each, before, ended.get(each)) for each, before in begun.items()])
+        return found
+
+    def invite(self) -> bytes:
+        """An invitation of the process that runs, or that will."""
+        with self._changed:
+            while True:
+                assert self._changed.wait_for(lambda: self._pipe is not None, WAIT_S)
+                assert self._pipe is not None
+                try:
+                    self._pipe.send(None)
+                    return self._pipe.recv_bytes()
+                except (EOFError, OSError):
+                    self._pipe = None
+
+
+class Watched:
+    """A channel that notes what it is asked for, and is killed with its process when two sites have answered."""
+
+    def __init__(self, channel: ExchangeChannel, moment: Moment | None, log: Path) -> None:
+        self._channel = channel
+        self._moment = moment
+        self._log = log
+
+    def nodes(self) -> Sequence[int]:
+        return self._channel.nodes()
+
+    def ask(
+        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
+    ) -> Iterator[tuple[int, Reply | Failure]]:
+        now, before = moment_of(next(iter(requests.values()))), self._received()
+        self._note(now, before, None)
+        for number, answer in enumerate(self._channel.ask(requests, deadline_s, group=group), 1):
+            if (now, number) == (self._moment, 2):
+                die()
+            yield answer
+        self._note(now, before, self._received())
+
+    def _received(self) -> int:
+        return sum(site.received for site in self._channel.connected())
+
+    def _note(self, *line: Any) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _coordinate(
+    path: Path,
+    sites: Path,
+    address: str,
+    certificate: Certificate,
+    moment: Moment | None,
+    log: Path,
+    pipe: Connection,
+) -> None:
+    with RunFolder.reopen(path) as folder:
+        plan, roster = folder.plan, load_roster(sites / "roster.toml")
+        with ExchangeChannel(
+            "run",
+            certificate,
+            path.with_name("spool"),
+            sites=plan.cohort.sites,
+            most_bytes=most_bytes_of(plan, 10**5),
+            bind=address,
+            cards=roster.cards,
+        ) as channel:
+
+            def invite() -> None:
+                with contextlib.suppress(EOFError, OSError):
+                    while pipe.recv() is None:
+                        pipe.send_bytes(channel.invite().to_bytes())
+
+            threading.Thread(target=invite, daemon=True).start()
+            assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
+            run(folder, Watched(channel, moment, log), lambda _event: None, roster=roster)
+            channel.close(over=True)

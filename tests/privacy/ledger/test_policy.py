@@ -1,0 +1,339 @@
+"""A site's policy: each demand below, at and above what it allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.privacy.ledger import policy as policies
+from cloister.privacy.ledger.policy import Offer, Policy, load_policy, offer_of
+from cloister.protocol.errors import PolicyError
+from cloister.protocol.plan.plan import AdapterSection, PrivacySection
+from cloister.protocol.plan.soundness import parse
+from cloister.tests.parties.federation import changed
+
+HASH = "ab" * 32
+
+OFFER = Offer(
+    unit="record",
+    window=64,
+    owner_field="patient_id",
+    noise_multiplier=1.0,
+    delta=1e-5,
+    epsilon_after=8.0,
+    trusted_coordinator=False,
+    cohort=8,
+    secure=True,
+    roster_hash=HASH,
+    model="meta-llama/Llama-3.2-1B",
+    tokenizer="meta-llama/Llama-3.2-1B",
+    adapter="ffa-lora",
+    rounds=10,
+)
+
+
+def policy(path: Path, text: str) -> Policy:
+    path.write_text(text, encoding="utf-8")
+    return load_policy(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "policy.toml"
+
+
+# demand as in TOML, field of the offer, what passes, what does not
+DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
+    ('units = ["record"]', "unit", ["record"], ["none", "window", "owner", "site"]),
+    ('units = ["owner"]', "unit", ["owner"], ["none", "record", "window", "site"]),
+    ('units = ["window"]', "unit", ["window"], ["none", "record", "site"]),
+    ('units = ["record", "site"]', "unit", ["record", "site"], ["none", "window", ""]),
+    ('units = ["none", "record", "site"]', "unit", ["none", "record", "site"], ["window", "other"]),
+    ('least_window = 64\nunits = ["window"]', "window", [64, 65], [63, 0, -64, math.nan]),
+    (
+        'owner_fields = ["patient_id", "person"]',
+        "owner_field",
+        ["patient_id", "person"],
+        ["note_id", "Patient_id", ""],
+    ),
+    ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
+    (
+        "greatest_epsilon = 8.0\ngreatest_delta = 0.5",
+        "epsilon_after",
+        [0.0, 7.5, 8.0],
+        [math.nextafter(8, 9), 20.0, math.inf, math.nan],
+    ),
+    ("greatest_delta = 1e-6", "delta", [1e-7, 1e-6], [math.nextafter(1e-6, 1), 1e-5, math.nan]),
+    ("trusted_coordinator = false", "trusted_coordinator", [False], [True, 0, None]),
+    ("trusted_coordinator = true", "trusted_coordinator", [True, False], []),
+    ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
+    ("secure_required = true", "secure", [True], [False, 1, None]),
+    ("secure_required = false", "secure", [True, False], []),
+    (f'roster_hash = "{HASH}"', "roster_hash", [HASH, HASH.upper()], ["", "cd" * 32, HASH[:-1]]),
+    ('models = ["builtin:llama"]', "model", ["builtin:llama"], ["builtin:llama2", "Builtin:llama", ""]),
+    (
+        'models = ["meta-llama/*", "gpt2"]',
+        "model",
+        ["meta-llama/x", "gpt2"],
+        ["meta-llama", "evil/meta-llama/x", "gpt2-xl"],
+    ),
+    ('tokenizers = ["bytes"]', "tokenizer", ["bytes"], ["byte", "Bytes", "/tmp/bytes", "builtin:llama", ""]),
+    (
+        'tokenizers = ["meta-llama/*", "gpt2"]',
+        "tokenizer",
+        ["meta-llama/x", "gpt2"],
+        ["meta-llama", "evil/meta-llama/x", "gpt2-xl", "bytes"],
+    ),
+    ('adapters = ["ffa-lora", "rolora"]', "adapter", ["ffa-lora", "rolora"], ["lora", "full", ""]),
+    ("most_rounds = 10", "rounds", [1, 9, 10], [11, 1000]),
+]
+
+
+@pytest.mark.parametrize(("demand", "field", "passes", "refused"), DEMANDS, ids=[each[0] for each in DEMANDS])
+def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
+    path: Path, demand: str, field: str, passes: list[Any], refused: list[Any]
+) -> None:
+    demanded = policy(path, demand)
+    offer = dataclasses.replace(
+        OFFER, unit={"window": "window", "owner_field": "owner"}.get(field, OFFER.unit)
+    )
+    for value in passes:
+        demanded.check(dataclasses.replace(offer, **{field: value}))
+    for value in refused:
+        with pytest.raises(PolicyError) as error:
+            demanded.check(dataclasses.replace(offer, **{field: value}))
+        assert error.value.value is value  # what is offered
+        assert demand.split(" = ")[0] in str(error.value)  # by which demand
+        assert error.value.expected
+
+
+def test_every_demand_is_tried() -> None:
+    assert {each[0].split(" = ")[0] for each in DEMANDS} == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize("unit", ["none", "record", "site"])
+def test_the_length_of_a_window_counts_where_a_window_is_the_unit(path: Path, unit: str) -> None:
+    demanded = policy(path, 'least_window = 64\nunits = ["none", "record", "window", "site"]')
+    short = dataclasses.replace(OFFER, unit=unit, window=2)
+    demanded.check(short)
+    with pytest.raises(PolicyError, match="tokens in a window is 2: expected at least 64, by least_window"):
+        demanded.check(dataclasses.replace(short, unit="window"))
+
+
+@pytest.mark.parametrize(
+    "demand", ["least_noise", "greatest_epsilon", "greatest_delta", "least_cohort", "units"]
+)
+def test_without_the_demand_the_same_offer_passes(path: Path, demand: str) -> None:
+    """So that each refusal comes from its own demand."""
+    offer = dataclasses.replace(
+        OFFER, unit="site", noise_multiplier=0.1, delta=0.1, epsilon_after=90.0, cohort=4
+    )
+    demands = {
+        "units": '["record"]',
+        "least_noise": "1.0",
+        "greatest_epsilon": "8.0",
+        "greatest_delta": "1e-6",
+        "least_cohort": "8",
+    }
+    with pytest.raises(PolicyError, match=demand):
+        policy(path, f"{demand} = {demands[demand]}").check(offer)
+    policy(path, "secure_required = true").check(offer)
+
+
+def test_a_message_says_what_is_demanded_offered_and_accepted(path: Path) -> None:
+    with pytest.raises(PolicyError) as error:
+        policy(path, "greatest_epsilon = 4.0\ngreatest_delta = 0.5").check(OFFER)
+    assert str(error.value) == (
+        "epsilon of the site's data after the run is 8.0: expected at most 4.0, by greatest_epsilon of the site's "
+        "policy"
+    )
+    with pytest.raises(PolicyError, match="expected one of ffa-lora, rolora, by adapters"):
+        policy(path, 'adapters = ["ffa-lora", "rolora"]').check(dataclasses.replace(OFFER, adapter="lora"))
+
+
+def test_what_is_left_out_still_demands_a_guarantee_masks_and_a_cohort(path: Path) -> None:
+    least = policy(path, "most_rounds = 1000")
+    least.check(OFFER)
+    for change in (
+        {"unit": "none"},
+        {"unit": "window"},
+        {"secure": False},
+        {"trusted_coordinator": True},
+        {"cohort": 2},
+    ):
+        with pytest.raises(PolicyError):
+            least.check(dataclasses.replace(OFFER, **change))
+
+
+@given(
+    noise=st.floats(),
+    epsilon=st.floats(),
+    least=st.floats(0, 100),
+    greatest=st.floats(0, 100, exclude_min=True),
+)
+def test_figures_pass_exactly_where_they_are_within_both_limits(
+    noise: float, epsilon: float, least: float, greatest: float
+) -> None:
+    demanded = Policy(least_noise=least, greatest_epsilon=greatest, greatest_delta=0.5)
+    offer = dataclasses.replace(OFFER, noise_multiplier=noise, epsilon_after=epsilon)
+    try:
+        demanded.check(offer)
+        passed = True
+    except PolicyError:
+        passed = False
+    assert passed == (noise >= least and epsilon <= greatest)
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this file is empty"),
+        ("# greatest_epsilon = 1\n", "at least one demand"),
+        ("greatest_epsilom = 1.0", r"did you mean greatest_epsilon\?"),
+        ("[privacy]\nleast_noise = 1.0", "expected one of the keys"),
+        ("least_noise = nan", "least_noise"),
+        ("least_noise = -1.0", "least_noise is -1.0: expected greater than or equal to 0"),
+        ("greatest_epsilon = 1.0", "greatest_delta as well"),
+        ("greatest_epsilon = inf", "greatest_epsilon"),
+        ("greatest_epsilon = 0.0", "greater than 0"),
+        ('greatest_epsilon = "8"', "expected a number"),
+        ("greatest_delta = 1.0", "less than 1"),
+        ("least_window = 0", "least_window is 0: expected greater than or equal to 1"),
+        ("least_window = 1.5", "expected an integer"),
+        ("trusted_coordinator = 1", "expected a boolean"),
+        ("least_cohort = 0", "least_cohort"),
+        ("least_cohort = 3.5", "expected an integer"),
+        ("secure_required = 1", "expected a boolean"),
+        ('roster_hash = "abc"', "64 hexadecimal digits"),
+        ("units = []", "at least 1 item"),
+        ('units = "record"', "array"),
+        ('units = ["records"]', "'none', 'record', 'window', 'owner' or 'site'"),
+        ('adapters = ["dora"]', "'full', 'ffa-lora', 'rolora' or 'lora'"),
+        ('models = [""]', "at least 1 character"),
+        ("most_rounds = 0", "most_rounds"),
+        ("most_rounds = 2026-01-01", "no dates"),
+        ("most_rounds = ", "valid TOML"),
+        ('units = ["none", "record"]\nleast_noise = 1.0', 'no "none" together with least_noise'),
+        ('units = ["none"]\ngreatest_epsilon = 1.0', 'no "none" together with'),
+        ('units = ["none"]\ngreatest_delta = 1e-5', 'no "none" together with'),
+    ],
+)
+def test_a_wrong_policy_is_refused_in_one_line(path: Path, text: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message) as error:
+        policy(path, text)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="existing TOML file"):
+        load_policy(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b'models = ["\xff"]')
+    with pytest.raises(PolicyError, match="readable TOML"):
+        load_policy(tmp_path / "latin.toml")
+
+
+def test_units_and_schemes_are_those_of_a_plan() -> None:
+    units, pieces = (get_args(PrivacySection.model_fields[name].annotation) for name in ("unit", "record"))
+    assert set(get_args(policies.Unit)) == {*units, *pieces}
+    assert get_args(policies.Scheme) == get_args(AdapterSection.model_fields["scheme"].annotation)
+
+
+# What a plan offers
+
+
+def test_an_offer_says_what_the_plan_says() -> None:
+    plan = parse(
+        '[run]\nrounds = 7\n[model]\nname = "gpt2"\n[model.adapter]\nscheme = "ffa-lora"\n[data]\nsequence_length = 96'
+    )
+    plan = changed(plan, "privacy", unit="record", delta=1e-6)
+    offer = offer_of(plan, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
+    assert offer == Offer(
+        unit="record",
+        window=96,
+        owner_field="",
+        noise_multiplier=0.7,
+        delta=1e-6,
+        epsilon_after=3.0,
+        trusted_coordinator=False,
+        cohort=5,
+        secure=True,
+        roster_hash=HASH,
+        model="gpt2",
+        tokenizer="gpt2",
+        adapter="ffa-lora",
+        rounds=7,
+    )
+    owned = changed(changed(plan, "privacy", unit="owner"), "data", owner="patient_id")
+    found = offer_of(owned, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
+    assert (found.unit, found.owner_field) == ("owner", "patient_id")
+    clear = changed(plan, "aggregation", secure=False)
+    assert not offer_of(clear, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH).secure
+
+
+@pytest.mark.parametrize(
+    ("unit", "record", "offered"),
+    [
+        ("record", "record", "record"),
+        ("record", "window", "window"),
+        ("owner", "record", "owner"),
+        ("owner", "window", "owner"),
+        ("site", "record", "site"),
+        ("none", "record", "none"),
+    ],
+)
+def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> None:
+    plan = changed(parse(""), "privacy", unit=unit, record=record)
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    assert offer.unit == offered
+    if offered == "window":
+        with pytest.raises(
+            PolicyError, match="unit of privacy is 'window': expected one of record, owner, site"
+        ):
+            Policy().check(offer)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "offered"),
+    [
+        ("builtin:llama", "auto", "bytes"),
+        ("gpt2", "auto", "gpt2"),
+        ("gpt2", "bytes", "bytes"),
+        ("gpt2", "owner/other", "owner/other"),
+        ("builtin:llama", "owner/other", "owner/other"),
+    ],
+)
+def test_a_tokenizer_is_offered_by_what_is_loaded(model: str, tokenizer: str, offered: str) -> None:
+    plan = changed(parse(""), "model", name=model, tokenizer=tokenizer)
+    plan = changed(plan, "privacy", unit="record")
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    assert offer.tokenizer == offered
+    Policy(tokenizers=(offered,)).check(offer)
+    with pytest.raises(
+        PolicyError, match=rf"model\.tokenizer is {offered!r}: expected bytes2, by tokenizers of"
+    ):
+        Policy(tokenizers=("bytes2",)).check(offer)
+
+
+def test_an_offer_says_who_adds_the_noise() -> None:
+    plan = changed(parse(""), "privacy", unit="site", trusted_coordinator=True)
+    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    with pytest.raises(
+        PolicyError, match="trusted_coordinator is True: expected false, by trusted_coordinator"
+    ):
+        Policy().check(offer)
+    Policy(trusted_coordinator=True).check(offer)
+
+
+def test_a_plan_without_a_unit_offers_no_noise_and_no_epsilon_whatever_is_said_of_it() -> None:
+    offer = offer_of(parse(""), noise_multiplier=9.0, epsilon_after=0.0, cohort=5, roster_hash="")
+    assert (offer.unit, offer.noise_multiplier, offer.epsilon_after) == ("none", 0.0, math.inf)

@@ -1,0 +1,188 @@
+"""Sites that lie in the secure sums of a whole run, with real sites: the run goes on without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from cloister.aggregation.secure import keys
+from cloister.aggregation.sums import Sums
+from cloister.clients.site import Site
+from cloister.clients.state.kept import Written
+from cloister.protocol.errors import QuorumError, SpoiledError
+from cloister.protocol.identity.roster import load_identity
+from cloister.protocol.messages.messages import Contribution, Join, Reply, Request, Shares
+from cloister.server import run as run_module
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.progress import RoundAbandoned, RoundDone
+from cloister.server.round import round as round_module
+from cloister.server.round import sum as sums
+from cloister.server.run import run
+from cloister.tests.parties.federation import SKELLAM, Federation, tiny
+
+QUIET = [
+    "cohort.sites=8",
+    "cohort.quorum=0.3",
+    "aggregation.dropouts=0.0",
+    "server.evaluation=none",
+    "data.held_out=0.0",
+]
+
+
+def resigned(federation: Federation, message: Any) -> Any:
+    """A message that its own site has signed, after a change."""
+    identity = load_identity(federation.sites_folder / message.site / "identity.pem")
+    signature = keys.sign(identity, message.STEP.label, message.context, message.body())
+    return dataclasses.replace(message, signature=signature)
+
+
+def one_liar_in_each_round(federation: Federation, rounds: int) -> None:
+    """In each of the first rounds another site commits to another secret than it shares: the round is abandoned."""
+    number = 0
+
+    def before(_name: str, request: Request) -> None:
+        nonlocal number
+        if not isinstance(request, Join):
+            number = request.sum.round
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and number <= rounds and reply.site == federation.names[number - 1]:
+            changed: Reply = resigned(federation, dataclasses.replace(reply, commitment=bytes(32)))
+            return changed
+        return reply
+
+    federation.channel.before = before
+    federation.channel.tamper = lie
+
+
+@pytest.mark.parametrize(("attempts", "liars"), [(1, 1), (2, 2)])
+def test_liars_that_are_caught_one_a_round_do_not_stop_the_run(
+    tmp_path: Path, attempts: int, liars: int
+) -> None:
+    settings = ["run.rounds=4", f"cohort.attempts={attempts}", "aggregation.colluders=0.25"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    assert federation.plan.threshold().colluders == 2
+    one_liar_in_each_round(federation, liars)
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    given_up = [event.round for event in events if isinstance(event, RoundAbandoned)]
+    done = [event.round for event in events if isinstance(event, RoundDone)]
+    assert given_up == list(range(1, liars + 1))
+    assert done == list(range(liars + 1, 5))
+
+
+def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums._Masked, "leave_out", lambda *_: None)  # removes the guard
+    federation = Federation(
+        tmp_path / "federation",
+        tiny(*QUIET, "run.rounds=4", "cohort.attempts=1", "aggregation.colluders=0.35"),
+    )
+    one_liar_in_each_round(federation, 3)
+    with (
+        RunFolder.create(tmp_path / "run", federation.plan) as folder,
+        pytest.raises(QuorumError, match="given up"),
+    ):
+        run(folder, federation.channel, lambda _event: None, roster=federation.roster)
+
+
+def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
+    """Let a site say that its weight is larger, in the vector that it masks."""
+    opener = federation.channel.sites[name]
+    layout = Sums(federation.plan, federation.layout.size).training
+
+    def site() -> Site:
+        liar: Any = opener()
+        made = liar._made
+
+        def lie(*args: Any) -> Written:
+            written: Written = made(*args)
+            written.pieces[0][1][layout.size + layout.extra] += np.uint32(added % 2**32)
+            return written
+
+        liar._made = lie
+        return cast(Site, liar)
+
+    federation.channel.sites[name] = site
+
+
+@pytest.mark.parametrize("added", [-8, -7, 1, 2**20], ids=["none", "one", "one more", "huge"])
+@pytest.mark.parametrize("unit", [[], SKELLAM], ids=["uniform", "site"])
+@pytest.mark.parametrize(("rounds", "attempts"), [(4, 2), (1, 3)])
+def test_a_site_that_lies_in_its_weight_does_not_end_a_run_as_if_all_were_well(
+    tmp_path: Path, unit: list[str], added: int, rounds: int, attempts: int
+) -> None:
+    """No mean is applied that was divided by what it says, and the run stops with the reason."""
+    settings = [f"run.rounds={rounds}", f"cohort.attempts={attempts}", "aggregation.weighting=uniform", *unit]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    add_to_the_weight(federation, federation.names[3], added)
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        with pytest.raises(SpoiledError) as raised:
+            run(folder, federation.channel, events.append, roster=federation.roster)
+        spoiled = [event for event in events if isinstance(event, RoundAbandoned)]
+        assert len(spoiled) == min(rounds, attempts)
+        assert all(f"total of weight is {8 + added}" in event.spoiled for event in spoiled)
+        assert raised.value.value == spoiled[-1].spoiled
+        assert not [event for event in events if isinstance(event, RoundDone)]
+
+
+def test_rounds_that_a_liar_spoils_count_however_many_good_ones_are_between(tmp_path: Path) -> None:
+    """It lies in every second round: its lies are counted over the run, not in a row."""
+    settings = ["run.rounds=9", "cohort.attempts=2", "aggregation.weighting=uniform"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    honest = federation.channel.sites[federation.names[0]]
+    add_to_the_weight(federation, federation.names[0], 1)
+    liar = federation.channel.sites[federation.names[0]]
+
+    def before(_name: str, request: Request) -> None:
+        if not isinstance(request, Join):
+            lies = request.sum.round % 2 == 0
+            federation.channel.sites[federation.names[0]] = liar if lies else honest
+
+    federation.channel.before = before
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder, pytest.raises(SpoiledError):
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    assert [event.round for event in events if isinstance(event, RoundDone)] == [1, 3]
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [2, 4]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_knows_the_complaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site accuses one other in the first round, and a second one in the second, which another process runs."""
+    federation = Federation(
+        tmp_path / "federation", tiny(*QUIET, "run.rounds=2", "aggregation.colluders=0.1")
+    )
+    liar, accused = federation.names[0], {1: federation.names[1:2], 2: federation.names[2:3]}
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.statement is not None and reply.site == liar:
+            complaints = accused[reply.sum.round]
+            statement = resigned(federation, dataclasses.replace(reply.statement, complaints=complaints))
+            return dataclasses.replace(reply, statement=statement)
+        return reply
+
+    federation.channel.tamper = lie
+    rounds: Callable[..., Any] = round_module.run_round
+
+    def stop_after_the_first(context: Any, number: int) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return rounds(context, number)
+
+    monkeypatch.setattr(run_module, "run_round", stop_after_the_first)
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder, pytest.raises(KeyboardInterrupt):
+        run(folder, federation.channel, lambda _event: None, roster=federation.roster)
+    monkeypatch.setattr(run_module, "run_round", rounds)
+    failed: list[str] = []
+    with RunFolder.reopen(tmp_path / "run") as folder:
+        run(folder, federation.channel, lambda event: failed.append(str(event)), roster=federation.roster)
+    assert any("it complained of the shares of 2 sites" in each and liar in each for each in failed)

@@ -1,0 +1,407 @@
+"""The exchange as a carrier: what arrives, how often it is sent, and what a broken connection costs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloister.clients.network.exchange import ExchangeSite
+from cloister.protocol.identity.roster import new_identity
+from cloister.protocol.messages.messages import Contribute, Contribution, Failed, Join, Joined
+from cloister.protocol.messages.transfer import CHUNK, SMALL
+from cloister.server.exchange import exchange
+from cloister.server.exchange.exchange import ExchangeChannel
+from cloister.server.round.channel import Failure
+from cloister.simulations.engines.process import return_freed_memory
+from cloister.tests.parties.exchange_parties import (
+    RUN,
+    WAIT_S,
+    Answering,
+    Asker,
+    Relay,
+    connected,
+    contribute,
+    join_request,
+    open_channel,
+)
+
+MODEL = np.arange(5 * CHUNK // 4, dtype=np.float32)  # five chunks
+
+
+def ask(channel: ExchangeChannel, request: Any, deadline_s: float = WAIT_S) -> Any:
+    """What the only site answers; a vector is copied, because the next answer removes its file."""
+    ((_, reply),) = [
+        (node, np.array(reply.spans[0]) if isinstance(reply, Contribution) else reply)
+        for node, reply in channel.ask(dict.fromkeys(channel.nodes(), request), deadline_s, group="1")
+    ]
+    return reply
+
+
+def random_vector(chunks: float) -> Any:
+    return np.frombuffer(os.urandom(4 * int(chunks * CHUNK / 4)), np.uint32)
+
+
+def test_messages_and_vectors_arrive_as_they_were_sent(tmp_path: Path) -> None:
+    site = Answering(vector=random_vector(2.5))
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
+        assert ask(channel, join_request()) == Joined("site-1")
+        assert (ask(channel, contribute(MODEL)) == site.vector).all()
+        long = join_request("x" * (SMALL + 1))
+        assert ask(channel, long) == Joined("site-1")
+        first, second, third = site.asked
+        assert isinstance(first, Join)
+        assert isinstance(second, Contribute)
+        assert isinstance(third, Join)
+        assert (second.model == MODEL).all()
+        assert third.plan == long.plan
+        (known,) = channel.connected()
+        assert (known.name, known.online) == ("site-1", True)
+        assert known.received == site.vector.nbytes
+        left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+        assert not left, "an upload is left after it was taken"
+
+
+def test_a_request_is_answered_as_often_as_it_is_asked(tmp_path: Path) -> None:
+    """Also at once after its reply was taken, when the site has just handled the same bytes."""
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
+        for _ in range(100):
+            assert ask(channel, join_request(), 5.0) == Joined("site-1")
+    assert len(site.asked) == 100
+
+
+def test_a_defect_at_a_site_is_told_and_the_site_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator does not wait for its deadline."""
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr("cloister.clients.network.exchange.decode_reply", lambda _: 1 // 0)
+            failed = ask(channel, join_request())
+        assert isinstance(failed, Failed)
+        assert ask(channel, join_request("{} ")) == Joined("site-1")
+
+
+def test_a_vector_is_fetched_once(tmp_path: Path) -> None:
+    site = Answering()
+    with open_channel(tmp_path) as channel:
+        with connected(channel, site, tmp_path) as asker:
+            for number in (1, 2):
+                ask(channel, contribute(MODEL, number))
+                ask(channel, join_request())
+        identity = new_identity()
+        assert channel.connected()[0].sent == MODEL.nbytes
+        assert asker.reasons == [None]
+        # A process that starts again finds the file, and checks it.
+        file = next((tmp_path / "site-1").iterdir())
+        with connected(channel, Answering("other"), tmp_path, identity=identity):
+            pass
+        with file.open("r+b") as damaged:
+            damaged.write(b"\xff")
+        again = Answering()
+        with open_channel(tmp_path / "again") as other, connected(other, again, tmp_path):
+            ask(other, contribute(MODEL))
+            (asked,) = again.asked
+            assert isinstance(asked, Contribute)
+            assert (asked.model == MODEL).all()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_transfer_that_is_cut_goes_on_where_it_was(tmp_path: Path, direction: str) -> None:
+    site = Answering(vector=random_vector(128))
+    big = np.arange(128 * CHUNK // 4, dtype=np.float32)
+    with open_channel(tmp_path, most_bytes=128 * CHUNK) as channel, Relay(channel.address) as relay:
+        relay.cut_at[direction] = 120 * CHUNK
+        with connected(channel, site, tmp_path, through=relay) as asker:
+            assert (ask(channel, contribute(big)) == site.vector).all()
+        assert relay.cut_at == {}, "nothing was cut"
+        assert len(site.asked) == 1
+        assert asker.reasons == [None], "the coordinator's own token was not used"
+        # What was under way is sent again, which on a busy machine is several megabytes; all is (120 + 128) chunks.
+        assert 128 * CHUNK < relay.moved[direction] < 240 * CHUNK
+        assert channel.connected()[0].received >= 128 * CHUNK
+
+
+@pytest.mark.parametrize("request_", [contribute(MODEL), join_request()], ids=["vectors", "small"])
+def test_a_reply_that_was_lost_is_sent_again_byte_for_byte(tmp_path: Path, request_: Any) -> None:
+    site = Answering()
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+
+        def lose(_request: Any) -> None:
+            site.vector = random_vector(0.01)  # asked again, the site would answer something else
+            uploaded = site.vector.nbytes if isinstance(request_, Contribute) else 0
+            relay.cut_at["up"] = relay.moved["up"] + uploaded + 100
+
+        site.during = lose
+        with connected(channel, site, tmp_path, through=relay):
+            found = ask(channel, request_)
+        assert relay.cut_at == {}, "nothing was lost"
+        assert len(site.asked) == 1
+        assert (found == site.vector).all() if isinstance(request_, Contribute) else found == Joined("site-1")
+
+
+def test_a_site_that_starts_again_has_its_node_and_gets_its_request_again(tmp_path: Path) -> None:
+    identity = new_identity()
+    first, second = Answering(), Answering()
+    begun, leave = threading.Event(), threading.Event()
+
+    def hang(_request: Any) -> None:
+        begun.set()
+        leave.wait(WAIT_S)
+
+    first.during = hang
+    with open_channel(tmp_path) as channel:
+        found: list[Any] = []
+        with connected(channel, first, tmp_path, identity=identity):
+            asking = threading.Thread(target=lambda: found.append(ask(channel, contribute(MODEL))))
+            asking.start()
+            assert begun.wait(WAIT_S)
+            with connected_again(channel, second, tmp_path, identity):
+                asking.join(WAIT_S)
+            leave.set()
+        assert (found[0] == second.vector).all()
+        one, other = first.asked[0], second.asked[0]
+        assert isinstance(one, Contribute)
+        assert isinstance(other, Contribute)
+        assert one.sum == other.sum
+        assert channel.nodes() == [1]
+
+
+def connected_again(channel: ExchangeChannel, site: Answering, folder: Path, identity: Any) -> Any:
+    """A second process of a site that is connected already."""
+    return connected(channel, site, folder / "second", identity=identity, more=0)
+
+
+def test_a_coordinator_that_starts_again_goes_on_from_its_spool(tmp_path: Path) -> None:
+    site = Answering(vector=random_vector(32))
+    asker: Any = None
+    with open_channel(tmp_path) as channel:
+        address = channel.address
+        with Relay(address) as relay:
+            relay.hold_at["up"] = 24 * CHUNK
+            asker = Asker(channel)
+            with connected(channel, site, tmp_path, through=relay, ask=asker):
+                asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
+                thread = threading.Thread(target=lambda: next(asking, None))
+                thread.start()
+                while relay.moved["up"] < 24 * CHUNK:
+                    assert thread.is_alive()
+                channel.close()
+                thread.join(WAIT_S)
+                with open_channel(tmp_path, bind=address) as restarted:
+                    asker.channel = restarted
+                    relay.hold_at.clear()
+                    relay.passing.set()
+                    assert restarted.wait_for(1, WAIT_S) == 1
+                    assert (ask(restarted, contribute(MODEL)) == site.vector).all()
+                    (known,) = restarted.connected()
+    assert len(site.asked) == 1
+    assert known.received < 24 * CHUNK, "the upload began again"
+
+
+def test_a_reply_that_was_not_taken_outlives_other_requests(tmp_path: Path) -> None:
+    site = Answering(vector=random_vector(4))
+    with open_channel(tmp_path) as channel:
+        address = channel.address
+        asker = Asker(channel)
+        with connected(channel, site, tmp_path, ask=asker):
+            asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
+            assert isinstance(
+                next(asking)[1], Contribution
+            )  # and the coordinator dies before it takes the next
+            spool = tmp_path / "spool"
+            kept = tmp_path / "kept"
+            shutil.copytree(spool, kept)
+            channel.close()
+            del asking
+            shutil.rmtree(spool)
+            kept.rename(spool)
+            with open_channel(tmp_path, bind=address) as restarted:
+                asker.channel = restarted
+                assert restarted.wait_for(1, WAIT_S) == 1
+                assert ask(restarted, join_request()) == Joined("site-1")
+                assert (ask(restarted, contribute(MODEL)) == site.vector).all()
+                assert restarted.connected()[0].received == 0, "it was uploaded again"
+                assert ask(restarted, contribute(MODEL)) is not None
+            assert [type(request).__name__ for request in site.asked] == ["Contribute", "Join", "Contribute"]
+
+
+def test_a_coordinator_that_starts_again_gets_what_was_taken_without_a_second_upload(tmp_path: Path) -> None:
+    """It had folded in the vector; its accumulator was in memory."""
+    site = Answering(vector=random_vector(4))
+    with open_channel(tmp_path) as channel:
+        asker = Asker(channel)
+        with connected(channel, site, tmp_path, ask=asker):
+            assert (ask(channel, contribute(MODEL)) == site.vector).all()
+            channel.close()
+            with open_channel(tmp_path, bind=channel.address) as restarted:
+                asker.channel = restarted
+                assert restarted.wait_for(1, WAIT_S) == 1
+                assert ask(restarted, join_request()) == Joined("site-1")
+                assert (ask(restarted, contribute(MODEL)) == site.vector).all()
+                assert restarted.connected()[0].received == 0, "it was uploaded again"
+
+
+@pytest.mark.slow
+def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
+    site = Answering(vector=random_vector(32))
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["up"] = 12 * CHUNK
+        with connected(channel, site, tmp_path, through=relay):
+            opens = threading.Timer(1.5, relay.passing.set)
+            opens.start()
+            assert (ask(channel, contribute(MODEL), 0.75) == site.vector).all()
+            opens.join()
+
+
+@pytest.mark.slow
+def test_the_deadline_begins_when_the_site_has_the_model(tmp_path: Path) -> None:
+    site, trained = Answering(), threading.Event()
+
+    def train(_request: Any) -> None:
+        trained.wait(WAIT_S)
+
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["down"] = 4 * CHUNK
+        with connected(channel, site, tmp_path, through=relay):
+            site.during = train
+            timers = [threading.Timer(1.0, relay.passing.set), threading.Timer(2.0, trained.set)]
+            for timer in timers:
+                timer.start()
+            assert (
+                ask(channel, contribute(np.arange(128 * CHUNK // 4, dtype=np.float32)), 1.5) == site.vector
+            ).all()
+            for timer in timers:
+                timer.join()
+
+
+def test_an_upload_that_stops_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    site = Answering(vector=random_vector(32))
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["up"] = 12 * CHUNK
+        with connected(channel, site, tmp_path, through=relay):
+            assert ask(channel, contribute(MODEL), 0.75) == Failure(
+                "node 1", "timeout: no answer within 0.75 s"
+            )
+            relay.passing.set()
+            relay.hold_at.clear()
+            monkeypatch.undo()
+            assert (ask(channel, contribute(MODEL, 2)) == site.vector).all()
+            assert ask(channel, join_request()) == Joined("site-1")
+        left = [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+        assert not left, "the upload that stopped is left"
+
+
+def test_a_site_is_asked_again_after_it_was_late(tmp_path: Path) -> None:
+    site = Answering()
+    leave = threading.Event()
+
+    def hang(_request: Any) -> None:
+        leave.wait(WAIT_S)
+
+    site.during = hang
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
+        late = ask(channel, join_request("1"), 0.1)
+        assert late == Failure("node 1", "timeout: no answer within 0.1 s")
+        leave.set()
+        assert ask(channel, join_request("2")) == Joined("site-1")
+        assert list(channel.ask({7: join_request()}, 1.0, group="x")) == [
+            (7, Failure("node 7", "it has not been connected"))
+        ]
+
+
+def test_a_site_whose_disk_refuses_the_model_says_so(tmp_path: Path) -> None:
+    (tmp_path / "site-1").write_text("a file where the folder of vectors should be")
+    with open_channel(tmp_path) as channel, connected(channel, Answering(), tmp_path):
+        reply = ask(channel, contribute(MODEL))
+        assert isinstance(reply, Failed)
+        assert "a disk that accepts the write" in reply.reason
+
+
+def test_a_proxy_is_asked_to_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_channel(tmp_path) as channel, Relay(channel.address, proxy=True) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://{proxy.address}")
+        with connected(channel, Answering(), tmp_path):
+            assert ask(channel, join_request()) == Joined("site-1")
+        assert proxy.connects == [f"CONNECT {channel.address} HTTP/1.1"]
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with connected(channel, Answering("site-2"), tmp_path):
+            assert len(proxy.connects) == 1
+
+
+def test_sites_stay_away_when_the_run_is_over(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel:
+        asker = Asker(channel)
+        client = ExchangeSite("site-1", new_identity(), Answering, asker, tmp_path / "site")
+        thread = threading.Thread(target=client.run)
+        thread.start()
+        assert channel.wait_for(1, WAIT_S) == 1
+        ask(channel, join_request())
+        channel.close(over=True)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert asker.reasons == [None]
+
+
+def test_no_thread_and_no_secret_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    before = set(threading.enumerate())
+    issued = []
+    with open_channel(tmp_path) as channel:
+        asker = Asker(channel)
+
+        def keep(invitation: Any) -> Any:
+            issued.append(invitation)
+            return invitation
+
+        asker.alter = keep
+        with connected(channel, Answering(), tmp_path, ask=asker):
+            ask(channel, contribute(MODEL))
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in left if "_poll_wrapper" not in name}  # gRPC's own, one in a process
+    (invitation,) = issued
+    shown = caplog.text + repr(invitation) + repr(channel)
+    assert RUN in repr(invitation)
+    for secret in (invitation.token, invitation.token[16:]):
+        assert repr(secret)[2:-1] not in shown
+        assert secret.hex() not in shown
+
+
+def memory() -> int:
+    """Bytes of this process that are not those of files."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_sites(tmp_path: Path) -> None:
+    vector = np.arange(2**24, dtype=np.uint32)  # 64 MiB, one array for all sites of this process
+    model = np.zeros(4, np.float32)
+    peaks = []
+    with open_channel(tmp_path, sites=8, most_bytes=vector.nbytes) as channel:
+        for number in (1, 4):
+            gc.collect()
+            return_freed_memory()  # of earlier tests, which would be returned while sites upload
+            with contextlib.ExitStack() as stack:
+                for index in range(number):
+                    site = Answering(f"site-{number}-{index}", vector)
+                    stack.enter_context(connected(channel, site, tmp_path))
+                nodes = [each.node for each in channel.connected() if each.online]
+                most = 0
+                asked = channel.ask({node: contribute(model) for node in nodes}, WAIT_S, group="1")
+                for _, reply in asked:
+                    assert isinstance(reply, Contribution)
+                    most = max(most, memory())
+                peaks.append(most)
+    assert peaks[1] - peaks[0] < vector.nbytes

@@ -1,0 +1,870 @@
+"""Traffic that the exchange refuses: at the handshake, in a session, in a transfer; and what it costs the others."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from cloister.clients.network import exchange as clients_exchange
+from cloister.clients.network.exchange import ExchangeSite
+from cloister.protocol.errors import (
+    CloisterError,
+    EngineError,
+    ExchangeError,
+    InvitationError,
+    MemberError,
+    SignatureError,
+    UntrustedError,
+)
+from cloister.protocol.identity.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
+from cloister.protocol.identity.roster import Card, new_identity
+from cloister.protocol.messages.exchange_pb2 import (
+    Alive,
+    FromSite,
+    Held,
+    Hello,
+    Letter,
+    Part,
+    Proof,
+    ToSite,
+    Vector,
+    Wanted,
+)
+from cloister.protocol.messages.messages import Failed, Joined
+from cloister.protocol.messages.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
+from cloister.protocol.messages.wire import LONGEST, to_bytes
+from cloister.server.exchange import exchange
+from cloister.server.exchange.certificate import Certificate, new_certificate
+from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
+from cloister.server.round.channel import Failure
+from cloister.tests.parties.exchange_parties import (
+    CERTIFICATE,
+    NAME,
+    RUN,
+    WAIT_S,
+    Answering,
+    Raw,
+    Relay,
+    connected,
+    contribute,
+    join_request,
+    open_channel,
+    said,
+)
+from cloister.tests.server.exchange.test_exchange import ask, memory
+
+IDENTITY = new_identity()
+PUBLIC = IDENTITY.public_key().public_bytes_raw()
+MODEL = np.arange(CHUNK, dtype=np.float32)
+
+
+class StoppedError(Exception):
+    """Ends a client after its first session."""
+
+
+def why(
+    channel: ExchangeChannel, folder: Path, alter: Any, *, name: str = "site-1", identity: Any = IDENTITY
+) -> CloisterError | None:
+    """Why a site's session was refused, with an invitation that was altered."""
+    reasons: list[CloisterError | None] = []
+
+    def invite(reason: CloisterError | None) -> Invitation:
+        reasons.append(reason)
+        if len(reasons) == 2:
+            raise StoppedError
+        invitation: Invitation = alter(channel.invite())
+        return invitation
+
+    client = ExchangeSite(name, identity, Answering, invite, folder / "refused", jitter=lambda: 0.0)
+    with pytest.raises(StoppedError):
+        client.run()
+    return reasons[1]
+
+
+def used(channel: ExchangeChannel, invitation: Invitation) -> Invitation:
+    with Raw(channel) as raw:
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=invitation.token))
+        assert said(call).challenge.nonce
+        call.cancel()
+    return invitation
+
+
+OTHER: Certificate = new_certificate([NAME])
+REFUSED: dict[str, tuple[Any, type[CloisterError], str]] = {
+    "unknown token": (lambda _, i: replace(i, token=bytes(48)), InvitationError, "was issued"),
+    "guessed secret": (
+        lambda _, i: replace(i, token=i.token[:-1] + bytes([i.token[-1] ^ 1])),
+        InvitationError,
+        "was issued",
+    ),
+    "used token": (lambda c, i: used(c, i), InvitationError, "has not been used"),
+    "expired token": (lambda c, _: c.invite(lifetime_s=0.0), InvitationError, "has not expired"),
+    "other run": (lambda _, i: replace(i, run="other"), MemberError, "a signature of this session"),
+    "other certificate": (lambda _, i: replace(i, certificate=OTHER.pem), UntrustedError, "self signed"),
+    "other name": (lambda _, i: replace(i, server_name="else.example"), UntrustedError, "Hostname"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_handshake_is_refused(tmp_path: Path, what: str) -> None:
+    alter, kind, reason = REFUSED[what]
+    with open_channel(tmp_path) as channel:
+        error = why(channel, tmp_path, lambda invitation: alter(channel, invitation))
+        assert type(error) is kind
+        assert reason in str(error.value)
+        assert "\n" not in str(error)
+        assert channel.connected() == []
+        with connected(channel, Answering(), tmp_path):
+            assert ask(channel, join_request()) == Joined("site-1")
+
+
+def test_only_the_cards_of_the_roster_connect(tmp_path: Path) -> None:
+    cards = [Card.of("site-1", IDENTITY), Card.of("site-2", new_identity())]
+    with open_channel(tmp_path, cards=cards) as channel:
+        for name, identity in (("site-2", IDENTITY), ("site-1", new_identity()), ("site-3", IDENTITY)):
+            error = why(channel, tmp_path, lambda i: i, name=name, identity=identity)
+            assert isinstance(error, MemberError)
+            assert "a site of the roster, with its key" in str(error.value)
+        with connected(channel, Answering(), tmp_path, identity=IDENTITY):
+            pass
+    with (
+        open_channel(tmp_path, sites=1) as channel,
+        connected(channel, Answering(), tmp_path, identity=IDENTITY),
+    ):
+        taken = why(channel, tmp_path, lambda i: i, identity=new_identity())
+        assert "with which it was first connected" in str(taken.value if taken else "")
+        more = why(channel, tmp_path, lambda i: i, name="site-2", identity=new_identity())
+        assert "at most 1" in str(more.value if more else "")
+        odd = why(channel, tmp_path, lambda i: i, name="\x1b[2J", identity=new_identity())
+        assert "card name" in str(odd.value if odd else "")
+
+
+def test_a_second_certificate_is_not_trusted_with_the_first() -> None:
+    """A site would trust it, and all that it issues, as the server too."""
+    with pytest.raises(InvitationError, match="one in PEM"):
+        fingerprint_of(OTHER.pem + new_certificate([NAME]).pem)
+
+
+def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
+    old = new_certificate([NAME], days=2, now=datetime.now(UTC) - timedelta(days=30))
+    with open_channel(tmp_path, certificate=old) as channel:
+        error = why(channel, tmp_path, lambda i: i)
+        assert isinstance(error, UntrustedError)
+        assert "expired" in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["run", "token", "fingerprint", "nonce", "name", "public", "signature"])
+def test_a_proof_is_bound_to(field: str) -> None:
+    invitation = Invitation(RUN, "host:1", NAME, CERTIFICATE.pem, b"t" * 48)
+    facts: dict[str, Any] = {
+        "signature": prove(IDENTITY, invitation, b"n" * 32, "site-1"),
+        "run": RUN,
+        "token": invitation.token,
+        "fingerprint": CERTIFICATE.fingerprint,
+        "nonce": b"n" * 32,
+        "name": "site-1",
+        "public": PUBLIC,
+    }
+    verify_proof(**facts)
+    facts[field] = "site-2" if isinstance(facts[field], str) else bytes(len(facts[field]))
+    with pytest.raises(SignatureError):
+        verify_proof(**facts)
+
+
+def test_a_proof_cannot_be_replayed(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        heard = channel.invite()
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=heard.token))
+        proof = Proof(
+            name="site-1",
+            key=PUBLIC,
+            signature=prove(IDENTITY, heard, said(call).challenge.nonce, "site-1"),
+        )
+        raw.say(proof=proof)
+        assert said(call).welcome.key
+        call.cancel()
+        hello = Hello(version=VERSION, token=channel.invite().token)
+        messages = [FromSite(hello=hello).SerializeToString(), FromSite(proof=proof).SerializeToString()]
+        code, text = raw.refused("Session", messages)
+        assert code == "PERMISSION_DENIED"
+        assert "a signature of this session" in text
+
+
+def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
+    with open_channel(tmp_path, advertised="coordinator.example:443") as channel:
+        invitation = channel.invite()
+    assert invitation.address == "coordinator.example:443"
+    assert invitation.server_name == NAME
+    assert invitation.fingerprint == CERTIFICATE.fingerprint
+    assert Invitation.from_bytes(invitation.to_bytes()) == invitation
+    assert "token" not in repr(invitation)
+    assert "key" not in repr(CERTIFICATE)
+    for wrong in (b"", b"x" * 20, invitation.to_bytes()[:-1], bytes(2**15)):
+        with pytest.raises(InvitationError):
+            Invitation.from_bytes(wrong)
+    with pytest.raises(InvitationError, match="one in PEM"):
+        Invitation.from_bytes(replace(invitation, certificate=b"PEM").to_bytes())
+    for address in ("unix:/run/secret.sock", "dns:///other.example:1", "xds:///a:1", "host", "host:0", ""):
+        with pytest.raises(InvitationError, match="HOST:PORT"):
+            Invitation.from_bytes(replace(invitation, address=address).to_bytes())
+    for run in ("/etc", "..", "../../data", "a/b", "", ".", "x" * 65, "\0"):
+        with pytest.raises(InvitationError, match="letters and digits"):
+            Invitation.from_bytes(replace(invitation, run=run).to_bytes())
+    with pytest.raises(InvitationError, match="a DNS name"):
+        Invitation.from_bytes(replace(invitation, server_name="a b").to_bytes())
+
+
+def test_tokens_are_bounded_and_keep_their_time() -> None:
+    now = [0.0]
+    tokens = Tokens(lambda: now[0], most=3)
+    first, *others = [tokens.issue(10.0) for _ in range(4)]
+    assert len(tokens) == 3
+    with pytest.raises(InvitationError, match="was issued"):
+        tokens.spend(first)
+    with pytest.raises(InvitationError, match="was issued"):
+        tokens.spend(others[0][:16])
+    tokens.spend(others[0])
+    tokens.expire(others[1], 20.0)
+    now[0] = 15.0
+    tokens.spend(others[1])
+    with pytest.raises(InvitationError, match="not expired"):
+        tokens.spend(others[2])
+
+
+def negotiated(address: str, most: ssl.TLSVersion) -> str | None:
+    """The version of TLS that a server negotiates with a client; None if it refuses."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.maximum_version = most
+    client.set_alpn_protocols(["h2"])
+    host, port = address.rsplit(":", 1)
+    try:
+        with (
+            socket.create_connection((host, int(port)), WAIT_S) as tcp,
+            client.wrap_socket(tcp, server_hostname=NAME) as tls,
+        ):
+            return tls.version()
+    except (ssl.SSLError, ConnectionError):
+        return None
+
+
+def test_tls_1_3_is_negotiated(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel:
+        assert negotiated(channel.address, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+
+
+LISTEN = """
+import sys, pathlib
+from cloister.server.exchange.certificate import new_certificate
+from cloister.server.exchange.exchange import ExchangeChannel
+folder = pathlib.Path(sys.argv[1])
+with ExchangeChannel("r", new_certificate(["n"]), folder, sites=1, most_bytes=9, bind="127.0.0.1:0") as channel:
+    print(channel.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_tls_1_2_is_refused_in_the_environment_for_it(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, str(tmp_path)],
+        env={**os.environ, **ENVIRONMENT},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        assert negotiated(address, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert negotiated(address, ssl.TLSVersion.TLSv1_2) is None
+        server.stdin.close()
+    assert server.returncode == 0
+
+
+# After the handshake.
+
+
+@contextmanager
+def asked(channel: ExchangeChannel, request: Any) -> Iterator[list[Any]]:
+    """A round under way: all sites are asked; their answers are in the list at the end."""
+    answers: list[Any] = []
+    requests = dict.fromkeys(channel.nodes(), request)
+    thread = threading.Thread(
+        target=lambda: answers.extend(reply for _, reply in channel.ask(requests, WAIT_S, group="1"))
+    )
+    thread.start()
+    yield answers
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def refused_upload(raw: Raw, key: bytes, *parts: Part) -> tuple[str, str]:
+    return raw.refused("Upload", [part.SerializeToString() for part in parts], key)
+
+
+def test_what_a_site_may_upload_is_bounded(tmp_path: Path) -> None:
+    data = os.urandom(2 * CHUNK)
+    name = blake3(data).digest()
+    vector = Vector(hash=name, size=len(data))
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        assert refused_upload(raw, key, Part(vector=vector))[1].endswith("a request that waits for its reply")
+        with asked(channel, contribute(MODEL)) as answers:
+            letter = said(call).request
+            id = letter.id
+            assert letter.vectors[0].size == MODEL.nbytes
+            refusals = {
+                "at most": Part(vector=Vector(hash=name, size=2**60), request=id),
+                "32 bytes": Part(vector=Vector(hash=b"../../etc/passwd", size=CHUNK), request=id),
+                "1 byte or more": Part(vector=Vector(hash=name, size=0), request=id),
+            }
+            for expected, part in refusals.items():
+                code, text = refused_upload(raw, key, part)
+                assert (code, expected in text) == ("FAILED_PRECONDITION", True), text
+            for chunk in (data[:100], data[: CHUNK + 1], b""):
+                code, text = refused_upload(raw, key, Part(vector=vector, request=id), Part(data=chunk))
+                assert (code, text[:8]) == ("FAILED_PRECONDITION", "part is "), text
+            wrong = [Part(vector=vector, request=id), Part(data=bytes(CHUNK)), Part(data=bytes(CHUNK))]
+            assert "with the hash" in refused_upload(raw, key, *wrong)[1]
+            other_size = Part(vector=Vector(hash=name, size=CHUNK), request=id)
+            assert "announced before" in refused_upload(raw, key, other_size)[1]
+            oversized = refused_upload(raw, key, Part(vector=vector, request=id), Part(data=bytes(MESSAGE)))
+            assert oversized[0] in ("RESOURCE_EXHAUSTED", "CANCELLED", "UNKNOWN")
+            assert (
+                "a request that waits" in refused_upload(raw, key, Part(vector=vector, request=bytes(32)))[1]
+            )
+            for wrong_key in (b"", bytes(32)):
+                assert refused_upload(raw, wrong_key, Part(vector=vector, request=id))[0] == "UNAUTHENTICATED"
+            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            assert spooled <= len(data)
+            raw.say(reply=Letter(id=letter.id, frame=b"x", vectors=[vector]))
+            assert said(call).taken.id == letter.id
+        assert answers == [
+            Failure("site-1", f"vector is '{name.hex()}': expected one that has arrived as a whole")
+        ]
+
+
+def test_an_upload_for_an_earlier_request_leaves_that_of_the_next(tmp_path: Path) -> None:
+    """Its first part arrives when the request that it was for is not waited for any longer."""
+    data = os.urandom(2 * CHUNK)
+    late: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        asking = channel.ask({1: contribute(MODEL)}, 0.2, group="1")
+        thread = threading.Thread(target=lambda: next(asking))
+        thread.start()
+        first = said(call).request
+        old = raw.call("Upload", iter(late.get, None), key)
+        thread.join(WAIT_S)
+        start = Part(vector=Vector(hash=bytes(32), size=CHUNK), request=first.id).SerializeToString()
+        with asked(channel, contribute(MODEL, 2)):
+            letter = said(call).request
+            vector = Vector(hash=blake3(data).digest(), size=len(data))
+            parts.put(Part(vector=vector, request=letter.id).SerializeToString())
+            new = raw.call("Upload", iter(parts.get, None), key)
+            assert not Held.FromString(next(new)).whole
+            late.put(start)
+            with pytest.raises(grpc.RpcError) as raised:
+                list(old)
+            assert "a request that waits for its reply" in raised.value.details()
+            for at in (0, CHUNK, None):
+                parts.put(None if at is None else part_of(memoryview(data)[at : at + CHUNK]))
+            assert Held.FromString(next(new)).whole
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        late.put(None)
+
+
+def test_a_site_that_replies_when_it_is_late_has_one_answer(tmp_path: Path) -> None:
+    """Its reply arrives while another late site is told of, and a third one's upload is still waited for."""
+    parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with open_channel(tmp_path) as channel, Raw(channel) as one, Raw(channel) as two, Raw(channel) as three:
+        opened = [raw.open(f"site-{number}") for number, raw in enumerate((one, two, three), 1)]
+        asking = channel.ask(dict.fromkeys((1, 2, 3), join_request()), 1.0, group="1")
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(next, asking)
+            _, second, third = [said(call).request for call, _ in opened]
+            vector = Vector(hash=bytes(32), size=2 * CHUNK)
+            parts.put(Part(vector=vector, request=third.id).SerializeToString())
+            parts.put(part_of(memoryview(bytes(CHUNK))))
+            upload = three.call("Upload", iter(parts.get, None), opened[2][1])
+            assert not Held.FromString(next(upload)).whole
+            assert first.result(WAIT_S) == (1, Failure("node 1", "timeout: no answer within 1 s"))
+        for raw, letter, (call, _) in ((two, second, opened[1]), (three, third, opened[2])):
+            name = "site-2" if raw is two else "site-3"
+            raw.say(reply=Letter(id=letter.id, frame=to_bytes(Joined(name))))
+            raw.say(alive=Alive())
+            while said(call).WhichOneof("said") != "alive":  # the coordinator has the reply before
+                pass
+        assert list(asking) == [
+            (2, Failure("node 2", "timeout: no answer within 1 s")),
+            (3, Joined("site-3")),
+        ]
+        parts.put(None)
+
+
+def test_what_a_site_may_download_is_what_it_is_asked_about(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        call, key = raw.open()
+        with asked(channel, contribute(MODEL)):
+            letter = said(call).request
+            name = letter.vectors[0].hash
+            wanted = Wanted(hash=name, offset=MODEL.nbytes - 10).SerializeToString()
+            (part,) = raw.call("Download", [wanted], key)
+            assert data_of(part) == MODEL.tobytes()[-10:]
+            for wrong in (Wanted(hash=bytes(32)), Wanted(hash=name, offset=2**50)):
+                assert "one of the request" in raw.refused("Download", [wrong.SerializeToString()], key)[1]
+            assert raw.refused("Download", [wanted])[0] == "UNAUTHENTICATED"
+            _, idle = other.open("site-2")
+            assert "a request that waits" in other.refused("Download", [wanted], idle)[1]
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        assert "a request that waits" in raw.refused("Download", [wanted], key)[1]
+
+
+def test_a_reply_that_is_no_message_is_a_failure(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open()
+        with asked(channel, join_request()) as answers:
+            letter = said(call).request
+            raw.say(reply=Letter(id=bytes(32), frame=b"for another request"))
+            assert said(call).taken.id == bytes(32)
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+        assert isinstance(answers[0], Failure)
+        assert "one encoded tuple" in answers[0].reason
+
+
+def test_a_site_answers_under_no_name_but_its_own(tmp_path: Path) -> None:
+    """Also where the plan sums in clear, and no reply is signed."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open("site-2")
+        with asked(channel, join_request()) as answers:
+            letter = said(call).request
+            raw.say(reply=Letter(id=letter.id, frame=to_bytes(Joined("site-1"))))
+        assert answers == [Failure("site-2", "it answered under the name 'site-1'")]
+
+
+def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_BURST", 50)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, connected(channel, Answering(), tmp_path):
+        call, key = raw.open("site-2")
+        for _ in range(60):
+            raw.say(alive=Alive())
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert "messages: expected at most" in raised.value.details()
+        assert raw.refused("Upload", [b""], key)[0] == "UNAUTHENTICATED"
+        monkeypatch.setattr(exchange, "_TRANSFERS", 0)
+        _, key = raw_open_again(raw)
+        assert "transfers" in raw.refused("Upload", [b""], key)[1]
+        monkeypatch.undo()
+        assert next(iter(channel.ask({1: join_request()}, WAIT_S, group="1")))[1] == Joined("site-1")
+
+
+def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
+    raw.unsent.put(None)
+    raw.unsent = type(raw.unsent)()
+    return raw.open("site-3")
+
+
+# What says nothing, or little.
+
+
+def test_refusals_do_not_fill_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(exchange, "_LOGGED", 5)
+    monkeypatch.setattr("cloister.server.exchange.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        for logged in (5, 8):
+            for _ in range(100):
+                assert raw.refused("Upload", [], b"no session")[0] == "UNAUTHENTICATED"
+            assert caplog.text.count("refused") == logged
+            now[0] = 3.0
+
+
+def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "HANDSHAKE_S", 0.2)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as raised:
+            list(raw.session())
+        assert raised.value.details() == "timeout: nothing was received"
+        raw.say(hello=Hello(version=VERSION, token=channel.invite().token))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(raw.session())  # no proof follows
+        assert raised.value.details() == "timeout: nothing was received"
+        assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_welcomed_site_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SILENT_S", 0.2)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, _ = raw.open()
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.details() == "timeout: nothing was received"
+
+
+@pytest.mark.slow
+def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    monkeypatch.setattr(exchange, "HANDSHAKE_S", 1.0)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        with asked(channel, contribute(MODEL)):
+            letter = said(call).request
+            start = Part(vector=Vector(hash=bytes(32), size=CHUNK), request=letter.id).SerializeToString()
+            for method, first in (("Upload", [start]), ("Download", [])):
+                waiting = threading.Event()
+                with pytest.raises(grpc.RpcError) as raised:
+                    list(raw.call(method, chain(first, waiting), key))
+                waiting.set()
+                assert raised.value.details() == "timeout: nothing was received"
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+
+
+def test_a_site_leaves_a_coordinator_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients_exchange, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(clients_exchange, "_SAME", 1)
+    with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
+        relay.hold_at["down"] = 1
+        error = why(channel, tmp_path, lambda i: replace(i, address=relay.address))
+        assert type(error) is ExchangeError
+        assert "ancelled" in str(error.value)
+
+
+def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:
+    """Messages, and then nothing."""
+    yield from first
+    waiting.wait(WAIT_S)
+
+
+def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        silent = [raw.session() for _ in range(3)]
+        with connected(channel, Answering(), tmp_path):
+            assert ask(channel, join_request()) == Joined("site-1")
+            more = [raw.session() for _ in range(3)]
+            for call in silent:
+                with pytest.raises(grpc.RpcError) as raised:
+                    list(call)
+                assert raised.value.code() is grpc.StatusCode.ABORTED
+            assert ask(channel, join_request("2")) == Joined("site-1")
+            for call in more:
+                call.cancel()
+
+
+def test_a_session_with_a_token_is_not_ended_by_sessions_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        invitation = channel.invite()
+        call = raw.session()
+        raw.say(hello=Hello(version=VERSION, token=invitation.token))
+        nonce = said(call).challenge.nonce
+        silent = [other.session() for _ in range(5)]
+        until = time.monotonic() + WAIT_S
+        while sum(each.is_active() for each in silent) > 3:  # until all have arrived
+            assert time.monotonic() < until
+        raw.say(
+            proof=Proof(name="site-1", key=PUBLIC, signature=prove(IDENTITY, invitation, nonce, "site-1"))
+        )
+        assert said(call).welcome.key
+        for each in silent:
+            each.cancel()
+
+
+def test_the_token_of_a_session_ends_with_the_next_session(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other, Raw(channel) as third:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        other.open(identity=IDENTITY)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.details() == "the site has opened another session"
+        third.say(hello=Hello(version=VERSION, token=welcome.token))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(third.session())
+        assert "has not expired" in raised.value.details()
+
+
+def test_invitations_that_are_not_used_do_not_end_the_tokens_of_sites(tmp_path: Path) -> None:
+    """A site that is away is invited again and again, and the others need no invitation when a session breaks."""
+    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
+        call, welcome = raw.welcomed("site-1", IDENTITY)
+        for _ in range(500):
+            channel.invite()
+        call.cancel()
+        again = other.session()
+        other.say(hello=Hello(version=VERSION, token=welcome.token))
+        assert said(again).challenge.nonce
+        again.cancel()
+
+
+def test_connections_are_bounded(tmp_path: Path) -> None:
+    with open_channel(tmp_path, sites=1) as channel:
+        host, port = channel.address.rsplit(":", 1)
+        with connected(channel, Answering(), tmp_path):
+            opened = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(80)]
+            assert ask(channel, join_request()) == Joined("site-1")
+            closed = 0
+            for each in opened[-10:]:
+                try:
+                    closed += each.recv(1) == b""
+                except ConnectionError:
+                    closed += 1
+            assert closed == 10
+            for each in opened:
+                each.close()
+
+
+@pytest.mark.slow
+def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    hello = FromSite(hello=Hello(version=VERSION, token=bytes(48))).SerializeToString()
+    letter = FromSite(reply=Letter(id=bytes(32), frame=b"f" * 300)).SerializeToString()
+    seeds = [hello, letter, Part(vector=Vector(hash=bytes(32), size=9)).SerializeToString(), b"", b"\xff" * 9]
+
+    def message() -> bytes:
+        data = bytearray(draw.choice(seeds))
+        for _ in range(draw.randrange(4)):
+            if data:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+        return bytes(data) + draw.randbytes(draw.choice((0, 0, 3, 2000)))
+
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path), Raw(channel) as raw:
+        _, key = raw.open("site-2")
+        before, waiting = 0, []
+        for number in range(1200):
+            method = draw.choice(("Session", "Upload", "Download", "Nothing"))
+            shown = draw.choice((b"", bytes(32), key, draw.randbytes(5)))
+            waiting.append(raw.call(method, [message() for _ in range(3)], shown))
+            if len(waiting) == 12:
+                for call in waiting:
+                    with pytest.raises(grpc.RpcError):
+                        list(call)
+                waiting.clear()
+            if number == 300:
+                before = memory()
+            if number % 400 == 200:
+                assert next(iter(channel.ask({1: join_request(f"{number}")}, WAIT_S, group="1")))[
+                    1
+                ] == Joined("site-1")
+        assert memory() - before < 2**24
+        assert {each.name for each in channel.connected()} == {"site-1", "site-2"}
+
+
+@pytest.mark.slow
+def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """6,400 messages in its sessions and uploads, which with those above makes 10,000."""
+    monkeypatch.setattr(exchange, "_BURST", 2**20)
+    draw = random.Random(8)
+    letters = [Letter(id=bytes(32))]  # what the site was asked, the newest last
+    over = threading.Event()
+
+    def hear(call: Any) -> None:
+        with suppress(grpc.RpcError):
+            letters.extend(each.request for each in map(ToSite.FromString, call) if each.request.id)
+
+    def some_bytes() -> bytes:
+        chosen = (bytes(32), letters[-1].id, b"", draw.randbytes(31), draw.randbytes(300), draw.randbytes(32))
+        return draw.choice(chosen)
+
+    def vector() -> Vector:
+        return Vector(hash=some_bytes(), size=draw.choice((0, 1, CHUNK, CHUNK, 2**32, 2**63, 2**64 - 1)))
+
+    def message() -> Any:
+        kind = draw.randrange(100)
+        if kind == 0:
+            return draw.randbytes(draw.choice((1, 9, 2000)))
+        if kind == 1:
+            return FromSite(hello=Hello(version=VERSION, token=some_bytes())).SerializeToString()
+        if kind < 10:
+            return FromSite(alive=Alive()).SerializeToString()
+        id = letters[-1].id if kind < 20 else some_bytes()
+        vectors = [vector() for _ in range(draw.choice((0, 1, 2, 20)))]
+        return FromSite(
+            reply=Letter(id=id, frame=draw.randbytes(draw.choice((0, 20, 3000))), vectors=vectors)
+        ).SerializeToString()
+
+    def parts() -> list[bytes]:
+        start = Part(vector=vector(), request=draw.choice((letters[-1].id, some_bytes())))
+        data = [Part(data=draw.randbytes(draw.choice((0, 5, CHUNK)))) for _ in range(2)]
+        return [part.SerializeToString() for part in (start, *data)]
+
+    def go_on_asking(channel: ExchangeChannel) -> None:
+        while not over.is_set():
+            for _, reply in channel.ask({2: contribute(MODEL)}, 5.0, group="2"):
+                assert isinstance(reply, Failure)
+
+    site, identity = Answering(), new_identity()
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, connected(channel, site, tmp_path):
+        sent, sessions, before = 0, 0, 0
+        asking = threading.Thread(target=go_on_asking, args=(channel,))
+        while sent < 6400:
+            with Raw(channel) as raw:
+                call, key = raw.open("site-2", identity)
+                sessions += 1
+                if sessions == 1:
+                    asking.start()
+                hearing = threading.Thread(target=hear, args=(call,))
+                hearing.start()
+                while hearing.is_alive() and sent < 6400:
+                    for _ in range(20):
+                        raw.unsent.put(message())
+                    with suppress(grpc.RpcError):
+                        list(raw.call("Upload", parts(), key))
+                    sent += 23
+                    if sent % 690 == 0:
+                        assert next(iter(channel.ask({1: join_request(f"{sent}")}, WAIT_S, group="1")))[
+                            1
+                        ] == Joined("site-1")
+                call.cancel()
+                hearing.join(WAIT_S)
+            if not before and sent > 1500:
+                before = memory()
+        over.set()
+        asking.join(WAIT_S)
+        assert not asking.is_alive()
+        assert sessions > 5
+        assert memory() - before < 2**24
+        spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+        assert spooled <= 4 * CHUNK + LONGEST
+    # gRPC logs errors too, of calls that are cut.
+    ours = [record for record in caplog.records if record.name.startswith("cloister")]
+    assert not [record for record in ours if record.exc_info], "a defect"
+
+
+# The pieces alone.
+
+
+def test_what_a_request_of_the_same_bytes_left_counts(tmp_path: Path) -> None:
+    """A site that uploads something else, each time that it is asked again, does not fill the disk."""
+    with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, Raw(channel) as raw:
+        call, key = raw.open()
+        for _ in range(20):
+            asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
+            thread = threading.Thread(target=next, args=(asking,))
+            thread.start()
+            letter = next(message.request for message in iter(lambda: said(call), None) if message.request.id)
+            data = os.urandom(4 * CHUNK)
+            vector = Vector(hash=blake3(data).digest(), size=len(data))
+            parts = [Part(vector=vector, request=letter.id).SerializeToString()]
+            parts += [part_of(memoryview(data)[at : at + CHUNK]) for at in range(0, len(data), CHUNK)]
+            assert Held.FromString(list(raw.call("Upload", parts, key))[-1]).whole
+            raw.say(reply=Letter(id=letter.id, frame=b"no message"))
+            thread.join(WAIT_S)
+            del asking, thread  # as a coordinator that dies before it takes the reply
+            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            assert spooled <= 4 * CHUNK + LONGEST
+
+
+def test_a_vector_that_would_fill_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [MODEL.nbytes]
+    monkeypatch.setattr(
+        "cloister.protocol.messages.transfer.shutil.disk_usage", lambda _: SimpleNamespace(free=free[0])
+    )
+    with open_channel(tmp_path) as channel, connected(channel, Answering(), tmp_path):
+        refused = ask(channel, contribute(MODEL))
+        assert isinstance(refused, Failed)
+        assert f"{free[0]} are free" in refused.reason
+        free[0] = 2 * MODEL.nbytes
+        assert len(ask(channel, contribute(MODEL))) == 1000
+    # What is there already takes no room.
+    data = os.urandom(2 * CHUNK)
+    name = blake3(data).digest()
+    arrival = Arrivals(tmp_path / "a", 2**30).begin(name, len(data))
+    arrival.add(arrival.take()[0], [memoryview(data)[:CHUNK]])
+    free[0] = 2 * CHUNK
+    again = Arrivals(tmp_path / "a", 2**30)
+    assert again.begin(name, len(data)).take()[1] == CHUNK
+    with pytest.raises(CloisterError, match="are free"):
+        again.begin(bytes(32), len(data))
+
+
+def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:
+    data = os.urandom(CHUNK + 5)
+    name = blake3(data).digest()
+    arrival = Arrivals(tmp_path / "a", 2**30).begin(name, len(data))
+    turn, held = arrival.take()
+    assert (held, arrival.add(turn, [memoryview(data)[:CHUNK]])) == (0, CHUNK)
+    again = Arrivals(tmp_path / "a", 2**30)
+    arrival = again.begin(name, len(data))
+    turn, held = arrival.take()
+    assert held == CHUNK
+    arrival.add(turn, [memoryview(data)[CHUNK:]])
+    arrival.finish(turn)
+    assert again.open(name, len(data)) == data
+    (file,) = (tmp_path / "a").iterdir()
+    file.write_bytes(bytes(len(data)))
+    damaged = Arrivals(tmp_path / "a", 2**30)
+    arrival = damaged.begin(name, len(data))
+    with pytest.raises(CloisterError, match="arrived as a whole"):
+        damaged.open(name, len(data))
+    turn, held = arrival.take()
+    assert held == len(data)
+    with pytest.raises(CloisterError, match="with the hash"):
+        arrival.finish(turn)
+    first, _ = arrival.take()
+    second, held = arrival.take()
+    assert held == 0
+    with pytest.raises(CloisterError, match="one stream"):
+        arrival.add(first, [memoryview(data)[:CHUNK]])
+    arrival.add(second, [memoryview(data)[:CHUNK]])
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 16384, CHUNK])
+def test_a_part_is_what_protobuf_writes(size: int) -> None:
+    data = os.urandom(size)
+    assert part_of(memoryview(data)) == Part(data=data).SerializeToString()
+    assert data_of(Part(data=data).SerializeToString()) == data
+    for wrong in (b"", b"\x12", Part(data=data).SerializeToString() + b"\0", data):
+        with pytest.raises(CloisterError):
+            data_of(wrong)
+
+
+def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed")
+    protocol = Path(__file__).parents[3] / "protocol" / "messages"
+    made = ["protoc", f"-I{protocol}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "exchange.proto"]
+    assert protoc.main(made) == 0
+    for name in ("exchange_pb2.py", "exchange_pb2.pyi"):
+        assert (tmp_path / name).read_text() == (protocol / name).read_text()
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel, pytest.raises(EngineError, match="an address that is free"):
+        open_channel(tmp_path, bind=channel.address)

@@ -1,0 +1,169 @@
+"""What a monitoring system reads of a coordinator: metrics in Prometheus's text, and gRPC's health."""
+
+from __future__ import annotations
+
+import queue
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from prometheus_client.parser import text_string_to_metric_families
+
+from cloister.protocol.errors import EngineError
+from cloister.server.exchange import exchange
+from cloister.server.federation.metrics import Metrics, served
+from cloister.server.record.progress import (
+    AttemptFailed,
+    Connected,
+    Event,
+    Moved,
+    RoundAbandoned,
+    RoundDone,
+    Started,
+)
+from cloister.tests.parties.exchange_parties import CERTIFICATE, NAME, WAIT_S, open_channel
+from cloister.tests.parties.federation import RECORD, tiny
+from cloister.tests.parties.provisioned import Parties
+from cloister.tests.tools.command import refusal
+
+
+def done(number: int, epsilon: float | None, **seconds: float) -> RoundDone:
+    return RoundDone(
+        round=number,
+        attempts=1,
+        sites=3,
+        dropouts=0,
+        tokens=None,
+        seconds=1.0,
+        train_loss=None,
+        clipped=None,
+        update_norm=1.0,
+        params_sha256="",
+        epsilon=epsilon,
+        phase_seconds=seconds,
+        too_stale=2,
+    )
+
+
+EVENTS: list[Event] = [
+    Started(tiny(*RECORD, "privacy.budget=2.0"), ("a", "b", 'c"\\\n'), 10, 1),
+    Connected(("a", "b"), {"c": "invited"}),
+    AttemptFailed(2, 1, "too few sites"),
+    done(2, 0.5, train=2.0, sum=0.5),
+    Moved({"a": 5, 'c"\\\n': 7}, {"a": 3}),
+    RoundAbandoned(3, 1, "", 0.75, phase_seconds={"train": 1.0}),
+]
+
+
+def read(address: str) -> dict[tuple[str, ...], float]:
+    """Each sample of a scrape by name and label values, without the run's."""
+    with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels.get("run") == "letters" for sample in samples if sample.labels)
+    return {
+        (sample.name, *(value for label, value in sample.labels.items() if label != "run")): sample.value
+        for sample in samples
+    }
+
+
+def test_the_metrics_are_what_the_events_say() -> None:
+    metrics = Metrics()
+    with served(metrics, "127.0.0.1:0", on_network=False) as address:
+        assert read(address) == {("cloister_running",): 0.0}
+        metrics.begin("letters")
+        for event in EVENTS:
+            metrics.take(event)
+        assert read(address) == {
+            ("cloister_running",): 1.0,
+            ("cloister_rounds_done_total",): 3.0,
+            ("cloister_rounds",): 3.0,
+            ("cloister_attempts_failed_total",): 1.0,
+            ("cloister_updates_too_stale_total",): 2.0,
+            ("cloister_sites_connected",): 2.0,
+            ("cloister_sites_missing",): 1.0,
+            ("cloister_sent_bytes_total", "a"): 5.0,
+            ("cloister_sent_bytes_total", 'c"\\\n'): 7.0,
+            ("cloister_received_bytes_total", "a"): 3.0,
+            ("cloister_phase_seconds_total", "train"): 3.0,
+            ("cloister_phase_seconds_total", "sum"): 0.5,
+            ("cloister_epsilon",): 0.75,
+            ("cloister_epsilon_budget",): 2.0,
+        }
+        metrics.end()
+        last = read(address)
+        assert (last[("cloister_running",)], last[("cloister_epsilon",)]) == (0.0, 0.75)
+        metrics.begin("letters")
+        assert read(address)[("cloister_rounds_done_total",)] == 0.0, "another run"
+    with pytest.raises(URLError):
+        urllib.request.urlopen(address, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9464", "localhost:9464"])
+def test_metrics_are_served_on_loopback_alone(address: str) -> None:
+    with (
+        pytest.raises(EngineError, match="an address of loopback"),
+        served(Metrics(), address, on_network=False),
+    ):
+        pass
+
+
+def test_a_flag_allows_the_network_and_a_wrong_address_is_said() -> None:
+    with served(Metrics(), "0.0.0.0:0", on_network=True) as address:
+        port = address.rpartition(":")[2].removesuffix("/metrics")
+        assert read(f"http://127.0.0.1:{port}/metrics")
+        with (
+            pytest.raises(EngineError, match="is free"),
+            served(Metrics(), f"127.0.0.1:{port}", on_network=False),
+        ):
+            pass
+    for wrong in ("9464", "127.0.0.1", "127.0.0.1:99999", "http://127.0.0.1:1"):
+        with pytest.raises(EngineError, match="HOST:PORT"), served(Metrics(), wrong, on_network=True):
+            pass
+
+
+def test_a_coordinator_does_not_start_with_metrics_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unsynced: None
+) -> None:
+    parties = Parties(tmp_path, capsys)
+    parties.made()
+    start = ("coordinator", "start", str(parties.coordinator), "--metrics", "0.0.0.0:0")
+    assert "an address of loopback" in refusal(capsys, *start)
+
+
+# gRPC health
+
+
+def test_the_exchange_is_healthy_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by gRPC's own client, which has no invitation."""
+    monkeypatch.setattr(exchange, "HANDSHAKE_S", 0.3)
+    with open_channel(tmp_path) as channel:
+        credentials = grpc.ssl_channel_credentials(CERTIFICATE.pem)
+        options = [("grpc.ssl_target_name_override", NAME)]
+        with grpc.secure_channel(channel.address, credentials, options) as peer:
+            stub, silent = HealthStub(peer), peer.stream_stream("/grpc.health.v1.Health/Check")
+            unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+            for service in ("", "cloister.Exchange"):
+                found = stub.Check(HealthCheckRequest(service=service), timeout=WAIT_S)
+                assert found.status == HealthCheckResponse.SERVING
+            for ask, code in (
+                (lambda: stub.Check(HealthCheckRequest(service="other"), timeout=WAIT_S), "NOT_FOUND"),
+                # A call that stays, as often as anybody likes.
+                (lambda: list(stub.Watch(HealthCheckRequest(), timeout=WAIT_S)), "UNIMPLEMENTED"),
+                # A call that says nothing ends.
+                (lambda: list(silent(iter(unsent.get, None), timeout=WAIT_S)), "DEADLINE_EXCEEDED"),
+            ):
+                with pytest.raises(grpc.RpcError) as raised:
+                    ask()
+                assert raised.value.code().name == code
+                assert "Deadline Exceeded" not in raised.value.details(), "the server has ended it"
+            unsent.put(None)
+        with grpc.secure_channel(channel.address, credentials, options) as peer:
+            channel.close()
+            with pytest.raises(grpc.RpcError) as raised:
+                HealthStub(peer).Check(HealthCheckRequest(), timeout=WAIT_S)
+            assert raised.value.code().name == "UNAVAILABLE"

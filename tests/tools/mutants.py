@@ -1,0 +1,136 @@
+"""Mutants: one defect each, planted into the source of one function between a plan and what it releases.
+
+A mutant is a line of text that is replaced, so that it runs where the right line would have run.
+"""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect."""
+
+    where: str
+    """Module and qualified name of the function, without `cloister.`."""
+    old: str
+    """Text of the function, which it has once."""
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.where.partition(':')[2]}: {self.new}".replace("\n", " ")
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Replace the function, wherever it was imported to, until the patch is undone."""
+        module_name, _, path = self.where.partition(":")
+        module = importlib.import_module(f"cloister.{module_name}")
+        owner: Any = module
+        *classes, name = path.split(".")
+        for each in classes:
+            owner = getattr(owner, each)
+        right = getattr(owner, name)
+        source = textwrap.dedent(inspect.getsource(right))
+        assert source.count(self.old) == 1, f"{self.where} has {self.old!r} {source.count(self.old)} times"
+        code = compile(
+            source.replace(self.old, self.new),
+            f"<mutant of {self.where}>",
+            "exec",
+            __future__.annotations.compiler_flag,
+        )
+        made: dict[str, Any] = {}
+        exec(code, module.__dict__, made)
+        if classes:
+            patch.setattr(owner, name, made[name])
+            return
+        for other in [each for key, each in sys.modules.items() if key.startswith("cloister.")]:
+            if other.__dict__.get(name) is right:
+                patch.setattr(other, name, made[name])
+
+
+STEPS = "clients.training.dpsgd:PrivateTrainer._steps"
+TERMS = "privacy.accounting.terms:_round"
+ENCODE = "privacy.mechanism.site_noise:SiteMechanism.encode"
+TAIL = "privacy.mechanism.site_noise:SiteMechanism.tail"
+DECODE = "privacy.mechanism.site_noise:SiteMechanism.decode"
+ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
+DECODED = "mean, clip = mechanism.decode(mean, sites, context.clip, noise)"
+
+LESS_NOISE_IN_STEPS = [
+    Mutant(
+        "clients.training.work:train",
+        "noise_multiplier=terms.noise_multiplier",
+        "noise_multiplier=0.5 * terms.noise_multiplier",
+    ),
+    Mutant(
+        "clients.training.work:train",
+        "noise_multiplier=terms.noise_multiplier",
+        "noise_multiplier=1e-6 * terms.noise_multiplier",
+    ),
+    Mutant(STEPS, "noise_multiplier * privacy.clip", "0.5 * noise_multiplier * privacy.clip"),
+    Mutant(
+        "clients.training.dpsgd:ClippedSum.release",
+        "(values[begin:end], sigma,",
+        "(values[begin:end], 0.5 * sigma,",
+    ),
+    Mutant("privacy.mechanism.noise:NoiseStream.add_gaussian", "(samples, sigma,", "(samples, 0.5 * sigma,"),
+]
+"""Half of the noise, or less, on the way to a step of DP-SGD."""
+OTHER_STEPS = [
+    Mutant("clients.training.work:train", "noise_multiplier=terms.noise_multiplier", "noise_multiplier=1.0"),
+    Mutant(STEPS, "n_units, self._rate", "n_units, 2 * self._rate"),
+    Mutant(STEPS, "range(local.steps)", "range(local.steps + 1)"),
+    Mutant(STEPS, 'noise.child(f"step-{step + 1}")', 'noise.child("step")'),
+    Mutant("privacy.mechanism.noise:NoiseStream.child", '"child", purpose', '"child", ""'),
+    Mutant(
+        "clients.training.dpsgd:PrivateTrainer.new_sum",
+        "self._plan.privacy.clip",
+        "2 * self._plan.privacy.clip",
+    ),
+    Mutant(TERMS, "SampledGaussian(noise,", "SampledGaussian(2 * noise,"),
+    Mutant(TERMS, "privacy.sampling_rate, plan", "privacy.sampling_rate / 2, plan"),
+    Mutant(TERMS, "plan.local.steps", "plan.local.steps // 2"),
+]
+"""Other noise, batches, clips or steps than are charged."""
+LESS_NOISE_OF_SITES = [
+    Mutant(ENCODE, "self.variance, offset", "self.variance / 4, offset"),
+    Mutant(ENCODE, "self.variance, offset", "self.variance / 16, offset"),
+    Mutant(ENCODE, "if self.variance:", "if False:"),
+    Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 2 * self.scale,"),
+    Mutant(
+        "privacy.mechanism.noise:NoiseStream.skellam",
+        "positive[skip:], negative[skip:]",
+        "positive[skip:], positive[skip:]",
+    ),
+]
+"""Less noise in the vector of a site, or a longer update under the same noise."""
+LESS_NOISE_OF_THE_COORDINATOR = [
+    Mutant(
+        "server.round.round:_mean",
+        DECODED,
+        "mean, clip = mean[: mechanism.dimension] * np.float32(context.clip), context.clip",
+    ),
+    Mutant(
+        "server.round.round:_mean",
+        "mechanism.decode(",
+        "replace(mechanism, deviation=0.5 * mechanism.deviation).decode(",
+    ),
+    Mutant(DECODE, ADD, "pass"),
+    Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
+    Mutant("server.round.round:_mean", "(mean, sites,", "(mean, 2 * sites,"),
+    Mutant("server.round.round:_mean", "context.noise(number)", "NoiseStream.from_declared_seed(1)"),
+]
+"""Less noise of a trusted coordinator, or the same noise in two rounds."""
+UNCHARGED = Mutant("clients.consent.spending:Spending.pay", "terms.events(1, len(set(rounds_paid)))", "()")
+"""Rounds are recorded, and cost nothing."""
+CHARGE = "return self._ledger.charge(self._charge("
+UNPAID_ROUND = Mutant("clients.consent.spending:Spending.pay", CHARGE, f"if round_number == 1: {CHARGE}")
+"""A site's second round and later ones are charged for nothing."""
