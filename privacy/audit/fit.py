@@ -28,7 +28,7 @@ from cloister.protocol.errors import CloisterError
 
 MISFIT = 5e-5
 """Probability with which any check of honest code fails, at most."""
-MOST_CHECKS = 16
+MOST_CHECKS = 17
 """Checks of one audit, at most."""
 LEVEL = MISFIT / MOST_CHECKS
 """Probability with which one check of honest code fails, at most."""

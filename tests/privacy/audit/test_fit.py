@@ -356,4 +356,4 @@ def test_more_checks_than_share_the_probability_are_a_defect() -> None:
     misfits((check,) * MOST_CHECKS)
     with pytest.raises(AssertionError, match="its part"):
         misfits((check,) * (MOST_CHECKS + 1))
-    assert math.isclose(LEVEL, MISFIT / 16)
+    assert math.isclose(LEVEL, MISFIT / 17)
