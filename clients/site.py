@@ -34,7 +34,7 @@ from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.carried import Carried
 from cloister.clients.state.kept import Kept, Written, check_sent, checked_base, write_pieces
 from cloister.clients.state.residual import residuals
-from cloister.clients.training.release import code_for
+from cloister.clients.training.release import MUST_STAY, code_for
 from cloister.clients.training.work import Task, masking
 from cloister.lm.model.layout import Vector
 from cloister.lm.tasks.evaluate import HeldOut
@@ -71,9 +71,6 @@ from cloister.protocol.plan.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
 from cloister.protocol.plan.soundness import from_json
 
 _log = logging.getLogger(__name__)
-
-MUST_STAY = "must stay at this site"
-"""Marks what is said of the site's own records to the persons of the site: exact, and charged to no ledger."""
 
 Noise = Callable[[int], NoiseStream]
 """Returns, for a round, a stream that no other training uses."""

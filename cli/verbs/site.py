@@ -173,7 +173,7 @@ def _check(arguments: argparse.Namespace) -> int:
         devices = Devices.of(plan, config.mesh, arguments.device or config.device)
     found: dict[str, object] = {}
     if arguments.only != "devices":
-        from cloister.clients.site import MUST_STAY
+        from cloister.clients.training.release import MUST_STAY
 
         made = _prepared(config, plan)
         counts = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
@@ -185,7 +185,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
     """Prepare the site's data; refuse data of which nothing is trained on."""
-    from cloister.clients.site import MUST_STAY, preparation_of
+    from cloister.clients.site import preparation_of
+    from cloister.clients.training.release import MUST_STAY
     from cloister.lm.text.data import cached
     from cloister.lm.text.tokenizer import tokenizer_of
 

@@ -58,6 +58,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Passes
@@ -517,7 +518,10 @@ class PrivateTrainer:
                 progress(step + 1)
         if not_finite:
             _log.warning(
-                "%d gradients of single %ss were not finite and counted as zero", not_finite, privacy.unit
+                "%d gradients of single %ss were not finite and counted as zero; the number %s",
+                not_finite,
+                privacy.unit,
+                MUST_STAY,
             )
         figures = torch.tensor([nats, tokens], dtype=torch.float64, device=self._device)
         nats, tokens = weights.sum(figures).tolist()

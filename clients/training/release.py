@@ -30,6 +30,9 @@ from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import Span
 
+MUST_STAY = "must stay at this site"
+"""Marks what is said of the site's own records to the persons of the site: exact, and charged to no ledger."""
+
 
 @dataclass(frozen=True)
 class Finished:

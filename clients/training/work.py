@@ -19,7 +19,7 @@ from cloister.aggregation.vector.span import Piece, manifest_of
 from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
 from cloister.clients.training.dpsgd import PrivateTrainer
-from cloister.clients.training.release import Code, Finished, Protected, contribution
+from cloister.clients.training.release import MUST_STAY, Code, Finished, Protected, contribution
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.tasks.evaluate import HeldOut, held_out
@@ -141,7 +141,7 @@ def train(
     except UpdateError as error:
         if not protected:
             raise
-        _log.warning("round %d: sending zeros: %s", task.round, error)
+        _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
         return _nothing(trainer)
     if task.own.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite

@@ -3,16 +3,13 @@
 Texts, prompts and chats all become examples here, so later steps (splitting, cutting, packing) handle one type. A
 record is first rendered as one text with the spans that are learned, then tokenised.
 
-An example depends on its own record alone. A chat template is a program that comes with the plan, and could carry
-something from one record to the next: transformers' sandbox keeps no variable between renderings, but gives a template
-the clock and Python's random numbers. Here both are the same at every rendering.
+An example depends on its own record alone, also where a chat template makes it (`chat.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from cloister.lm.text import chat
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError
@@ -266,13 +264,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: str, fields: _Text | list
 _STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters: no template and hardly any text contains them
 
 
-_FIXED_CLOCK = (
-    "{%- macro strftime_now(format) -%}{{ format|replace('%Y', '2025')|replace('%m', '01')|replace('%d', '01')"
-    "|replace('%b', 'Jan')|replace('%B', 'January') }}{%- endmacro %}\n"
-)
-"""Precedes every template and hides the clock that transformers gives it: 1 January 2025, and no time of day."""
-
-
 def _render_chat(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[dict[str, Any]]) -> _Text:
     """Render a chat and find the assistant's turns in it.
 
@@ -280,18 +271,14 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[
     exactly in the turn. This also works for templates that strip, reorder or shorten the content. The text that the
     template adds after a turn (its end token) is learned with the turn.
     """
-    template = _FIXED_CLOCK + tokenizer.get_chat_template()
+    template = tokenizer.get_chat_template()
 
     def rendered(turns: list[dict[str, Any]]) -> str:
-        state = random.getstate()
-        random.seed(0)  # of `random` and `lipsum` in a template
         try:
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
+            return chat.render(template, turns, tokenizer.special_tokens_map)
         except Exception as error:  # a template is a program and can raise any exception
             reason = str(error).strip().partition("\n")[0]
             raise DataError(place, expected=f"a chat that the template accepts ({reason})") from error
-        finally:
-            random.setstate(state)
 
     full = rendered(messages)
     if len(full) * len(messages) > MOST_RENDERED:

@@ -362,10 +362,24 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
 
 
 def _one_row(row: pa.RecordBatch) -> list[Record]:
-    if row.nbytes > LARGEST_RECORD:
-        raise DataError("data", row.nbytes, expected=f"a row of at most {LARGEST_RECORD} bytes")
+    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
     rows: list[Record] = row.to_pylist()
+    if (size := _bytes(rows)) > LARGEST_RECORD:
+        raise DataError("data", size, expected=f"a row of at most {LARGEST_RECORD} bytes")
     return rows
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a row's value, 8 for each number."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_bytes(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    return 8
 
 
 def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:

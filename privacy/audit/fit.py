@@ -16,6 +16,7 @@ The tests assume normal noise, which Skellam noise of a large variance is to the
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from cloister.protocol.errors import CloisterError
 
 MISFIT = 5e-5
 """Probability with which any check of honest code fails, at most."""
-MOST_CHECKS = 16
+MOST_CHECKS = 17
 """Checks of one audit, at most."""
 LEVEL = MISFIT / MOST_CHECKS
 """Probability with which one check of honest code fails, at most."""
@@ -40,6 +41,12 @@ _LARGEST = 256
 """Samples of a release whose magnitudes are compared, the largest: they are rare, so equal ones are rarer."""
 _EQUAL = 2.0**-18
 """Largest difference of equal magnitudes: what is released is rounded to float32."""
+_BEFORE = 256
+"""Releases before a release with which its coordinates are compared one by one."""
+_PLACES = 4096
+"""Coordinates of them, drawn once."""
+_PEAK = 0.85
+"""Above the greatest density of |N(0, 1)|, by what integers of little noise need."""
 _HAZARD = 8.0
 """Greatest hazard rate of |N(0, 1)| up to 7.8, which a sample exceeds with a probability of 1e-14."""
 
@@ -238,6 +245,7 @@ class Noise:
         <y_r, sign(y_s)> / sqrt(k), s < r  ~ N(0, 1)  a release repeats or cancels another one, or something beside it
         the sum of its squares over pairs             coordinates depend on each other, alike in all releases
         neighbours among the largest |x_ri| of r      a part of a release is another part in any order, with any signs
+        coordinates with |x_ri| = |x_si|, s < r       a part of a release is the same part of one before it
 
     and, if the last coordinate is a count with noise of its own,
 
@@ -249,12 +257,13 @@ class Noise:
 
         P(|x'Ax| >= 2 |A|_F sqrt(t) + 2 t) <= 2 exp(-t)    (Laurent and Massart 2000, Lemma 1).
 
-    In the last test, given the k + 1 - j smallest of the k + 1 largest magnitudes, the next one is the least of j
-    samples beyond the last of them: the gap is g or less with probability j g h at most, h the hazard rate. So the
+    In the test before the last, given the k + 1 - j smallest of the k + 1 largest magnitudes, the next one is the least
+    of j samples beyond the last of them: the gap is g or less with probability j g h at most, h the hazard rate. So the
     number of such gaps has the tail of Binomial(k, g h (k + 1) / 2) at most (Hoeffding 1956). Where samples lie on a
-    grid, its step is added to g.
+    grid, its step is added to g. In the last test, given x_s, a magnitude is within g of another one with probability
+    2 g f at most, on a grid with probability f times its step more, f the greatest density.
 
-    It takes some 40 bytes for each coordinate, and 16 KB for each release.
+    It takes some 40 bytes for each coordinate, 16 KB for each release, and 4 MB.
 
     Args:
         size: d, coordinates of a release.
@@ -264,6 +273,11 @@ class Noise:
 
     def __init__(self, size: int, *, count: bool = False, grid: float = 0.0) -> None:
         self._gap = _EQUAL + grid
+        self._equal_share = _PEAK * (2 * _EQUAL + grid)
+        self._places = np.sort(np.random.Generator(np.random.Philox(1)).permutation(size)[:_PLACES])
+        self._before: deque[npt.NDArray[np.float64]] = deque(maxlen=_BEFORE)
+        self._same = (0, 0)  # of two releases: equal magnitudes, at most, of how many
+        self._compared = 0
         self._repeats: list[tuple[int, int]] = []  # of each release: small gaps, gaps
         self._with_count = np.zeros(size) if count else None
         self._squares = np.zeros(size)
@@ -291,12 +305,22 @@ class Noise:
         gaps = min(_LARGEST, samples // 4)
         largest = np.sort(np.partition(np.sqrt(squares), -gaps - 1)[-gaps - 1 :])
         self._repeats.append((int((np.diff(largest) <= _EQUAL).sum()), gaps))
+        self._compare(np.abs(noise if where is None else np.where(where, noise, np.nan))[self._places])
         if self._with_count is not None:
             self._with_count += alone * alone[-1]
         if len(self._sketches) < _COMPARED:
             signs = self._signs if where is None else np.where(where, self._signs, 0)
             of_each = np.sqrt(np.maximum(_folded(np.abs(signs)), 1))
             self._sketches.append((_folded(signs * alone) / of_each).astype(np.float32))
+
+    def _compare(self, magnitudes: npt.NDArray[np.float64]) -> None:
+        """Count the coordinates at which a release has the magnitude of one before it; NaN where it has no noise."""
+        for before in self._before:
+            differences = np.abs(magnitudes - before)
+            same = int((differences <= _EQUAL).sum()), int((~np.isnan(differences)).sum())
+            self._same = max(self._same, same)
+        self._compared += len(self._before)
+        self._before.append(magnitudes)
 
     def checks(self, charged: float = 1.0) -> tuple[Check, ...]:
         """What all releases together show.
@@ -311,6 +335,7 @@ class Noise:
             self._coordinate(charged),
             self._lag(samples, charged),
             self._repeated(charged),
+            *([self._at_one_place(charged)] if self._compared else ()),
             *self._between(charged),
             *(() if self._with_count is None else [self._count(self._with_count)]),
         )
@@ -363,6 +388,16 @@ class Noise:
         worst = int(np.argmin(below))
         p = _any(float(below[worst]), len(below))
         return Check("magnitudes that are twice in a release", float(repeats[worst]), 0.0, p)
+
+    def _at_one_place(self, charged: float) -> Check:
+        """The two releases that have most magnitudes in common, coordinate by coordinate."""
+        from scipy.stats import binom
+
+        same, places = self._same
+        p = float(binom.sf(same - 1, places, min(1.0, self._equal_share / charged))) if same else 1.0
+        return Check(
+            "magnitudes that two releases have at the same coordinates", same, 0.0, _any(p, self._compared)
+        )
 
     def _between(self, charged: float) -> tuple[Check, ...]:
         """The projections of releases on the signs of earlier ones: the furthest, and their variance."""

@@ -3,7 +3,10 @@
 When a trial began and ended, beside when its search did, tells about how many trials there were, and the price of a
 search holds only toward those who do not know that number. So the copy has what is read of a finished run, and nothing
 else: plan, settings, journal, metrics and ledgers without time stamps and seconds, checkpoints without the facts of
-their rounds, public records, and what the sites had before the run. The final model is made of the last checkpoint.
+their rounds, the roster, public records, and of each site its configuration and ledger. The final model is made of the
+last checkpoint.
+
+Of a site's folder nothing else is copied, such as its records and keys: a copy is what its owner gives to others.
 
 Refused: a list of the files that are left out. What a run folder gains later would be released with its times.
 """
@@ -31,7 +34,6 @@ SETTINGS = "settings.json"
 """What the search set, beside the plan."""
 
 _TIMES = ("seconds", "phase_seconds")
-_MADE_BY_THE_RUN = shutil.ignore_patterns("state", "sequences", ".cache")
 _EVERY_FILE_S = 315532800
 """1 January 1980, the first day that every format of archives can state; in seconds since the epoch."""
 
@@ -89,10 +91,15 @@ def _copy(trial: RunFiles, made: RunFiles, settings: Values) -> None:
     made.checkpoints.mkdir()
     for checkpoint in stored_checkpoints(trial.checkpoints).values():
         _copy_checkpoint(checkpoint, made.checkpoints / checkpoint.name)
-    shutil.copytree(trial.sites.path, made.sites.path, ignore=_MADE_BY_THE_RUN)
     _copy_ledger(OWNER, trial.ledger, made.ledger)
+    made.sites.path.mkdir()
+    for known in (trial.sites.roster, trial.sites.public_records):
+        if known.exists():
+            shutil.copyfile(known, made.sites.path / known.name)
+    for site in trial.sites.names():
+        made.sites.state(site).mkdir(parents=True)
+        shutil.copyfile(trial.sites.config(site), made.sites.config(site))
     for site, ledger in trial.sites.ledgers().items():
-        made.sites.state(site).mkdir()
         _copy_ledger(site, ledger, made.sites.ledger(site))
 
 

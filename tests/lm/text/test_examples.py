@@ -1,6 +1,7 @@
 """Exactly the answers are learned, whatever the tokenizer and its chat template do to a text."""
 
-import random
+import re
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from cloister.lm.text.chat import render
 from cloister.lm.text.examples import ANSWER, CONTEXT, Example, identity, to_examples
 from cloister.lm.text.records import Records, Unusable, read_each, read_records
 from cloister.lm.text.tokenizer import END, byte_tokenizer
@@ -269,19 +271,162 @@ def chat_of(said: str) -> dict[str, Any]:
     "reads",
     [
         "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}",
-        "{{ range(10 ** 5) | random }}",
-        "{{ lipsum(1) }}",
         "{% macro f() %}{{ strftime_now('%f') }}{% endmacro %}{{ f() }}",
         "{% set ns = namespace(n=n) %}{% set ns.n = 1 %}{% set n = 2 %}{{ n }}{{ ns.n }}",
         "{{ cycler('a', 'b').next() }}",
     ],
 )
 def test_no_rendering_sees_another(reads: str) -> None:
-    """A template that uses the clock or random numbers for one record alone would tell the others of it."""
+    """A template that uses the clock for one record alone would tell the others of it."""
+    assert len(set(rendered(reads))) == 1
+
+
+def rendered(reads: str) -> list[str]:
+    """Three equal chats, by a template that also writes something else."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{reads}"
     found = examples([chat_of("x")] * 3, tokenizer, "messages")
-    assert len({example.tokens.tobytes() for example in found}) == 1
+    return [str(BYTES.decode(example.tokens.tolist())) for example in found]
+
+
+SEEN = [
+    "joiner()",
+    "cycler('a')",
+    "namespace(a=1)",
+    "namespace",
+    "range",
+    "dict",
+    "raise_exception",
+    "strftime_now",
+    "messages[0].items",
+    "messages[0]['items']",
+    "messages[0]|attr('items')",
+    "messages[0].items()",
+    "messages[0].keys().__iter__",
+    "messages[0].content.join",
+    "messages.append",
+    "messages|map(attribute='role')",
+    "messages|map('upper')",
+    "messages|select",
+    "messages|batch(1)",
+    "messages|groupby('role')",
+    "messages|reverse",
+    "'a'|reverse",
+    "'ab'|slice(1)",
+    "messages[0]|items",
+    "messages[0]|dictsort",
+    "[messages[0].items]",
+    "{'a': messages[0].items}",
+    "dict(a=joiner())",
+    "namespace(a=joiner())",
+    "[messages|map('upper')]",
+    "(joiner, cycler)",
+    "loop",
+    "self",
+    "self.a",
+    "caller",
+    "f",
+    "f.name",
+    "unknown",
+    "messages.unknown",
+    "messages[0].items.__self__",
+    "''.format",
+    "''.format_map",
+    "'a'|escape",
+    "'a'.__class__",
+    "range(3)",
+]
+WAYS = [
+    "{{ % }}",
+    "{{ %|string }}",
+    "{{ % ~ '' }}",
+    "{{ '%s'|format(%) }}",
+    "{{ '%r'|format(%) }}",
+    "{{ '{}'.format(%) }}",
+    "{{ '{0!r}'.format(%) }}",
+    "{{ [%]|join }}",
+    "{{ [%]|string }}",
+    "{{ (%)|pprint }}",
+    "{{ [%]|map('string')|join }}",
+    "{{ '{a}'.format_map({'a': %}) }}",
+    "{% filter upper %}{{ % }}{% endfilter %}",
+    "{% set a %}{{ % }}{% endset %}{{ a }}",
+    "{{ (%)|tojson }}",
+    "{{ (%)|urlize }}{{ (%)|indent }}{{ (%)|replace('a', 'b') }}",
+    "{{ (%)|xmlattr }}",
+    "{{ (%)|hash }}",
+    "{{ (%).__hash__() }}",
+    "{{ [%]|sort|string }}",
+    "{{ [%, %]|unique|map('string')|join }}",
+    "{% for a in [%] recursive %}{{ loop }}{{ loop.__call__ }}{{ loop.cycle }}{{ a }}{% endfor %}",
+    "{% macro f() %}{{ caller }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f }}{% call f(%) %}x{% endcall %}",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_template_sees_where_something_is_in_memory(way: str) -> None:
+    """Memory is what earlier chats have left: a template that prints addresses would tell of them."""
+    written = [way.replace("'%s'", "'§s'").replace("'%r'", "'§r'").replace("%}", "§}").replace("{%", "{§")]
+    for seen in SEEN:
+        template = written[0].replace("%", seen).replace("§", "%")
+        try:
+            texts = rendered(template)
+        except DataError:
+            continue
+        assert len(set(texts)) == 1, template
+        assert not re.search("0x[0-9a-f]{6}|[0-9]{9}", texts[0]), (template, texts[0])
+
+
+@pytest.mark.parametrize("reads", ["{{ range(10 ** 5) | random }}", "{{ lipsum(1) }}"])
+def test_a_template_has_no_random_numbers(reads: str) -> None:
+    with pytest.raises(DataError):
+        rendered(reads)
+
+
+LIKE_LLAMA = """{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}{%- set said = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set said = "" %}{%- endif %}
+{{- "<|start|>system\n" + said + "<|end|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|start|>' + message['role'] + '\n' + message['content'] | trim + '<|end|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+MARKED = """{% for m in messages if m.content %}{% if loop.index > 6 %}{% break %}{% endif %}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ loop.cycle('<', '>') }}{{ m.content.split('<')[-1].strip() }}{% endif %}
+{% endfor %}{{ tools is none }}{{ messages | map(attribute='role') | join(', ') }}
+{{ {'b': ['é'], 'a': 1} | tojson(indent=2) }}
+{%- set j = joiner(', ') %}{% for key, value in messages[0].items() %}{{ j() }}{{ key }}={{ value }}{% endfor %}
+{%- macro last(list) %}{{ list[-1].content }}{% endmacro %}{{ last(messages) }}
+{{ messages[-1].reasoning_content }}{{ messages[-1] }}
+{{ messages | selectattr('role', 'eq', 'user') | list | length }}
+{%- for role, turns in messages | groupby('role') %}{{ role }}{{ turns | length }}{% endfor %}
+{{ messages | batch(2) | list | length }}"""
+TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be <kind>. "},
+    {"role": "user", "content": "é?"},
+    {"role": "assistant", "content": "<think>so</think> yes"},
+    {"role": "user", "content": "and 'x'\n"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"z": "ü", "a": [1, None]}}}],
+    },
+    {"role": "assistant", "content": "no", "reasoning": "well"},
+]
+
+
+@pytest.mark.parametrize("template", [THINKING, LIKE_LLAMA, MARKED, BYTES.chat_template])
+def test_a_chat_is_rendered_as_by_its_tokenizer(template: str) -> None:
+    text = render(template, TURNS, MERGED.special_tokens_map)
+    expected = MERGED.apply_chat_template(TURNS, tokenize=False, chat_template=template)
+    assert re.sub(r"01 Jan 2025", time.strftime("%d %b %Y"), text) == expected
 
 
 def test_a_template_has_a_date() -> None:
@@ -292,20 +437,6 @@ def test_a_template_has_a_date() -> None:
     )
     (example,) = examples([chat_of("x")], tokenizer, "messages")
     assert BYTES.decode(example.tokens.tolist()) == "\n01 Jan 2025 2025-01-01x"
-
-
-def test_random_numbers_of_a_template_and_of_the_process_are_apart() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{{ range(10 ** 5) | random }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    found = []
-    for _ in range(2):
-        random.random()
-        before = random.getstate()
-        found += examples([chat_of("x")], tokenizer, "messages")
-        assert random.getstate() == before
-    assert found[0].tokens.tobytes() == found[1].tokens.tobytes()
 
 
 class Panic(BaseException):

@@ -34,10 +34,11 @@ AMOUNT, RELEASE, PLACE = (
     "least deviation of the noise in a release",
     "furthest deviation of the noise at a coordinate",
 )
-LAG, TWICE, REPEATED, DEPENDS, COUNT = (
+LAG, TWICE, REPEATED, SAME, DEPENDS, COUNT = (
     "correlation of the noise inside a release",
     "magnitudes that are twice in a release",
     "furthest projection of the noise on that of another release",
+    "magnitudes that two releases have at the same coordinates",
     "variance of these projections",
     "correlation of the count's noise with that of a coordinate",
 )
@@ -75,7 +76,7 @@ def test_honest_noise_fits_as_often_as_it_says() -> None:
     low, high = binom.interval(1 - 1e-6, repeats, 0.05)
     for checks in zip(*found, strict=True):
         below = sum(check.p < 0.05 for check in checks)
-        assert (0 if checks[0].what in (LAG, TWICE) else low) <= below <= high, checks[0].what
+        assert (0 if checks[0].what in (LAG, TWICE, SAME) else low) <= below <= high, checks[0].what
     assert not any(misfits(checks) for checks in found)
 
 
@@ -146,8 +147,8 @@ def again(of: int, sign: float) -> Callable[[Samples, int], Samples]:
         (mirrored, {DEPENDS, TWICE}),
         (negated, {LAG, TWICE}),
         (permuted, {TWICE}),
-        (again(3, 1.0), {REPEATED}),
-        (again(3, -1.0), {REPEATED}),
+        (again(3, 1.0), {REPEATED, SAME}),
+        (again(3, -1.0), {REPEATED, SAME}),
     ],
     ids=[
         "less",
@@ -171,6 +172,39 @@ def test_noise_that_is_not_as_charged_is_named(
     assert named(checks) >= expected
     assert named(checks) <= expected | {AMOUNT, RELEASE, REPEATED, DEPENDS, COUNT, TWICE}
     assert min(expected) in problem(checks)
+
+
+def part_again(share: float, sign: float = 1.0) -> Callable[[Samples, int], Samples]:
+    """Each second release has a share of the noise of the one before it, at the same coordinates."""
+    kept: list[Samples] = []
+
+    def defect(noise: Samples, release: int) -> Samples:
+        kept.append(noise.copy())
+        if release % 2:
+            noise[: round(share * noise.size)] = sign * kept[-2][: round(share * noise.size)]
+        return noise
+
+    return defect
+
+
+@pytest.mark.parametrize("grid", [0.0, 2.0**-19, 2.0**-12])
+@pytest.mark.parametrize(
+    ("size", "share", "sign"),
+    [(300, 0.02, 1.0), (75_000, 0.003, 1.0), (75_000, 0.02, -1.0), (75_000, 0.5, 1.0)],
+)
+def test_noise_that_is_there_again_in_a_part_of_another_release_is_named(
+    size: int, share: float, sign: float, grid: float
+) -> None:
+    if grid < 2.0**-12:
+        assert SAME in named(noise(part_again(share, sign), size=size, grid=grid))
+    assert SAME in named(noise(part_again(10 * share, sign), size=size, grid=grid))
+    assert not misfits(noise(size=size, grid=grid))
+
+
+@pytest.mark.parametrize("grid", [2.0**-9, 2.0**-5, 1.0])
+def test_integers_of_little_noise_are_alike_by_their_law(grid: float) -> None:
+    checks = {check.what: check for check in noise(size=100_000, releases=40, grid=grid)}
+    assert checks[SAME].p > 1e-3
 
 
 @pytest.mark.parametrize("grid", [0.0, 2.0**-19, 2.0**-12])
@@ -322,4 +356,4 @@ def test_more_checks_than_share_the_probability_are_a_defect() -> None:
     misfits((check,) * MOST_CHECKS)
     with pytest.raises(AssertionError, match="its part"):
         misfits((check,) * (MOST_CHECKS + 1))
-    assert math.isclose(LEVEL, MISFIT / 16)
+    assert math.isclose(LEVEL, MISFIT / 17)

@@ -509,6 +509,32 @@ def test_a_huge_record_is_left_out(by_record: Sites, tmp_path: Path, monkeypatch
     assert (read(by_record, tmp_path / "own").records) == 1
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), "dictionary", "inside"])
+def test_the_size_of_a_row_is_its_own(
+    kind: Any, by_record: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever rows share in memory: a dictionary of distinct values, or a batch's buffers."""
+    monkeypatch.setattr(records, "LARGEST_RECORD", 400)
+    texts = [str(number) + "a" * 250 for number in range(8)]
+
+    def left(texts: list[str]) -> tuple[int, dict[str, int]]:
+        if kind == "inside":
+            rows = [{"text": text, "more": {"tags": [text[:9]]}} for text in texts]
+            tags = pa.struct([("tags", pa.list_(pa.dictionary(pa.int32(), pa.string())))])
+            table = pa.Table.from_pylist(rows, pa.schema([("text", pa.string()), ("more", tags)]))
+        else:
+            column = pa.array(texts)
+            table = pa.table(
+                {"text": column.dictionary_encode() if kind == "dictionary" else column.cast(kind)}
+            )
+        pq.write_table(table, tmp_path / "a.parquet")
+        found = read(by_record, tmp_path / "a.parquet")
+        return found.records, dict(found.left_out)
+
+    assert left(texts) == (8, {})
+    assert left([*texts, "b" * 2000]) == (8, {"not readable": 1})
+
+
 def test_a_tokenizer_with_a_gap_in_its_ids_is_refused_before_any_record(tmp_path: Path) -> None:
     """A record with that token would make the round fail: the coordinator would choose the token, and learn of it."""
     folder = tmp_path / "tokenizer"

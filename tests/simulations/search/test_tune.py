@@ -315,6 +315,22 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     assert (out / "best" / "final" / "config.json").exists()
 
 
+def test_what_a_private_search_gives_away_has_no_private_records_and_no_keys(
+    searched: tuple[Path, str, dict[int, float | None]],
+) -> None:
+    sites = RunFiles(searched[0].parent / "kept" / "0000").sites
+    folders = [sites.config(name).parent for name in sites.names()]
+    lines = [line for folder in folders for line in (folder / "data.jsonl").read_text().splitlines()]
+    secrets = [json.loads(line)["text"].encode() for line in lines]
+    secrets += [(folder / "identity.pem").read_bytes() for folder in folders]
+    best = RunFiles(searched[0] / "best")
+    names = {path.name for path in best.sites.path.rglob("*")} - set(sites.names())
+    assert names == {"roster.toml", "public.jsonl", "site.toml", "state", "ledger.sqlite"}
+    for path in (path for path in searched[0].rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        assert not any(secret in content for secret in secrets), path
+
+
 def lived(trial: RunFiles, later: float) -> None:
     """Let a trial have run later, and its rounds have taken longer: in each of its files that has a time."""
 
