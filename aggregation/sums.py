@@ -7,35 +7,26 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from cloister.aggregation.features.feature import Basis
+from cloister.aggregation.features.in_clear import LARGEST_LOSS, LOSS, TOKENS
+from cloister.aggregation.features.registry import layout_of
 from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.vector import masks
-from cloister.aggregation.vector.average import CLIPPED, WEIGHT, Counter, SumLayout
-from cloister.aggregation.vector.compression import BlockCode
+from cloister.aggregation.vector.average import Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring
 from cloister.lm.model.layout import Layout
-from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.cohort import Draw, draw_of
-from cloister.protocol.messages.messages import MOST_SCALES, TRAIN, Purpose
+from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
-TOKENS = "tokens"
-LOSS = "loss"
 CORRECT = "correct"
 BYTES = "bytes"
 
-LOSS_SCALE = 1 << 20
-"""Summed losses are sent as whole multiples of 2^-20 nats."""
-_LARGEST_LOSS = 1 << 50
 _LARGEST_COUNT = 1 << 48
 """Most tokens or bytes of a site's held-out records."""
-
-
-def count_of_loss(nats: float) -> int:
-    """A summed loss as a counter; one that is not finite, or beyond 2^30 nats, counts as 2^30."""
-    return min(round(nats * LOSS_SCALE), _LARGEST_LOSS) if math.isfinite(nats) else _LARGEST_LOSS
 
 
 def confusion_counters(plan: Plan) -> tuple[str, ...]:
@@ -45,15 +36,12 @@ def confusion_counters(plan: Plan) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(Basis):
     """The sums of a plan over a model: layout, privacy, draw and contract of each, alike at all parties.
 
     Everything is derived once and kept: each message of a round asks for it.
     """
 
-    plan: Plan
-    parameters: int
-    """Number of trained parameters."""
     model: str = ""
     """Digest of the trained parameters' names and shapes, and of what is frozen; part of each contract."""
 
@@ -69,51 +57,13 @@ class Sums:
         return cls(plan, layout.size, layout.digest() + layout.source + base_hash.hex())
 
     @cached_property
-    def terms(self) -> Terms | None:
-        """The plan's privacy; None without a privacy unit.
-
-        Raises:
-            PlanError: as `terms_of`.
-        """
-        return terms_of(self.plan, self.parameters)
-
-    @cached_property
     def training(self) -> SumLayout:
-        """The layout of a round's sum: the weighted updates, and totals of tokens, losses and clipped values.
-
-        Under privacy the number of sites is the only total: other totals are outside the privacy budget. Where the unit
-        is the site, values are in clipping norms, in the steps of the site-level mechanism, which also sets their
-        number. With `aggregation.compression` the update has whole rotated blocks.
+        """The layout of a round's sum: the updates as their code has them, and its totals (`features/`).
 
         Raises:
-            PlanError: the sum is longer than a mask may be, or has more blocks than a message has room for.
+            PlanError: the sum is longer than a mask may be, or a feature has no layout for so many parameters.
         """
-        plan, terms, parameters = self.plan, self.terms, self.parameters
-        bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
-        if terms is not None and terms.mechanism is not None:
-            mechanism = terms.mechanism
-            bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
-            extra = mechanism.size - parameters
-            layout = SumLayout(Ring(bits, bound, cohort), parameters, (Counter(WEIGHT, 1, 1),), extra=extra)
-        else:
-            heaviest = plan.most_labels() if plan.aggregation.weighting == "tokens" else 1
-            weight = Counter(WEIGHT, heaviest, 1)
-            ring = Ring(bits, plan.aggregation.bound, cohort)
-            compressed = plan.aggregation.compression is not None
-            blocks = BlockCode(parameters, plan.run.seed, ring) if compressed else None
-            size = parameters if blocks is None else blocks.size
-            counters: tuple[Counter, ...] = (weight,)
-            if terms is None:
-                tokens, loss = Counter(TOKENS, plan.most_labels()), Counter(LOSS, _LARGEST_LOSS)
-                counters = (weight, tokens, loss, Counter(CLIPPED, size))
-            layout = SumLayout(ring, size, counters, heaviest, blocks=blocks)
-            if blocks is not None and 4 * blocks.blocks > MOST_SCALES:
-                raise PlanError(
-                    "trained parameters",
-                    parameters,
-                    expected=f"at most {MOST_SCALES // 4} blocks of 2^14 with [aggregation.compression]",
-                    fix="train an adapter ([model.adapter]), or remove [aggregation.compression]",
-                )
+        plan, parameters, layout = self.plan, self.parameters, layout_of(self)
         if plan.aggregation.secure and layout.length > masks.LONGEST:
             raise PlanError(
                 "trained parameters",
@@ -130,7 +80,7 @@ class Sums:
         plan = self.plan
         ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
         counts = (CORRECT, TOKENS, BYTES, *confusion_counters(plan))
-        counters = Counter(LOSS, _LARGEST_LOSS), *(Counter(name, _LARGEST_COUNT) for name in counts)
+        counters = Counter(LOSS, LARGEST_LOSS), *(Counter(name, _LARGEST_COUNT) for name in counts)
         return SumLayout(ring, 0, counters)
 
     def layout(self, purpose: Purpose) -> SumLayout:

@@ -65,7 +65,7 @@ from cloister.server.exchange.certificate import new_certificate
 from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
 from cloister.server.federation.app import GridChannel, SuperLink
 from cloister.server.federation.registry import Registry
-from cloister.server.round.channel import Channel
+from cloister.server.sum.channel import Channel
 from cloister.simulations.rehearsal.provision import Provision, SiteSection, provision
 
 NAME = "coordinator.example"

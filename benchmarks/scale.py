@@ -232,7 +232,7 @@ def one(plan: str, started: float) -> dict[str, Any]:
             joined, before = now - started, now
         elif isinstance(event, RoundDone):
             rounds.append(now - before)
-            tokens.append(event.tokens)
+            tokens.append(event.figures.get("tokens"))
             before = now
 
     with (

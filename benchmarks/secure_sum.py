@@ -51,13 +51,15 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 from rich.table import Table
 
-from cloister.aggregation.features.scales import Scales
+from cloister.aggregation.features.compression import NAME as COMPRESSION
+from cloister.aggregation.features.compression import Scales
+from cloister.aggregation.features.feature import Code, Me, Secrets
+from cloister.aggregation.features.registry import Orders
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
-from cloister.aggregation.vector.compression import BlockCode
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import check_received, manifest_digest, manifest_of
 from cloister.clients.app import client_app
@@ -65,8 +67,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Site
 from cloister.clients.state.kept import write_pieces
-from cloister.clients.state.residual import residuals
-from cloister.clients.training.release import Code, Finished, code_for, contribution
+from cloister.clients.training.release import Finished, contribution
 from cloister.lm.model.model import load_model
 from cloister.lm.text.data import Sequences
 from cloister.lm.training.moments import Carry
@@ -83,13 +84,13 @@ from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import RoundDone
-from cloister.server.round.channel import Failure
 from cloister.server.round.evaluate import nowhere
 from cloister.server.round.gate import Gate
-from cloister.server.round.members import Members
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
-from cloister.server.round.sum import Party
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
+from cloister.server.sum.party import Party
 from cloister.simulations.engines.grid import LocalGrid
 
 MODEL = bytes(32)
@@ -345,7 +346,6 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
     assert bits is not None or size == COORDINATES
     expected = sum((update(site, size) for site in range(SITES)), np.zeros(size)) / SITES
     most_off = 1e-5 if plan.aggregation.compression is None else 0.2  # a few steps of one site's code
-    scales = None if plan.aggregation.compression is None else Scales.first(plan, size)
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     spent = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -367,7 +367,7 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
             gate = Gate(plan.server.gate, nowhere)
             sums = Sums.over(plan, model.layout, b"")
             party = Party(sums, "run", roster, members, journal, kept, lambda event: None)
-            context = RoundContext(party, checkpoints, optimizer, gate, scales=scales)
+            context = RoundContext(party, checkpoints, optimizer, gate)
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()
@@ -570,14 +570,12 @@ def against_32_bits(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _coded(
-    folder: Path, blocks: BlockCode, code: partial[Code], scales: Scales, finished: Finished, number: int
-) -> RingVector:
+def _coded(folder: Path, code: Callable[[Carry | None], Code], finished: Finished, number: int) -> RingVector:
     """The vector of a round, with what the one before has left out."""
     after = folder / f"{number}"
     after.mkdir()
     carry = Carry(folder / f"{number - 1}" if number > 1 else None, after)
-    return contribution(code(residuals=residuals(carry, scales.bounds, blocks)), finished)
+    return contribution(code(carry), finished)
 
 
 def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float], int]:
@@ -590,11 +588,17 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         spent[part] += time.process_time() - start
         return done
 
-    layout = Sums(plan, size).training
-    # Bounds of three root mean squares: what rounds aim at (aggregation/features/scales.py), so that some values are
-    # clipped.
+    sums = Sums(plan, size)
+    layout = sums.training
+    # Bounds of three root mean squares: what rounds aim at (aggregation/features/compression.py), so that some
+    # values are clipped.
     blocks = layout.blocks.blocks if layout.blocks else 0
-    scales = Scales(np.full(blocks, 3 * RMS, np.float32), 0.0) if blocks else None
+    bounds = Scales(np.full(blocks, 3 * RMS, np.float32), 0.0).to_bytes()
+    orders = Orders.read(sums, ((COMPRESSION, bounds),) if blocks else (), Me("site", lambda: None))
+
+    def code(number: int, carry: Carry | None) -> Code:
+        return orders.code(layout, Secrets(number.to_bytes(32), None, carry))
+
     coordinator, sites = federation(SITES, layout.length, SITES, plan.aggregation.ring_bits)
     for site in sites.values():
         coordinator.advertised(site.advertise(coordinator.begin))
@@ -607,14 +611,10 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
         with tempfile.TemporaryDirectory() as temporary:
             folder, values = Path(temporary), np.random.default_rng([turn, number])
             finished = Finished(RMS * values.standard_normal(size, np.float32), 100, 1.0)
-            code = partial(
-                code_for, Sums(plan, size), rounding=number.to_bytes(32), clip_norm=0.0, noise=None
-            )
-            if scales is None:
-                vector = timed("code", contribution, code(), finished)
+            if not blocks:
+                vector = timed("code", contribution, code(number, None), finished)
             else:
-                assert layout.blocks is not None
-                coded = partial(_coded, folder, layout.blocks, code, scales, finished)
+                coded = partial(_coded, folder, partial(code, number), finished)
                 coded(1)
                 vector = timed("code", coded, 2)  # which has a residual to add
             timed("files", write_pieces, folder / "update", [(0, vector)])
@@ -631,7 +631,9 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
     for name, site in sites.items():
         coordinator.revealed(site.unmask(requests[name]))
     total = timed("unmask", coordinator.sum)
-    opened = timed("decode", layout.open, total, SITES, scales.bounds if scales else None)
+    opened = timed(
+        "decode", layout.open, total, SITES, np.full(blocks, 3 * RMS, np.float32) if blocks else None
+    )
     if not RMS / 5 < float(np.sqrt(np.mean(np.square(opened.mean)))) < RMS / 2:  # a third: the mean of nine
         raise SystemExit("the mean is not that of the sites")
     return spent, layout.length * np.dtype(layout.ring.dtype).itemsize

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cloister.aggregation.features.scales import bounds_in
+from cloister.aggregation.features.feature import Me, Secrets
+from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
+from cloister.aggregation.features.registry import Orders
 from cloister.aggregation.secure.keys import Agreements
 from cloister.aggregation.secure.secure_site import SecureSite
-from cloister.aggregation.sums import BYTES, CORRECT, LOSS, TOKENS, confusion_counters, count_of_loss
+from cloister.aggregation.sums import BYTES, CORRECT, confusion_counters
 from cloister.aggregation.vector.ring import RingVector
-from cloister.aggregation.vector.rotation import Floats
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
 from cloister.clients.consent.spending import Spending
@@ -33,8 +34,7 @@ from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.carried import Carried
 from cloister.clients.state.kept import Kept, Written, check_sent, checked_base, write_pieces
-from cloister.clients.state.residual import residuals
-from cloister.clients.training.release import MUST_STAY, code_for
+from cloister.clients.training.release import MUST_STAY
 from cloister.clients.training.work import Task, masking
 from cloister.lm.model.layout import Vector
 from cloister.lm.tasks.evaluate import HeldOut
@@ -47,7 +47,6 @@ from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StaleError, UpdateError
 from cloister.protocol.identity.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.machine.storage import sync_folders
-from cloister.protocol.messages.balance import OwnSteps
 from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import (
     EVALUATE,
@@ -67,7 +66,7 @@ from cloister.protocol.messages.messages import (
     Request,
     SumId,
 )
-from cloister.protocol.plan.plan import LARGEST_CLIP, SMALLEST_CLIP, Plan
+from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 
 _log = logging.getLogger(__name__)
@@ -206,14 +205,12 @@ class Site:
         demands.check_round(plan, purpose, request.sum.round)
         told, digest = request.told, instructions_digest(request.told)
         check_sent("global model", request.model, told.model)
-        _check_clip(told.clip, clips=purpose == TRAIN and plan.privacy.unit == "site")
-        bounds = _checked_scales(loaded, told)
-        own, seconds = demands.own_steps(plan, told), 0.0
+        orders, seconds = _orders(loaded, told, Me(self.name, partial(demands.cohort, plan, told.sum))), 0.0
 
         def make(history: bytes) -> list[Piece]:
             nonlocal seconds
             with self._kept.turn():
-                made = self._made(loaded, told, request.model, own, bounds, history, request.tries)
+                made = self._made(loaded, told, request.model, orders, history, request.tries)
             seconds = made.seconds
             return made.pieces
 
@@ -233,10 +230,10 @@ class Site:
                 request.inbox, told.sum.round, digest, make, mask, fresh=told.fresh
             )
         else:
-            pieces = make(self._history(plan, told.sum))
+            pieces = make(self._history(loaded, told.sum))
             sent = Written(manifest_of(pieces), pieces)
         spans = tuple(vector for _, vector in sent.pieces if vector.size)
-        if plan.local.balance != "dynamic":
+        if not orders.timed:
             seconds = 0.0
         vector = f"{purpose}, vector {manifest_digest(sent.manifest).hex()}"
         self._audit_log.record(self._fact("release", told.sum, vector, request.tries))
@@ -288,17 +285,17 @@ class Site:
         contract = sums.contract(purpose, sum_id.run, roster, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
-        history = partial(self._history, loaded.plan, sum_id)
+        history = partial(self._history, loaded, sum_id)
         return Attempts(folder, contract, member, loaded.live, history, self._simulated.agreements)
 
-    def _history(self, plan: Plan, sum_id: SumId) -> bytes:
+    def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""
-        if sum_id.purpose != TRAIN or not plan.carries:
+        if sum_id.purpose != TRAIN or not loaded.plan.carries:
             return NOTHING_CARRIED
-        return self._carried(plan, sum_id.run).history(sum_id.round)
+        return self._carried(loaded, sum_id.run).history(sum_id.round)
 
-    def _carried(self, plan: Plan, run: str) -> Carried:
-        return Carried(self.config.folder, run, plan.digest())
+    def _carried(self, loaded: Loaded, run: str) -> Carried:
+        return Carried(self.config.folder, run, loaded.plan.digest(), loaded.sums.model)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         """A folder for each run: the answers of one run are kept while other runs continue."""
@@ -375,8 +372,7 @@ class Site:
         loaded: Loaded,
         told: Instructions,
         weights: Vector,
-        own: OwnSteps,
-        bounds: Floats | None,
+        orders: Orders,
         history: bytes,
         tries: int,
     ) -> Written:
@@ -396,7 +392,7 @@ class Site:
         facts = {
             "plan": plan.digest(),
             "run": told.sum.run,
-            "base": loaded.base_hash.hex(),
+            "model": loaded.sums.model,
             "instructions": instructions_digest(told).hex(),
         }
         if not told.fresh:
@@ -415,10 +411,10 @@ class Site:
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
                 return write_pieces(path, [(0, self._totals(loaded, weights))])
-            update = partial(self._update, loaded, told, weights, own, path, bounds, tries)
+            update = partial(self._update, loaded, told, weights, orders, path, tries)
             if not plan.carries:
                 return update(None)
-            return self._carried(plan, told.sum.run).make(told, history, update, durable=durable)
+            return self._carried(loaded, told.sum.run).make(told, history, update, durable=durable)
 
         durable = loaded.sums.terms is not None or plan.aggregation.secure
         return self._kept.keep(purpose, round_number, write, facts, durable=durable)
@@ -428,9 +424,8 @@ class Site:
         loaded: Loaded,
         told: Instructions,
         weights: Vector,
-        own: OwnSteps,
+        orders: Orders,
         path: Path,
-        bounds: Floats | None,
         tries: int,
         carry: Carry | None,
     ) -> Written:
@@ -446,11 +441,9 @@ class Site:
             noise = self._simulated.noise(round_number)
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
-        blocks, left = loaded.sums.training.blocks, None
-        if blocks is not None and bounds is not None and carry is not None:
-            left = residuals(carry, bounds, blocks)
-        code = code_for(loaded.sums, rounding=rounding, clip_norm=told.clip, noise=noise, residuals=left)
-        task = Task(round_number, self._opener(loaded), carry, own, seed, code, noise)
+        code = orders.code(loaded.sums.training, Secrets(rounding, noise, carry))
+        steps, sequences = orders.steps(plan.local.steps), self._opener(loaded)
+        task = Task(round_number, sequences, carry, steps, orders.factor, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(self._simulated.task(task), weights, path)
         return replace(written, seconds=self._clock() - started)
@@ -481,27 +474,14 @@ def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenize
     return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
-def _checked_scales(loaded: Loaded, told: Instructions) -> Floats | None:
-    """The bounds of the blocks of a compressed update; None for what is not compressed.
+def _orders(loaded: Loaded, told: Instructions, me: Me) -> Orders:
+    """What the features of the plan tell the site to do for an update; an evaluation has none.
 
     Raises:
-        UpdateError: they are missing or outside of what the plan allows; or the plan has none.
+        CloisterError: the plan does not allow what they tell.
     """
-    if told.sum.purpose == TRAIN and loaded.plan.aggregation.compression is not None:
-        return bounds_in(told.scales, loaded.plan, loaded.model.layout.size)
-    if told.scales:
-        raise UpdateError(
-            "scales",
-            f"{len(told.scales)} bytes",
-            expected="none; only valid for an update under a plan with aggregation.compression",
-        )
-    return None
-
-
-def _check_clip(clip: float, *, clips: bool) -> None:
-    if not clips:
-        if clip != 0:
-            raise UpdateError("clipping norm", clip, expected='0; only privacy.unit = "site" has another')
-        return
-    if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:
-        raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")
+    if told.sum.purpose == TRAIN:
+        return Orders.read(loaded.sums, told.features, me)
+    if told.features:
+        raise UpdateError("instructions of features", len(told.features), expected="none for an evaluation")
+    return Orders(())

@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from cloister.aggregation.features.scales import Scales
+from cloister.aggregation.features.feature import Given
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.rotation import Floats
 from cloister.lm.model.layout import Vector, params_sha256
 from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
-from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.evaluate import HeldOut
 from cloister.privacy.accounting.terms import participation
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.correlated import Blt, CorrelatedNoise, CorrelatedRow
@@ -37,10 +34,9 @@ from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity
 from cloister.server.record.journal import Entry, Journal
 from cloister.server.record.outcome import Outcome, outcome
-from cloister.server.record.phases import Phase, Phases, added
+from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import (
     BudgetSpent,
-    Evaluated,
     Finished,
     NotJoined,
     Observer,
@@ -50,17 +46,17 @@ from cloister.server.record.progress import (
     Started,
 )
 from cloister.server.record.public import base_of
-from cloister.server.record.tracking import scalars
-from cloister.server.round.channel import Channel
 from cloister.server.round.evaluate import Evaluation, at_coordinator, at_sites, nowhere
 from cloister.server.round.gate import Gate
-from cloister.server.round.members import Members
 from cloister.server.round.noise import kept_noise
 from cloister.server.round.optimizer import ServerOptimizer
-from cloister.server.round.outstanding import Outstanding
 from cloister.server.round.round import RoundContext, run_round
-from cloister.server.round.spending import Spending
-from cloister.server.round.sum import Party
+from cloister.server.round.rows import Rows
+from cloister.server.sum.channel import Channel
+from cloister.server.sum.members import Members
+from cloister.server.sum.outstanding import Outstanding
+from cloister.server.sum.party import Party
+from cloister.server.sum.spending import Spending
 
 
 def run(
@@ -120,29 +116,13 @@ def run(
             )
         observe(Preparing("model"))
         model = load_model(plan, base)
+        sums = Sums.over(plan, model.layout, b"" if base is None else vector_hash(base))
         checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
         done = _adopt(journal, checkpoints)
-        clip = plan.privacy.clip
-        scales = None if plan.aggregation.compression is None else Scales.first(plan, model.layout.size)
-        if done is None:
-            weights = (
-                model.layout.flatten(model.module) if public is None or base is not None else public.copy()
-            )
-            with phases.during(Phase.CHECKPOINT):
-                digest = checkpoints.save(0, weights, {}, scales=scales)
-                initial = {"round": 0, "params_sha256": digest}
-                journal.record(0, 1, steps.DONE, initial)
-            optimizer = ServerOptimizer(plan.server, weights)
-        else:
-            checkpoint = checkpoints.load(done.round)
-            weights = checkpoint.weights
-            optimizer = ServerOptimizer(plan.server, weights, checkpoint.optimizer)
-            scales = checkpoint.scales
-            clip = done.detail.get("clip") or clip
-        model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         last = done.round if done else 0
-        sums = Sums.over(plan, model.layout, b"" if base is None else vector_hash(base))
-        terms = sums.terms
+        spending = None
+        if sums.terms is not None:
+            spending = Spending(sums.terms, run_identity, folder.ledger, dataset=dataset)
         party = Party(
             sums,
             run_identity,
@@ -152,48 +132,33 @@ def run(
             KeptAttempt(_private(folder.attempt)),
             observe,
             clock,
-            Spending(terms, run_identity, folder.ledger, dataset=dataset) if terms else None,
-            left_out={
-                entry.detail["site"]: entry.detail["reason"]
-                for entry in journal.entries()
-                if entry.step == steps.LEFT_OUT
-            },
-            complaints={
-                (by, of)
-                for entry in journal.entries()
-                if entry.step == steps.COMPLAINED
-                for by, of in entry.detail["pairs"]
-            },
+            spending,
             phases=phases,
             outstanding=Outstanding(members, plan.cohort.deadline_s) if plan.cohort.mode == "async" else None,
+            given=_given(folder, journal, sums, noise, last),
             audit_log=audit_log,
         )
-        for entry in journal.entries():
-            if entry.step == steps.MEASURED:
-                party.measured.add(entry.detail)
+        _recall(party)
+        with phases.during(Phase.CHECKPOINT):
+            weights, state = _begin(party, checkpoints, model, None if base is not None else public)
+        model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
+        optimizer = ServerOptimizer(plan.server, weights, state)
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
-        mechanism = terms.mechanism if terms else None
-        drawn: Callable[[int], NoiseStream | CorrelatedRow] = noise
-        if mechanism is not None and not mechanism.variance and last < plan.run.rounds:
-            matrix = mechanism.correlation or Blt()
-            blt, stream = kept_noise(folder.noise, journal, matrix, lambda: noise(0), last)
-            drawn = noise if stream.declared else lambda number: stream.child(f"round-{number}")
-            if (pattern := participation(plan)) is not None:
-                mechanism = mechanism.correlated_by(blt, pattern)
-                drawn = CorrelatedNoise(blt, stream, model.layout.size).row
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
-        clip = clip if mechanism else 0.0
-        context = RoundContext(party, checkpoints, optimizer, gate, mechanism, clip, drawn, released, scales)
+        context = RoundContext(party, checkpoints, optimizer, gate, released)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
         with SummaryWriter(str(folder.tensorboard), purge_step=last + 1) as board:
+            rows = Rows(context, folder, board)
             if not any(row["round"] == last for row in folder.metrics()):
                 # A process that was killed may have journaled this round without reporting it.
-                _report(context, folder, board, done.detail if done else initial)
+                newest = journal.newest(steps.DONE)
+                assert newest is not None, "the initial model is journaled"
+                rows.report(newest.detail)
             with closing(party.outstanding) if party.outstanding else nullcontext():
-                last, stopped = _rounds(context, folder, board, last)
+                last, stopped = _rounds(context, rows, last)
         with phases.during(Phase.CHECKPOINT):
             save_pretrained(model, optimizer.weights, folder.final)
             digest = params_sha256(optimizer.weights)
@@ -203,6 +168,64 @@ def run(
         party.kept.remove()
         observe(Finished(last))
     return outcome(folder)
+
+
+def _given(
+    folder: RunFolder,
+    journal: Journal,
+    sums: Sums,
+    noise: Callable[[int], NoiseStream],
+    last: int,
+) -> Given:
+    """What the run gives its features. A trusted coordinator's noise comes from one key, durable before round 1."""
+    mechanism = sums.terms.mechanism if sums.terms else None
+    drawn: Callable[[int], NoiseStream | CorrelatedRow] = noise
+    if mechanism is not None and not mechanism.variance and last < sums.plan.run.rounds:
+        matrix = mechanism.correlation or Blt()
+        blt, stream = kept_noise(folder.noise, journal, matrix, lambda: noise(0), last)
+        drawn = noise if stream.declared else lambda number: stream.child(f"round-{number}")
+        if (pattern := participation(sums.plan)) is not None:
+            mechanism = mechanism.correlated_by(blt, pattern)
+            drawn = CorrelatedNoise(blt, stream, sums.parameters).row
+    return Given(mechanism=mechanism, noise=drawn)
+
+
+def _begin(
+    party: Party,
+    checkpoints: Checkpoints,
+    model: LanguageModel,
+    public: Vector | None,
+) -> tuple[Vector, dict[str, torch.Tensor]]:
+    """The model, (d,) float32, and the server optimizer's state, as the last finished round has left them.
+
+    Args:
+        party: The run; its journal gets round 0, the initial model, if the run begins, and its features their state.
+        checkpoints: The run's.
+        model: The plan's model.
+        public: The parameters with which a run begins; None: those of the model.
+    """
+    journal, features = party.journal, party.features
+    done = journal.newest(steps.DONE)
+    if done is None:
+        start = model.layout.flatten(model.module) if public is None else public.copy()
+        digest = checkpoints.save(0, start, {}, features=features.state())
+        journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
+        return start, {}
+    checkpoint = checkpoints.load(done.round)
+    features.restore(checkpoint.features)
+    return checkpoint.weights, checkpoint.optimizer
+
+
+def _recall(party: Party) -> None:
+    """Take what the journal says of sites: liars, complaints, and what the times of earlier sums say."""
+    for entry in party.journal.entries():
+        match entry.step:
+            case steps.LEFT_OUT:
+                party.left_out[entry.detail["site"]] = entry.detail["reason"]
+            case steps.COMPLAINED:
+                party.complaints.update((by, of) for by, of in entry.detail["pairs"])
+            case steps.MEASURED:
+                party.features.recall(entry.detail)
 
 
 def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
@@ -215,7 +238,7 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
     return done
 
 
-def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last: int) -> tuple[int, str]:
+def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
     abandoned = spoiled = 0
@@ -233,10 +256,10 @@ def _rounds(context: RoundContext, folder: RunFolder, board: SummaryWriter, last
             why = "refused" if isinstance(result, Refusing) else "dataset" if result.dataset else "budget"
             party.record("refusal", number, 0, {"": f"the run ends: {why}"})
             party.observe(result)
-            _report_end(context, folder, last)
+            rows.report_end(last)
             return last, why
         last = number
-        _report(context, folder, board, asdict(result))
+        rows.report(result.facts())
         if isinstance(result, RoundAbandoned) and result.spoiled:
             spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
             if spoiled == min(plan.cohort.attempts, plan.run.rounds):
@@ -271,74 +294,6 @@ def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
     if not source:
         return at_sites(party)
     return nowhere if source == NO_EVALUATION else at_coordinator(party.plan, model, source)
-
-
-def _report_end(context: RoundContext, folder: RunFolder, number: int) -> None:
-    """Evaluate the model with which a run ends early, if no evaluation was due there."""
-    rows = {row["round"]: row for row in folder.metrics()}
-    plan = context.party.plan
-    if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
-        return  # sites evaluate in the rounds of the plan only
-    found = _evaluated(context, number)
-    if found:
-        folder.truncate_metrics(number - 1)
-        folder.add_metrics(_timed(rows.get(number, {"round": number}) | found, context.party.phases))
-
-
-def _report(
-    context: RoundContext,
-    folder: RunFolder,
-    board: SummaryWriter,
-    facts: dict[str, Any],
-) -> None:
-    """Evaluate the model after a round if that is due, and write the round's line of metrics."""
-    number, plan = facts["round"], context.party.plan
-    row = dict(facts)
-    if plan.evaluates(number):
-        row |= _evaluated(context, number)
-    row = _timed(row, context.party.phases)
-    for name, value in scalars(row).items():
-        board.add_scalar(name, value, number)
-    board.flush()
-    folder.add_metrics(row)
-
-
-def _evaluated(context: RoundContext, number: int) -> dict[str, Any]:
-    """The figures of the model after a round, observed; empty without an evaluation."""
-    with context.party.phases.during(Phase.EVALUATE):
-        held_out = context.gate.held_out(number, context.optimizer.weights)
-    if held_out is None:
-        return {}
-    found = _figures(number, held_out, classified=context.party.plan.data.task == "classify")
-    context.party.observe(found)
-    return {name: value for name, value in asdict(found).items() if value is not None}
-
-
-def _figures(number: int, held_out: HeldOut, *, classified: bool) -> Evaluated:
-    found = Evaluated(
-        number,
-        held_out.loss,
-        None if classified else held_out.perplexity,
-        held_out.accuracy,
-        None if classified else held_out.bits_per_byte,
-    )
-    if not held_out.confusion:
-        return found
-    confusion = Confusion(held_out.confusion)
-    macro = confusion.macro()
-    return replace(
-        found,
-        choice_accuracy=None if classified or not confusion.records else confusion.accuracy,
-        macro_precision=macro.precision,
-        macro_recall=macro.recall,
-        macro_f1=macro.f1,
-        confusion=confusion.counts,
-    )
-
-
-def _timed(row: dict[str, Any], phases: Phases) -> dict[str, Any]:
-    """A line of metrics with the seconds that its process has spent since the line before it."""
-    return row | {"phase_seconds": added(row.get("phase_seconds", {}), phases.lap())}
 
 
 def _private(folder: Path) -> Path:

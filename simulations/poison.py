@@ -42,7 +42,7 @@ def scale_of(plan: Plan, site: int) -> float:
 
 def multiplied(factor: float, task: Task) -> Task:
     """A site's task with an update that is `factor` times as large."""
-    return replace(task, own=replace(task.own, factor=task.own.factor * factor))
+    return replace(task, factor=task.factor * factor)
 
 
 def altered(plan: Plan, site: int, records: Iterable[Record]) -> Iterable[Record]:

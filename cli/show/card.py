@@ -13,7 +13,9 @@ from dataclasses import replace
 
 from huggingface_hub import ModelCardData
 
+from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.output.export import Form, base_name
+from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.report import LARGEST_EPSILON, RunReport, Verdict, verdict
 from cloister.privacy.report.summary import plain, several
@@ -166,22 +168,10 @@ def _training(report: RunReport, plan: Plan, outcome: Outcome) -> Iterable[tuple
     if plan.cohort.mode == "async":
         yield "sites that trained at the same time", f"{plan.cohort.size():,}"
         yield "updates in a round, asynchronous (FedBuff)", f"{plan.quorum():,}"
-        if outcome.mean_staleness is not None:
-            yield (
-                "staleness of an update in rounds",
-                f"{outcome.mean_staleness:.2f} on average, {outcome.most_staleness} at most",
-            )
-            yield "updates dropped as too stale", f"{outcome.too_stale:,}"
     else:
         yield "sites in a round", f"{plan.cohort.size():,}"
-    yield (
-        "local steps of a site in a round",
-        (
-            f"{local.steps:,}"
-            if outcome.least_steps is None
-            else f"{outcome.least_steps:,} to {outcome.most_steps:,}"
-        ),
-    )
+    yield "local steps of a site in a round, by the plan", f"{local.steps:,}"
+    yield from outcome.shown(FIGURES, plan.data.label)
     yield "sequences in a step", f"{local.batch_size * local.accumulation:,}"
     yield "optimizers", f"{local.optimizer} at the sites, {plan.server.optimizer} at the coordinator"
     yield (
@@ -209,31 +199,18 @@ def _evaluation(plan: Plan, outcome: Outcome) -> Iterable[str]:
         SIMULATED_PUBLIC: "records that the simulation gave to no site",
         NO_EVALUATION: "",
     }.get(source, _code(source))
-    first, last = ("evaluated on", where), ("loss before the first round", _figure(outcome.initial_loss))
-    loss = (f"loss, nats per {plan.data.label}", f"{outcome.final_loss:.4f}")
-    if plan.data.task == "generate":
-        yield _table(
-            [
-                first,
-                loss,
-                ("bits per byte", _figure(outcome.bits_per_byte)),
-                ("perplexity", _figure(outcome.perplexity)),
-                ("accuracy of the next token", _figure(outcome.accuracy)),
-                last,
-            ]
-        )
+    label, (counted, by) = plan.data.label, plan.data.counted
+    yield _table(
+        [
+            ("evaluated on", where),
+            (f"loss, nats per {label}", f"{outcome.final_loss:.4f}"),
+            *([(f"{counted}s", f"{outcome.confusion.records:,}")] if outcome.confusion else []),
+            *outcome.shown(EVALUATED, label),
+            ("loss before the first round", _figure(outcome.initial_loss)),
+        ]
+    )
     if outcome.confusion is None:
         return
-    macro, (counted, by) = outcome.confusion.macro(), plan.data.counted
-    several = "classes" if by == "class" else "choices"
-    rows = [
-        (f"{counted}s", f"{macro.support:,}"),
-        ("accuracy", _figure(outcome.confusion.accuracy if macro.support else None)),
-        (f"precision, mean over the {several}", _figure(macro.precision)),
-        (f"recall, mean over the {several}", _figure(macro.recall)),
-        (f"F1, mean over the {several}", _figure(macro.f1)),
-    ]
-    yield _table([first, rows[0], loss, *rows[1:], last] if by == "class" else rows)
     yield f"| {by} | precision | recall | F1 | {counted}s |\n|---|---|---|---|---|\n" + "\n".join(
         f"| {_code(name)} | {_figure(each.precision)} | {_figure(each.recall)} | {_figure(each.f1)} "
         f"| {each.support:,} |"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,7 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cloister.aggregation.features.registry import FIGURES
+from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.figure import Figure
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.progress import (
     AttemptFailed,
@@ -128,28 +131,17 @@ def describe(event: Event) -> str:
             )
         case RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
-            if event.groups is not None:
-                parts.append(f"median of {len(event.groups)} groups")
             if event.refused:
                 parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
-            if event.mean_staleness is not None:
-                parts.append(
-                    f"staleness {event.mean_staleness:.1f} on average and at most {event.most_staleness}"
-                )
-            if event.too_stale:
-                plural = "s" * (event.too_stale != 1)
-                parts.append(f"{event.too_stale} update{plural} dropped as too stale")
-            if event.least_steps is not None:
-                parts.append(f"{_steps(event)} local steps")
-            if event.train_loss is not None:
-                parts.append(f"training loss {event.train_loss:.3f}")
-            if event.tokens is not None:
+            parts += _lines(FIGURES, event.figures, event.label)
+            if event.figures.get("tokens"):
                 parts.append(f"{_rate(event):,.0f} {event.label}s/s")
             if event.epsilon is not None:
                 parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
-            return ", ".join(parts) + _clipped(event)
+            return ", ".join(parts)
         case Evaluated():
-            return ", ".join(_evaluated(event))
+            found = ", ".join(_lines(EVALUATED, event.figures, "token"))
+            return f"round {event.round}: {found}"
         case Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
             return f"{done} of {of} {what}"
         case Finished(rounds):
@@ -157,17 +149,11 @@ def describe(event: Event) -> str:
     return ""
 
 
-def _evaluated(event: Evaluated) -> Iterator[str]:
-    yield f"round {event.round}: held-out loss {event.loss:.3f}"
-    if event.perplexity is not None:
-        yield f"perplexity {event.perplexity:.2f}"
-    yield f"accuracy {event.accuracy:.1%}"
-    if event.bits_per_byte is not None:
-        yield f"{event.bits_per_byte:.3f} bits/byte"
-    if event.choice_accuracy is not None:
-        yield f"choice accuracy {event.choice_accuracy:.1%}"
-    if event.macro_f1 is not None:
-        yield f"macro precision {event.macro_precision:.3f}, recall {event.macro_recall:.3f}, F1 {event.macro_f1:.3f}"
+def _lines(figures: Sequence[Figure], values: Mapping[str, Any], label: str) -> Iterator[str]:
+    """The figures of a round or an evaluation that there are, in words."""
+    for figure in figures:
+        if line := figure.line(values.get(figure.name), label):
+            yield line
 
 
 def with_group(cohort: tuple[str, ...], event: RoundStarted) -> tuple[str, ...]:
@@ -200,21 +186,16 @@ def _how(plan: Plan) -> str:
 
 
 def _rate(event: RoundDone) -> float:
-    return (event.tokens or 0) / event.seconds if event.seconds else 0.0
+    return event.figures.get("tokens", 0) / event.seconds if event.seconds else 0.0
 
 
-def _steps(event: RoundDone) -> str:
-    same = event.least_steps == event.most_steps
-    return f"{event.least_steps}" if same else f"{event.least_steps} to {event.most_steps}"
-
-
-def _clipped(event: RoundDone) -> str:
-    if not event.clipped:
-        return ""
-    how = (
-        "at aggregation.bound" if event.multiple is None else "at the bounds of their blocks, and sent later"
-    )
-    return f", {event.clipped:,} coordinates clipped {how}"
+def _cells(figures: Sequence[Figure], values: Mapping[str, Any]) -> dict[str, str]:
+    """The values of the figures that have a column, by its heading."""
+    return {
+        figure.column: shown
+        for figure in figures
+        if figure.column and (shown := figure.shown(values.get(figure.name)))
+    }
 
 
 class LiveDisplay:
@@ -241,7 +222,7 @@ class LiveDisplay:
         self._updates: int | None = None
         self._working: set[str] = set()
         self._rounds: dict[int, RoundDone | None] = {}
-        self._losses: dict[int, Evaluated] = {}
+        self._evaluated: dict[int, Evaluated] = {}
         self._failures: deque[str] = deque(maxlen=_SHOWN_FAILURES)
         self._clock = time.monotonic()
         self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
@@ -295,7 +276,7 @@ class LiveDisplay:
                     if event.refused:
                         self._failures.append(describe(event))
                 case Evaluated():
-                    self._losses[event.round] = event
+                    self._evaluated[event.round] = event
                     self._rounds.setdefault(event.round, None)
                 case Finished():
                     self._status, self._cohort = "finished", ()
@@ -344,42 +325,29 @@ class LiveDisplay:
         """The rounds, in as many columns as fit the width of the terminal without being cut."""
         private = self._plan.privacy.unit != "none"
         rate = f"{self._plan.data.label}s/s"
-        first, second = "perplexity", "bits/byte"
-        if self._plan.data.outcomes:
-            first, second = "accuracy" if self._plan.data.classes else "choice accuracy", "macro F1"
-        headings = ["round", "loss", "epsilon" if private else rate, "sites", first]
-        headings += [second] if private else ["train loss", second]
-        headings += ["staleness"] if self._plan.cohort.mode == "async" else []
-        headings += ["steps"] if self._plan.local.balance != "fixed" else []
-        width = self._console.width
-        headings = headings[: 2 if width < 32 else 4 if width < 64 else len(headings)]
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
+        cells: list[dict[str, str]] = []
         for number in shown:
-            done, loss = self._rounds[number], self._losses.get(number)
-            cells = {"round": str(number)}
-            if loss:
-                cells |= {"loss": f"{loss.loss:.3f}", "accuracy": f"{loss.accuracy:.1%}"}
-                figures = {
-                    "perplexity": (loss.perplexity, ".2f"),
-                    "bits/byte": (loss.bits_per_byte, ".3f"),
-                    "choice accuracy": (loss.choice_accuracy, ".1%"),
-                    "macro F1": (loss.macro_f1, ".3f"),
-                }
-                cells |= {
-                    name: format(value, form) for name, (value, form) in figures.items() if value is not None
-                }
+            done, found = self._rounds[number], self._evaluated.get(number)
+            row = {"round": str(number)}
             if done:
-                cells["sites"] = str(done.sites)
-                cells["steps"] = _steps(done)
-                if done.mean_staleness is not None:
-                    cells["staleness"] = f"{done.mean_staleness:.1f}"
-                if done.train_loss is not None:
-                    cells |= {"train loss": f"{done.train_loss:.3f}", rate: f"{_rate(done):,.0f}"}
+                row |= {"sites": str(done.sites)} | _cells(FIGURES, done.figures)
+                if "tokens" in done.figures:
+                    row[rate] = f"{_rate(done):,.0f}"
                 if done.epsilon is not None:
-                    cells["epsilon"] = at_most(done.epsilon)
-            table.add_row(*(cells.get(heading, "") for heading in headings))
+                    row["epsilon"] = at_most(done.epsilon)
+            cells.append(row | (_cells(EVALUATED, found.figures) if found else {}))
+        first = ["round", "loss", "epsilon" if private else rate, "sites"]
+        others = [figure.column for figure in (*EVALUATED, *FIGURES) if figure.column not in ("", *first)]
+        headings = first + [column for column in others if any(column in row for row in cells)]
+        table, left = Table(box=None, padding=(0, 2, 0, 0)), self._console.width
+        for index, heading in enumerate(headings):
+            left -= max(len(heading), *(len(row.get(heading, "")) for row in cells)) + 2
+            if left < 0:
+                headings = headings[:index]
+                break
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in cells:
+            table.add_row(*(row.get(heading, "") for heading in headings))
         return table
 
     def _time_left(self) -> str:

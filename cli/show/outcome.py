@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cloister.aggregation.features.registry import FIGURES
 from cloister.cli.show.display import Display
 from cloister.lm.output.generate import generate
 from cloister.lm.tasks.confusion import Confusion
+from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.report.figures import at_most
@@ -62,8 +64,6 @@ def to_json(
         "rounds": outcome.rounds,
         "initial_loss": outcome.initial_loss,
         "final_loss": outcome.final_loss,
-        "perplexity": outcome.perplexity,
-        "accuracy": outcome.accuracy,
         "classification": None
         if outcome.confusion is None
         else outcome.confusion.to_json(folder.plan.data.outcomes),
@@ -75,13 +75,13 @@ def to_json(
         "command_seconds": seconds,
         "phase_seconds": dict(outcome.phase_seconds),
         "round_seconds": outcome.round_seconds,
+        **{
+            figure.name: outcome.figures.get(figure.name)
+            for figure in (*EVALUATED, *FIGURES)
+            if figure.name != "loss"
+        },
         "tokens": outcome.tokens or None if label == "token" else None,
         "texts": outcome.tokens or None if label == "text" else None,
-        "least_steps": outcome.least_steps,
-        "most_steps": outcome.most_steps,
-        "mean_staleness": outcome.mean_staleness,
-        "most_staleness": outcome.most_staleness,
-        "too_stale": outcome.too_stale,
         "gate_refused": outcome.gate_refused,
         "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
         "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
@@ -232,15 +232,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     if outcome.initial_loss is not None and outcome.final_loss is not None:
         loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
         table.add_row("held-out loss", loss)
-        if folder.plan.data.task == "generate":
-            table.add_row("perplexity, accuracy", f"{outcome.perplexity:.2f}, {outcome.accuracy:.1%}")
-            table.add_row("bits per byte", f"{outcome.bits_per_byte:.3f}")
-        if outcome.confusion is not None:
-            macro, (counted, by) = outcome.confusion.macro(), folder.plan.data.counted
-            of = "" if by == "class" else f" of {counted}s by {by}"
-            table.add_row(f"accuracy{of}", f"{outcome.confusion.accuracy:.1%}")
-            figures = f"{macro.precision:.3f}, {macro.recall:.3f}, {macro.f1:.3f}"
-            table.add_row("macro precision, recall, F1", figures)
+        for name, value in outcome.shown(EVALUATED, label):
+            table.add_row(name, value)
     ends = {
         "budget": ", ended by the budget",
         "dataset": ", ended by the limit over all runs",
@@ -249,12 +242,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
     if outcome.gate_refused:
         table.add_row("rounds refused by the gate", str(outcome.gate_refused))
-    if outcome.least_steps is not None:
-        table.add_row("local steps of a site in a round", f"{outcome.least_steps} to {outcome.most_steps}")
-    if outcome.mean_staleness is not None:
-        stale = f"{outcome.mean_staleness:.2f}, {outcome.most_staleness}"
-        table.add_row("staleness of an update in rounds, mean and greatest", stale)
-        table.add_row("updates dropped as too stale", f"{outcome.too_stale:,}")
+    for name, value in outcome.shown(FIGURES, label):
+        table.add_row(name, value)
     plan, privacy = folder.plan, folder.plan.privacy
     if outcome.epsilon is not None:
         budget = privacy.target_epsilon if privacy.budget is None else privacy.budget

@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             "epsilon": report.epsilon if found.holds else None,
             "delta": report.delta if found.holds else None,
             "final_loss": figures.final_loss,
-            "bits_per_byte": figures.bits_per_byte,
-            "accuracy": figures.accuracy,
+            "bits_per_byte": figures.figures.get("bits_per_byte"),
+            "accuracy": figures.figures.get("accuracy"),
             "classification": None
             if figures.confusion is None
             else figures.confusion.to_json(plan.data.outcomes),

@@ -26,10 +26,9 @@ from cloister.protocol.errors import (
     StaleError,
 )
 from cloister.protocol.identity.roster import Roster
-from cloister.protocol.messages.balance import OwnSteps, own_steps
 from cloister.protocol.messages.cohort import Draw, draw_of
 from cloister.protocol.messages.joining import check_size, sign_joined
-from cloister.protocol.messages.messages import EVALUATE, TRAIN, Instructions, Join, Joined, Purpose, Refused
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Joined, Purpose, Refused, SumId
 from cloister.protocol.messages.refusal import printable, sign_refusal
 from cloister.protocol.plan.plan import Plan
 
@@ -125,18 +124,12 @@ class Admission:
                 expected="an evaluation at the sites that is due by server.evaluation and server.evaluate_every",
             )
 
-    def own_steps(self, plan: Plan, told: Instructions) -> OwnSteps:
-        """The site's local steps in a round, by the cohort's list, which must be one that the plan allows.
-
-        Raises:
-            BalanceError: it is not, or its sites are not the cohort that the site draws.
-        """
-        cohort, purpose = None, told.sum.purpose
-        if told.steps and plan.aggregation.secure:
-            draw, names = draw_of(plan, purpose), self.roster().names
-            group = draw.group_of(self._config.name, names, told.sum.round)
-            cohort = draw.divided(names, told.sum.round)[group]
-        return own_steps(plan, purpose, told.steps, self._config.name, cohort)
+    def cohort(self, plan: Plan, about: SumId) -> tuple[str, ...] | None:
+        """The sites of a sum, as this site draws them; None for a sum in clear, of which it knows the size alone."""
+        if not plan.aggregation.secure:
+            return None
+        draw, names = draw_of(plan, about.purpose), self.roster().names
+        return draw.divided(names, about.round)[draw.group_of(self._config.name, names, about.round)]
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
         """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from cloister.aggregation.features.feature import Clipped
 from cloister.aggregation.secure.secure_site import Seeds
 from cloister.aggregation.vector import masks
 from cloister.clients.ranks.rank import Place
 from cloister.clients.state.kept import read_base
 from cloister.clients.training.dpsgd import PrivateTrainer
-from cloister.clients.training.release import Clipped
 from cloister.clients.training.work import Task, train
 from cloister.lm.model.model import load_model
 from cloister.lm.parallel.parallelize import parallelize

@@ -16,8 +16,9 @@ depends on it leaves the site. A damaged frame, the last one included, ends the 
 and can join the next. When the site has revealed its shares, the file is overwritten with zeros, synced and emptied.
 
 `revealed` holds, in one frame, the site's newest answer to a request for shares, with the hash of that request and the
-mark. It is synced before the answer leaves and the attempt is wiped, so that the answer can be sent again if it was
-lost. It has no secret of the site: only shares that the coordinator was sent.
+mark, or that there was none: a file that was emptied is damage. It is synced before the answer leaves and the attempt
+is wiped, so that the answer can be sent again if it was lost. It has no secret of the site: only shares that the
+coordinator was sent.
 
 Refused: `marks` as a log that grows, because a truncated log is a valid shorter one. A file for each step, renamed into
 place, is equally safe but cost more than the step itself.
@@ -45,6 +46,9 @@ from cloister.protocol.messages.messages import NOTHING_CARRIED
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
 _SLOT = 4096  # bytes of a slot of `marks`: no disk writes two of them as one sector
+
+_NOTHING = pack("no answer yet")
+"""What is in `revealed` before the first answer."""
 
 Logged = tuple[int, bytes]
 
@@ -108,7 +112,7 @@ class AttemptFiles:
             StorageError: the disk refuses the write.
         """
         write_new(folder / "attempt", b"")
-        write_new(folder / "revealed", b"")
+        write_new(folder / "revealed", _frame(_NOTHING))
         write_new(folder / "marks", _slot(Marks()) + bytes(_SLOT))
         sync_folders(folder.parent, top)
 
@@ -172,7 +176,10 @@ class AttemptFiles:
 
         A power cut can tear it; the attempt, which gives the same answer, is wiped later only.
         """
-        frame = _frame(pack(_hash(request), answer, *_fields(state.marks.answered)))
+        frame, before = (
+            _frame(pack(_hash(request), answer, *_fields(state.marks.answered))),
+            self._read_revealed(),
+        )
         file = _open(self._folder / "revealed")
         try:
             if os.pwrite(file, frame, 0) != len(frame):
@@ -180,8 +187,14 @@ class AttemptFiles:
             os.ftruncate(file, len(frame))
             sync(file)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(file, 0)  # the answer does not leave, and `marks` still has the one before it
+            with contextlib.suppress(
+                OSError
+            ):  # the answer does not leave, and `marks` still has the one before it
+                written = 0
+                while written < len(before):  # in blocks that the file has had
+                    written += os.pwrite(file, before[written:], written)
+                os.ftruncate(file, written)
+                sync(file)
             raise _refusal(self._folder, error) from error
         finally:
             os.close(file)
@@ -221,10 +234,9 @@ class AttemptFiles:
         """The marks where only one slot is whole, by the other files: no share has left that is not in `revealed`."""
         kept = self._read_attempt(os.fstat(self._attempt).st_size)
         joined = max(marks.joined, kept.now if kept is not None else (0, 0))
-        revealed = self._read_revealed()
-        if not revealed:  # the site has answered nothing in this run
+        content = _content(self._read_revealed())
+        if content == _NOTHING:
             return replace(marks, joined=joined)
-        content = _content(revealed)
         match unpack(content) if content else ():
             case (bytes(_), bytes(_), int(round_), int(attempt), bytes(survivors)):
                 answered = Answered(self._run, round_, attempt, survivors)

@@ -11,7 +11,8 @@ A sum is over sites of one history, or its instructions are `fresh`, and then no
 (`secure_site.py`, check 4e). What is carried after a fresh round depends on that round alone.
 
 Each round that made an update has a folder `carried/<round>` with what the update left, and `history.json`, which has
-run, plan and the hash of each other file: a site whose newest state is damaged, or of another run, carries nothing. The
+run, plan, model and the hash of each other file: a site whose newest state is damaged, or of another run or model,
+carries nothing. The
 folder is made whole with the update, and the one before is kept: an update that is made again after a crash starts from
 the same state, because only earlier rounds are looked at.
 """
@@ -58,11 +59,12 @@ class Carried:
         state: The site's state folder.
         run: Identity of the run.
         plan: Digest of the plan.
+        model: As `Sums.model`: what was made with another model is not carried on.
     """
 
-    def __init__(self, state: Path, run: str, plan: str) -> None:
+    def __init__(self, state: Path, run: str, plan: str, model: str) -> None:
         self._folder = state / "carried"
-        self._of = {"run": run, "plan": plan}
+        self._of = {"run": run, "plan": plan, "model": model}
 
     def history(self, round_number: int) -> bytes:
         """The history of what the site carries into a round."""

@@ -14,12 +14,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from cloister.aggregation.features.feature import Code
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.vector.span import Piece, manifest_of
 from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
 from cloister.clients.training.dpsgd import PrivateTrainer
-from cloister.clients.training.release import MUST_STAY, Code, Finished, Protected, contribution
+from cloister.clients.training.release import MUST_STAY, Finished, contribution
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.tasks.evaluate import HeldOut, held_out
@@ -29,7 +30,6 @@ from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.messages.balance import OwnSteps
 from cloister.protocol.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,10 @@ class Task:
     """Opens the site's sequences; picklable."""
     carry: Carry | None
     """What the update begins with, and where what it leaves is written; None where the plan carries nothing."""
-    own: OwnSteps
-    """The optimizer steps, and what the update of so many is scaled by."""
+    steps: int
+    """The optimizer steps, without DP-SGD."""
+    factor: float
+    """What the trained update is scaled by."""
     seed: tuple[int, ...]
     """The public seed of the site's batches in this round; not used where batches are secret."""
     code: Code
@@ -106,7 +108,7 @@ class Work(Protocol):
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
 ) -> Finished:
-    """One site's update, or this rank's span of it, without what its code adds, scaled by its number of steps.
+    """One site's update, or this rank's span of it, without what its code adds, scaled by its factor.
 
     Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
     NaN, which the code sends as zeros. Whether they have one depends on the data, and a failure would reveal it.
@@ -114,7 +116,7 @@ def train(
     Raises:
         CloisterError: the site cannot train.
     """
-    sequences, protected = prepared.train, isinstance(task.code, Protected)
+    sequences, protected = prepared.train, task.code.protects
     try:
         if isinstance(trainer, PrivateTrainer):
             assert task.noise is not None
@@ -136,16 +138,16 @@ def train(
                 round=task.round,
                 site_seed=task.seed,
                 carry=task.carry,
-                steps=task.own.steps,
+                steps=task.steps,
             )
     except UpdateError as error:
         if not protected:
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
         return _nothing(trainer)
-    if task.own.factor != 1:
+    if task.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite
-            np.multiply(local.vector, np.float32(task.own.factor), out=local.vector)
+            np.multiply(local.vector, np.float32(task.factor), out=local.vector)
     return Finished(local.vector, local.tokens, local.loss)
 
 

@@ -118,7 +118,7 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
             module = _build(plan, config)
         if place is None or not _stored_buffers(module):
             module, layout = _adapt(module, plan)
-            layout = replace(layout, source=origin(plan.model, weights=False))
+            layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))
             return LanguageModel(module, tokenizer, layout, plan.model, own)
     with seeded("weights", plan.run.seed):
         if place is None:
@@ -133,9 +133,8 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     if base is not None:
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
-    weights = plan.model.adapter.scheme != "full" or bool(_stored_buffers(module))
     module, layout = _adapt(module, plan)
-    layout = replace(layout, source=origin(plan.model, weights=weights))
+    layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))
     own = frozen.lower(module, precision) or own
     return LanguageModel(module, tokenizer, layout, plan.model, own)
 
@@ -486,6 +485,13 @@ def _loaded(
         raise ModelError(
             "model.name", place.name, expected=f"a complete checkpoint of a {what} ({first_line(error)})"
         ) from error
+    if getattr(module, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            "model.name",
+            place.name,
+            expected="a model without an adapter of its own (adapter_config.json)",
+            fix="merge the adapter into the model first: cloister export --form merged, or merge_and_unload() of PEFT",
+        )
     missing = set(info["missing_keys"])
     head = {
         name for name, _ in module.named_parameters() if not name.startswith(f"{module.base_model_prefix}.")

@@ -69,8 +69,6 @@ Hashes: TypeAlias = Annotated[tuple[tuple[Name, Digest, Digest], ...], Limit(LAR
 """A site's name, and the hashes of the shares of b and of s that it holds, or that it made."""
 Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], ...], Limit(LARGEST)]
 """A site's name and a share of one of its secrets."""
-LocalSteps: TypeAlias = Annotated[tuple[tuple[Name, int], ...], Limit(LARGEST)]
-"""The optimizer steps of each site of a round's cohort, sorted by name; empty where all take those of the plan."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
 Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint8", "uint16", "uint32"))]
 
@@ -80,10 +78,15 @@ MOST_SPANS = 1000
 """Spans in which a vector travels: ranks of a site, and one for the tail."""
 NOTHING_CARRIED = bytes(32)
 """The history of a site that carries nothing from earlier rounds."""
-MOST_SCALES = 2**21
-"""Bytes of the scales of a compressed update: of half a million blocks, or 8.5e9 parameters."""
+LONGEST_TOLD = 2**21
+"""Bytes that a feature tells: the bounds of half a million blocks, or 8.5e9 parameters, of a compressed update."""
+_MOST_FEATURES = 16
 LONGEST_REASON = 1000
 """Characters of the reason in a refusal or a failure."""
+ByFeature: TypeAlias = Annotated[
+    tuple[tuple[Name, Annotated[bytes, Limit(LONGEST_TOLD)]], ...], Limit(_MOST_FEATURES)
+]
+"""A feature's name and what it tells all sites of a sum (`aggregation/features/`), sorted by name."""
 
 
 @dataclass(frozen=True)
@@ -229,13 +232,8 @@ class Instructions:
     """Which sum; its purpose says what is asked for."""
     model: Digest
     """Hash of the global model's trained parameters (`digest.vector_hash`)."""
-    clip: float = 0.0
-    """Clipping norm of the round, where the unit of privacy is the site; otherwise 0."""
-    steps: LocalSteps = ()
-    """The cohort's local steps in the round, for an update under a plan with `local.balance`."""
-    scales: Annotated[bytes, Limit(MOST_SCALES)] = b""
-    """Under a plan with `aggregation.compression`, for an update: the bound of each block
-    (`aggregation/features/scales.py`), float32, little-endian."""
+    features: ByFeature = ()
+    """For an update, what the plan's features tell."""
     state: Literal["fresh", "carried"] = "fresh"
     """Whether each site begins with what it carries from earlier rounds (`clients/state/carried.py`), or none does."""
 
@@ -301,8 +299,8 @@ class Contribution:
     spans: Annotated[tuple[Ring, ...], Limit(MOST_SPANS)]
     """The spans' ring integers, of the plan's width; under the secure sum they are masked."""
     seconds: float = 0.0
-    """With `local.balance = "dynamic"`: seconds in which the site has trained the update, in this attempt or an earlier
-    one."""
+    """Where a feature of the plan wants them: seconds in which the site has trained the update, in this attempt or an
+    earlier one; otherwise 0."""
 
 
 # Step 5: consistency.

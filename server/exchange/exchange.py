@@ -98,7 +98,7 @@ from cloister.protocol.plan.plan import Plan
 from cloister.server.exchange.certificate import Certificate
 from cloister.server.exchange.event_loop import EventLoop, LoopEndedError
 from cloister.server.exchange.rate import Rate
-from cloister.server.round.channel import Failure, reply_in
+from cloister.server.sum.channel import Failure, reply_in
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from cloister.protocol.machine.flower import INVITATION, INVITE, REASON, Tasks, 
 from cloister.protocol.messages.messages import Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.wire import encode, view
-from cloister.server.round.channel import Failure, reply_in
+from cloister.server.sum.channel import Failure, reply_in
 
 _log = logging.getLogger(__name__)
 

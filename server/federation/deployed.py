@@ -31,8 +31,8 @@ from cloister.server.record.journal import FINISHED
 from cloister.server.record.outcome import Outcome, finish, outcome
 from cloister.server.record.progress import Connected, Moved, Observer
 from cloister.server.record.public import public_model
-from cloister.server.round.channel import Channel
 from cloister.server.run import run
+from cloister.server.sum.channel import Channel
 
 _log = logging.getLogger(__name__)
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import ipaddress
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cloister.aggregation.features.registry import FIGURES
+from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import EngineError, RosterError
 from cloister.protocol.identity.address import host_of
 from cloister.server.record.progress import (
     AttemptFailed,
     Connected,
+    Evaluated,
     Event,
     Moved,
     RoundAbandoned,
@@ -42,10 +46,11 @@ class Metrics(Collector):
         with self._lock:
             self._run = run
             self._running = True
-            self._rounds = self._of = self._attempts_failed = self._too_stale = 0
+            self._rounds = self._of = self._attempts_failed = 0
             self._connected = Connected((), {})
             self._moved = Moved({}, {})
             self._seconds: Counter[str] = Counter()
+            self._figures: dict[str, float] = {}
             self._epsilon: float | None = None
             self._budget: float | None = None
 
@@ -70,7 +75,18 @@ class Metrics(Collector):
                 case RoundDone() | RoundAbandoned():
                     self._rounds, self._epsilon = event.round, event.epsilon
                     self._seconds.update(event.phase_seconds)
-                    self._too_stale += (isinstance(event, RoundDone) and event.too_stale) or 0
+                    if isinstance(event, RoundDone):
+                        self._add(event.figures)
+                case Evaluated():
+                    self._add(event.figures)
+
+    def _add(self, figures: Mapping[str, Any]) -> None:
+        """Take the figures of a round: those that are sums over rounds add up, others are the newest."""
+        for figure in (*FIGURES, *EVALUATED):
+            value = figures.get(figure.name)
+            if isinstance(value, int | float):
+                before = self._figures.get(figure.name, 0) if figure.over == "sum" else 0
+                self._figures[figure.name] = before + value
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
@@ -81,11 +97,6 @@ class Metrics(Collector):
             counters = {
                 "rounds_done": ("Rounds that are done", {"": self._rounds}, ""),
                 "attempts_failed": ("Attempts at a sum that failed", {"": self._attempts_failed}, ""),
-                "updates_too_stale": (
-                    "Updates older than cohort.staleness allows",
-                    {"": self._too_stale},
-                    "",
-                ),
                 "sent_bytes": ("Bytes that a site was sent by the run's process", self._moved.sent, "site"),
                 "received_bytes": ("Bytes that came from a site", self._moved.received, "site"),
                 "phase_seconds": ("Seconds of finished rounds by phase", self._seconds, "phase"),
@@ -103,11 +114,17 @@ class Metrics(Collector):
                 "epsilon": ("Largest epsilon of a site, by the coordinator's ledger", self._epsilon),
                 "epsilon_budget": ("Epsilon that the plan allows", self._budget),
             }
-            for name, (help_, figure) in gauges.items():
+            for name, (help_, value_) in gauges.items():
                 gauge = GaugeMetricFamily(f"cloister_{name}", help_, labels=["run"])
-                if figure is not None:
-                    gauge.add_metric([self._run], figure)
+                if value_ is not None:
+                    gauge.add_metric([self._run], value_)
                 yield gauge
+            for figure in (*FIGURES, *EVALUATED):
+                if figure.name in self._figures:
+                    family = CounterMetricFamily if figure.over == "sum" else GaugeMetricFamily
+                    shown = family(f"cloister_{figure.name}", figure.named("token"), labels=["run"])
+                    shown.add_metric([self._run], self._figures[figure.name])
+                    yield shown
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
 
-A checkpoint holds the trained parameters by name, the server optimizer's state, the scales of the next round's
-compressed updates, the facts of its round, and the SHA-256 of the flat vector, which is checked
-on reading. Old checkpoints are removed only after a newer one is in place.
+A checkpoint holds the trained parameters by name, the server optimizer's state, what the plan's features need for the
+next round, the facts of its round, and the SHA-256 of the flat vector, which is checked on reading. Old checkpoints are
+removed only after a newer one is in place.
 
 A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
 repeated: its model may have been read here, and a second one could have other survivors or other noise.
@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from cloister.aggregation.features.scales import Scales
 from cloister.lm.model.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.machine.storage import write_file
@@ -31,7 +30,7 @@ from cloister.server.record.folder import checkpoint_file, stored_checkpoints
 Vector = npt.NDArray[np.float32]
 
 _FIX = "restore the file from a backup; a round cannot be repeated, because sites answer each round only once"
-_MODEL, _OPTIMIZER, _SCALES = "model/", "optimizer/", "scales/"
+_MODEL, _OPTIMIZER, _FEATURES = "model/", "optimizer/", "features/"
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Checkpoint:
     """(d,) float32, the trained parameters."""
     optimizer: dict[str, torch.Tensor]
     """The server optimizer's state."""
-    scales: Scales | None = None
-    """The bounds of the next round's compressed updates, with `aggregation.compression`."""
+    features: dict[str, npt.NDArray[Any]]
+    """What the plan's features need for the next round, by `feature/name`."""
 
 
 class Checkpoints:
@@ -71,7 +70,7 @@ class Checkpoints:
         weights: Vector,
         optimizer: Mapping[str, torch.Tensor],
         facts: Mapping[str, Any] | None = None,
-        scales: Scales | None = None,
+        features: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> str:
         """Write the model after a round, then remove checkpoints older than the `keep` newest.
 
@@ -80,7 +79,7 @@ class Checkpoints:
             weights: (d,) float32.
             optimizer: The server optimizer's state.
             facts: The facts of the round, for `done`; None for the initial model.
-            scales: The bounds of the next round's compressed updates; None without compression.
+            features: What the plan's features need for the next round (`Coordinated.state`).
 
         Returns:
             The SHA-256 of `weights`.
@@ -93,7 +92,7 @@ class Checkpoints:
             _MODEL + name: part for name, part in self._layout.split(weights).items()
         }
         tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
-        tensors |= {_SCALES + name: part for name, part in (scales.state() if scales else {}).items()}
+        tensors |= {_FEATURES + name: part for name, part in (features or {}).items()}
         named = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
         if facts is not None:
             named["facts"] = json.dumps({**facts, "params_sha256": digest})
@@ -148,7 +147,9 @@ class Checkpoints:
             for name, t in tensors.items()
             if name.startswith(_OPTIMIZER)
         }
-        scales = {
-            name.removeprefix(_SCALES): t.numpy() for name, t in tensors.items() if name.startswith(_SCALES)
+        features = {
+            name.removeprefix(_FEATURES): t.numpy()
+            for name, t in tensors.items()
+            if name.startswith(_FEATURES)
         }
-        return Checkpoint(round_number, weights, state, Scales.restored(scales) if scales else None)
+        return Checkpoint(round_number, weights, state, features)

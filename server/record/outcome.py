@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.model import saved
 from cloister.lm.model.model import load_model, save_pretrained
 from cloister.lm.tasks.confusion import Confusion
+from cloister.lm.tasks.figures import CONFUSION
+from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import RunFolderError
+from cloister.protocol.figure import Figure
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file
@@ -27,15 +30,9 @@ class Outcome:
 
     rounds: int
     initial_loss: float | None
-    final_loss: float | None
-    """Held-out loss, nats per token, or per text that is classified; None, as the next three, if the final model was
-    not evaluated."""
-    perplexity: float | None
-    """None, as `bits_per_byte`, also where texts are classified."""
-    accuracy: float | None
-    bits_per_byte: float | None
-    tokens: int
-    """Tokens that were trained on, over all rounds and sites, or the number of texts that are classified."""
+    figures: Mapping[str, Any]
+    """By name: those of the final model, if it was evaluated (`lm/tasks/figures.py`), and of all rounds together those
+    that the plan's features tell (`aggregation/features/`)."""
     round_seconds: float
     """Time in rounds, each from the first request of the attempt that counted to the decoded mean, over all processes
     that worked on the run. A part of the phases `train` and `sum`."""
@@ -43,16 +40,6 @@ class Outcome:
     """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
     to the last round that it finished. Empty for the best trial of a private search."""
     params_sha256: str
-    least_steps: int | None = None
-    """Fewest local steps of a site in a round, with `local.balance`; None where all take those of the plan."""
-    most_steps: int | None = None
-    """Most of them; otherwise as `least_steps`."""
-    mean_staleness: float | None = None
-    """Mean staleness of all updates, in server steps since their model; None with `cohort.mode = "sync"`."""
-    most_staleness: int | None = None
-    """The greatest staleness of an update; otherwise as `mean_staleness`."""
-    too_stale: int | None = None
-    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
     gate_refused: int = 0
     """Rounds whose mean the gate refused."""
     epsilon: float | None = None
@@ -67,6 +54,27 @@ class Outcome:
     """The confusion matrix of the final model on held-out texts or prompts; None without classes and choices."""
     worker_rss: int | None = None
     """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
+
+    @property
+    def final_loss(self) -> float | None:
+        """Held-out loss, nats per token, or per text that is classified; None if the final model was not evaluated."""
+        return self.figures.get("loss")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were trained on, over all rounds and sites, or the number of texts that are classified."""
+        return self.figures.get("tokens") or 0
+
+    def shown(self, figures: Sequence[Figure], label: str) -> Iterator[tuple[str, str]]:
+        """The figures of the run but its loss, in words and for readers; those that there are.
+
+        Args:
+            figures: Which.
+            label: What the plan learns from, `token` or `text`.
+        """
+        for figure in figures:
+            if figure.name != "loss" and (shown := figure.shown(self.figures.get(figure.name))):
+                yield figure.named(label), shown
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,26 +102,17 @@ def outcome(files: RunFiles) -> Outcome:
         )
     initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
     final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
-    buffered = [row for row in rows if row.get("mean_staleness") is not None]
-    stale = [row["mean_staleness"] for row in buffered]  # each round has as many updates
+    figures = {figure.name: figure.of_run(rows) for figure in FIGURES if figure.over}
+    figures |= {figure.name: final.get(figure.name) for figure in EVALUATED}
     return Outcome(
         rounds=end.round,
         initial_loss=initial,
-        final_loss=final.get("loss"),
-        perplexity=final.get("perplexity"),
-        accuracy=final.get("accuracy"),
-        bits_per_byte=final.get("bits_per_byte"),
-        tokens=sum(row.get("tokens") or 0 for row in rows),
+        figures={name: value for name, value in figures.items() if value is not None},
         round_seconds=sum(row.get("seconds", 0.0) for row in rows),
         phase_seconds=added(
             *(row.get("phase_seconds", {}) for row in rows), end.detail.get("phase_seconds", {})
         ),
         params_sha256=end.detail["params_sha256"],
-        least_steps=min((row["least_steps"] for row in rows if row.get("least_steps")), default=None),
-        most_steps=max((row["most_steps"] for row in rows if row.get("most_steps")), default=None),
-        mean_staleness=statistics.fmean(stale) if stale else None,
-        most_staleness=max((row["most_staleness"] for row in buffered), default=None),
-        too_stale=sum(row["too_stale"] for row in buffered) if buffered else None,
         gate_refused=sum(bool(row.get("refused")) for row in rows),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
@@ -122,7 +121,7 @@ def outcome(files: RunFiles) -> Outcome:
 
 
 def _confusion(row: Mapping[str, Any]) -> Confusion | None:
-    counts = row.get("confusion")
+    counts = row.get(CONFUSION)
     return None if counts is None else Confusion(tuple(map(tuple, counts)))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from cloister.lm.tasks.confusion import Counts
 from cloister.protocol.plan.plan import Plan
 
 
@@ -110,21 +110,8 @@ class Evaluated:
     """The model after a round (0: the initial model) was evaluated on held-out records."""
 
     round: int
-    loss: float
-    """Nats per token, or per text where texts are classified."""
-    perplexity: float | None
-    """None, as `bits_per_byte`, where texts are classified."""
-    accuracy: float
-    bits_per_byte: float | None
-    choice_accuracy: float | None = None
-    """Fraction of the prompts whose most probable choice is their own; None without choices. `accuracy` is then that of
-    tokens."""
-    macro_precision: float | None = None
-    """Mean over the classes or choices (`lm/tasks/confusion.py`); None, as what follows, without either."""
-    macro_recall: float | None = None
-    macro_f1: float | None = None
-    confusion: Counts | None = None
-    """Records of class or choice i, the row, that the model takes for j, the column."""
+    figures: Mapping[str, Any]
+    """By name (`lm/tasks/figures.py`), and the confusion matrix of classes or choices."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +134,14 @@ class RoundAbandoned:
     params_sha256: str
     epsilon: float | None = None
     """As in `RoundDone`."""
-    clip: float = 0.0
-    """As in `RoundDone`."""
     spoiled: str = ""
     """As in `NotEvaluated`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """As in `RoundDone`."""
+
+    def facts(self) -> dict[str, Any]:
+        """As `RoundDone.facts`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -197,50 +186,31 @@ class RoundDone:
     """Sites whose updates are in the mean."""
     dropouts: int
     """Sites of the cohort whose updates are not; in an asynchronous round only those that failed in it."""
-    tokens: int | None
-    """Tokens the cohort learned from, or the number of texts that are classified; under privacy None, like other
-    figures that depend on the data."""
     seconds: float
     """From the first request of the attempt that counted to the decoded mean."""
-    train_loss: float | None
-    """Mean loss in training, nats per token, or per text that is classified."""
-    clipped: int | None
-    """Coordinates beyond `aggregation.bound`, or with `aggregation.compression` beyond the bounds of their blocks, over
-    all sites."""
     update_norm: float
     """L2 norm of the mean update."""
     params_sha256: str
     """SHA-256 of the global model after the round."""
     epsilon: float | None = None
     """Largest epsilon of a site after the round, by the coordinator's ledger; None without a privacy unit."""
-    clip: float = 0.0
-    """Clipping norm of the next round where the unit of privacy is the site; otherwise 0."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`phases.py`) since this process wrote a line of metrics, before this round's checkpoint."""
-    least_steps: int | None = None
-    """Fewest local steps of a site of the cohort, with `local.balance`; None where all take those of the plan."""
-    most_steps: int | None = None
-    """Most of them; otherwise as `least_steps`."""
-    mean_staleness: float | None = None
-    """Mean staleness of the updates, in server steps since their model; None with `cohort.mode = "sync"`."""
-    most_staleness: int | None = None
-    """The greatest staleness; otherwise as `mean_staleness`."""
-    too_stale: int | None = None
-    """Updates that were dropped because they exceeded `cohort.staleness`; otherwise as `mean_staleness`."""
-    staleness: Mapping[str, Sequence[int]] | None = None
-    """By site, the staleness of its updates in the mean; otherwise as `mean_staleness`."""
-    groups: tuple[int, ...] | None = None
-    """With `aggregation.groups` the groups whose means are in the median, from 1; otherwise None."""
     refused: str = ""
     """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
     released and is charged."""
     label: str = "token"
-    """What `tokens` counts: each `token`, or each `text` that is classified."""
+    """What a plan learns from: each `token`, or each `text` that is classified."""
     behind: bool | None = None
     """Where sites carry something into the next round, whether its histories may differ (`sum.Total`)."""
-    multiple: float | None = None
-    """With `aggregation.compression`, the bounds of the next round's blocks over the root mean squares of the mean's
-    (`aggregation/features/scales.py`); otherwise None."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan's features tell of the round, by the names of their figures (`aggregation/features/`)."""
+
+    def facts(self) -> dict[str, Any]:
+        """The round as journal, checkpoint and metrics have it: its figures beside its other fields."""
+        facts = asdict(self)
+        figures: dict[str, Any] = facts.pop("figures")
+        return facts | figures
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.sums import BYTES, CORRECT, LOSS, LOSS_SCALE, TOKENS, confusion_counters
+from cloister.aggregation.features.in_clear import LOSS, LOSS_SCALE, TOKENS
+from cloister.aggregation.sums import BYTES, CORRECT, confusion_counters
 from cloister.lm.model.model import LanguageModel, device_for
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.evaluate import HeldOut, held_out
@@ -22,7 +23,9 @@ from cloister.protocol.errors import DataError
 from cloister.protocol.messages.messages import EVALUATE
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.progress import NotEvaluated
-from cloister.server.round.sum import Failed, Party, Wanted, sum_over
+from cloister.server.sum.party import Party
+from cloister.server.sum.sum import sum_over
+from cloister.server.sum.wanted import Failed, Wanted
 
 _log = logging.getLogger(__name__)
 

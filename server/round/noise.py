@@ -4,8 +4,9 @@ All noise of the run is a function of it. So a sum that is opened again, after a
 gets the same noise, and nothing has to be written for a round. The journal has the file's hash: where the file is
 missing or changed, the run ends, because the same sum could be released twice with different noise.
 
-Independent noise depends on the opened sum too (`of_sum`): a copy of the folder may open another sum of the same round,
-with other survivors, and the difference of two sums with the same noise has none.
+Independent noise depends on the opened sum too (`aggregation/features/site_unit.py`: `of_sum`): a copy of the folder
+may open another sum of the same round, with other survivors, and the difference of two sums with the same noise has
+none.
 
 Correlated noise (`privacy/mechanism/correlated.py`) is a function of key, matrix and round alone, so the matrix is
 kept with the key, and the noise of a round is in one released sum only: sites answer for one list of survivors under
@@ -21,15 +22,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.correlated import Blt
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.machine.storage import write_file
-from cloister.protocol.messages.digest import vector_hash
 from cloister.server.record import journal as steps
 from cloister.server.record.journal import Journal
 
@@ -77,21 +76,6 @@ def kept_noise(
     facts = json.loads(content)
     decay, inverse = (tuple(map(float.fromhex, facts[name])) for name in ("decay", "inverse_decay"))
     return Blt(decay, inverse), NoiseStream(bytes.fromhex(facts["key"]), declared=facts["declared"])
-
-
-def of_sum(stream: NoiseStream, mean: Floats, clip: float, sites: int, names: Sequence[str]) -> NoiseStream:
-    """The stream of one opened sum; a declared one is the same for all sums, because others know it anyway.
-
-    Args:
-        stream: That of the round, or of one group of it.
-        mean: The sum as it was decoded, without noise.
-        clip: Clipping norm of the round.
-        sites: What the sum was divided by.
-        names: The sites in it.
-    """
-    if stream.declared:
-        return stream
-    return stream.child(f"{clip.hex()}/{sites}/{'/'.join(names)}/{vector_hash(mean).hex()}")
 
 
 def _write_secret(path: Path, content: bytes) -> None:

@@ -18,33 +18,25 @@
 
 With `aggregation.groups` the cohort is divided into groups in step 1. Steps 2 to 7 make a sum for each, at the same
 time, and each sum has a trusted coordinator's noise for itself. Then the median of the groups' means by coordinate
-(`aggregation/features/median.py`) is the mean of step 8. A group whose sum cannot be opened any more, or makes no
+(`aggregation/features/groups.py`) is the mean of step 8. A group whose sum cannot be opened any more, or makes no
 mean, is left out; the round is abandoned unless more than half of the groups are left.
 
 With `cohort.mode = "async"` (FedBuff) a round has the steps 1, 4 and 7 to 9: step 4 ends when the buffer is full, and
 sites that are still training go on in the rounds after it.
 
-Steps 1 to 7 have the same numbers in `sum.py`.
+Steps 1 to 7 have the same numbers in `server/sum/sum.py`. What the plan's features do in them is in
+`aggregation/features/`.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.aggregation.features.median import median
-from cloister.aggregation.features.scales import Scales
-from cloister.aggregation.sums import LOSS, LOSS_SCALE, TOKENS
-from cloister.aggregation.vector.average import CLIPPED, WEIGHT
+from cloister.aggregation.features.feature import Summed
 from cloister.aggregation.vector.rotation import Floats
-from cloister.privacy.mechanism.correlated import CorrelatedRow
-from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages.messages import TRAIN
 from cloister.server.record import journal as steps
@@ -52,9 +44,10 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.round.gate import Gate
-from cloister.server.round.noise import of_sum
 from cloister.server.round.optimizer import ServerOptimizer
-from cloister.server.round.sum import Failed, Party, Total, Wanted, sums_over
+from cloister.server.sum.party import Party
+from cloister.server.sum.sum import sums_over
+from cloister.server.sum.wanted import Failed, Total, Wanted
 
 
 @dataclass
@@ -66,17 +59,9 @@ class RoundContext:
     optimizer: ServerOptimizer
     gate: Gate
     """Judges the mean, and evaluates the model."""
-    mechanism: SiteMechanism | None = None
-    """How updates are summed if the unit of privacy is the site."""
-    clip: float = 0.0
-    """Clipping norm of the next round, if the unit of privacy is the site."""
-    noise: Callable[[int], NoiseStream | CorrelatedRow] = lambda _round: NoiseStream.fresh()
-    """Returns, for a round, a stream that no other round uses, or its row of the run's correlated noise."""
     released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None
     """Receives the mean of each sum with the noise of the round, before anything else is computed from it: the group
     (from 0), shape (d,) float32, and the sites in it."""
-    scales: Scales | None = None
-    """The bounds of the next round's compressed updates, with `aggregation.compression`."""
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -90,76 +75,77 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     Raises:
         QuorumError: every attempt ended with too few sites, or too few have joined for a group; the run can be resumed.
     """
-    party, plan = context.party, context.party.plan
+    party = context.party
     # 1. Draw the cohort.
     cohorts = party.groups(TRAIN, number)
     # 2 to 7.
-    first = Wanted(TRAIN, number, context.optimizer.weights, context.clip, scales=context.scales)
-    made = sums_over(party, [replace(first, group=group) for group in range(len(cohorts))])
+    wanted = [Wanted(TRAIN, number, context.optimizer.weights, group) for group in range(len(cohorts))]
+    made = sums_over(party, wanted)
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
         if isinstance(result, Failed) and not result.bound:
             return _too_few(party, number, group, cohort, result)
-    totals = {group: total for group, total in enumerate(made) if isinstance(total, Total)}
-    norm: float | None = None
-    refused = ""
-    if 2 * len(totals) > len(cohorts):
-        mean = _mean(context, number, totals)
-        norm = float(np.linalg.norm(mean))
-        names = tuple(sorted(name for total in totals.values() for name in total.names))
-        scales = _next_scales(context, next(iter(totals.values())), mean)
-        # 8. Server step.
-        refused = _step(context, number, mean, norm)
-        if not refused:
-            context.scales = scales
-    # 9. Checkpoint, then journal.
-    epsilon = party.spending.epsilon() if party.spending else None
+    totals = {each.group: total for each, total in zip(wanted, made, strict=True) if isinstance(total, Total)}
     done: RoundDone | RoundAbandoned
-    attempts = max(result.attempts for result in made)
-    if norm is None:
-        spoiled = next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), "")
-        done = RoundAbandoned(number, attempts, "", epsilon, context.clip, spoiled, party.phases.lap())
-    else:
-        counters = Counter[str]()
-        for total in totals.values():
-            counters.update(total.opened.counters)
-        tokens = counters.get(TOKENS)
-        taken = [number for total in totals.values() for _, number in total.steps]
-        staleness, too_stale = next((total.staleness, total.too_stale) for total in totals.values())
-        ages = [age for each in (staleness or {}).values() for age in each]
+    if 2 * len(totals) > len(cohorts):
+        sums = [total.summed(wanted[group]) for group, total in totals.items()]
+        # 7, end, and 8.
+        norm, refused = _step(context, number, sums)
         lost = sum(len(cohort) for group, cohort in enumerate(cohorts) if group not in totals)
-        done = RoundDone(
-            round=number,
-            attempts=attempts,
-            sites=len(names),
-            dropouts=lost + sum(total.cohort - total.sites for total in totals.values()),
-            tokens=tokens,
-            seconds=max(total.seconds for total in totals.values()),
-            train_loss=None if tokens is None else counters[LOSS] / LOSS_SCALE / max(tokens, 1),
-            clipped=counters.get(CLIPPED),
-            update_norm=norm,
-            params_sha256="",  # of the checkpoint
-            epsilon=epsilon,
-            clip=context.clip,
-            phase_seconds=party.phases.lap(),
-            least_steps=min(taken, default=None),
-            most_steps=max(taken, default=None),
-            mean_staleness=statistics.fmean(ages) if ages else None,
-            most_staleness=max(ages, default=None),
-            too_stale=too_stale if ages else None,
-            staleness=staleness,
-            groups=tuple(group + 1 for group in totals) if len(cohorts) > 1 else None,
-            refused=refused,
-            label=plan.data.label,
-            multiple=context.scales.multiple if context.scales else None,
-            behind=any(total.behind for total in totals.values()) if plan.carries else None,
-        )
+        done = _done(context, number, made, sums, lost=lost, norm=norm, refused=refused)
+    else:
+        done = _abandoned(context, number, made)
+    # 9. Checkpoint, then journal.
     with party.phases.during(Phase.CHECKPOINT):
-        weights, state = context.optimizer.weights, context.optimizer.state()
-        digest = context.checkpoints.save(number, weights, state, asdict(done), context.scales)
+        optimizer, features = context.optimizer, party.features
+        digest = context.checkpoints.save(
+            number, optimizer.weights, optimizer.state(), done.facts(), features.state()
+        )
         done = replace(done, params_sha256=digest)
-        party.journal.record(number, done.attempts, steps.DONE, asdict(done))
+        party.journal.record(number, done.attempts, steps.DONE, done.facts())
     party.observe(done)
     return done
+
+
+def _done(
+    context: RoundContext,
+    number: int,
+    made: Sequence[Total | Failed],
+    sums: Sequence[Summed],
+    *,
+    lost: int,
+    norm: float,
+    refused: str,
+) -> RoundDone:
+    """The facts of a round whose mean was made; `lost` sites are in groups without a sum."""
+    party, totals = context.party, [total for total in made if isinstance(total, Total)]
+    return RoundDone(
+        round=number,
+        attempts=max(result.attempts for result in made),
+        sites=sum(total.sites for total in totals),
+        dropouts=lost + sum(total.cohort - total.sites for total in totals),
+        seconds=max(total.seconds for total in totals),
+        update_norm=norm,
+        params_sha256="",  # of the checkpoint
+        epsilon=party.spending.epsilon() if party.spending else None,
+        phase_seconds=party.phases.lap(),
+        refused=refused,
+        label=party.plan.data.label,
+        behind=any(total.behind for total in totals) if party.plan.carries else None,
+        figures=party.features.figures(sums),
+    )
+
+
+def _abandoned(context: RoundContext, number: int, made: Sequence[Total | Failed]) -> RoundAbandoned:
+    """The facts of a round without a mean."""
+    party = context.party
+    return RoundAbandoned(
+        number,
+        max(result.attempts for result in made),
+        "",
+        party.spending.epsilon() if party.spending else None,
+        next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), ""),
+        party.phases.lap(),
+    )
 
 
 def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], failed: Failed) -> Refusing:
@@ -183,37 +169,24 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
     )
 
 
-def _mean(context: RoundContext, number: int, totals: Mapping[int, Total]) -> Floats:
-    """7, end: the mean of the round's sum, or the median of its groups' means, with the noise of the round; the
-    clipping norm moves.
+def _step(context: RoundContext, number: int, sums: Sequence[Summed]) -> tuple[float, str]:
+    """7, end: the mean of the round, with its noise. 8: step by it.
 
-    Each group's sum has noise for itself, so a site, which is in one group, pays for one release. What moves the
-    clipping norm in each group is noised as well; it moves by their median.
+    Returns:
+        The norm of the mean, and why the gate refused it, with the model unchanged, or ''.
     """
-    mechanism = context.mechanism
-    means, clips = [], []
-    for group, total in totals.items():
-        mean, sites = total.opened.mean, total.sites
-        if mechanism is not None:
-            noise, sites = context.noise(number), total.opened.counters[WEIGHT]
-            if isinstance(noise, NoiseStream):
-                if context.party.plan.aggregation.groups > 1:
-                    noise = noise.child(f"group {group}")
-                if not mechanism.variance:
-                    noise = of_sum(noise, mean, context.clip, sites, total.names)
-            mean, clip = mechanism.decode(mean, sites, context.clip, noise)
-            clips.append(clip)
-        context.released(group, mean, sites)
+    gate, optimizer = context.gate, context.optimizer
+    features, phases = context.party.features, context.party.phases
+    means = []
+    for summed in sums:
+        mean = features.decode(summed)
+        context.released(summed.group, mean, len(summed.names))
         means.append(mean)
-    context.clip = statistics.median(clips) if clips else context.clip
-    return median(means)
-
-
-def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], norm: float) -> str:
-    """8. Step by the mean, which is overwritten; returns why the gate refused it, with the model unchanged, or ''."""
-    gate, optimizer, phases = context.gate, context.optimizer, context.party.phases
+    mean = features.combine(means)
+    norm = float(np.linalg.norm(mean))
+    features.before_step(mean, sums)
     if refused := gate.of_mean(norm):
-        return refused
+        return norm, refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
     optimizer.step(mean)
@@ -222,14 +195,6 @@ def _step(context: RoundContext, number: int, mean: npt.NDArray[np.float32], nor
     if refused:  # the step was made in the only copy of the model
         before = context.checkpoints.load(number - 1)
         optimizer.restore(before.weights, before.optimizer)
-    return refused
-
-
-def _next_scales(context: RoundContext, total: Total, mean: Floats) -> Scales | None:
-    """The bounds of the next round's compressed updates, from what this one has released; None without compression."""
-    plan, scales = context.party.plan, context.scales
-    if scales is None:
-        return None
-    counters, heaviest = total.opened.counters, context.party.sums.training.heaviest
-    weight = counters[WEIGHT] / heaviest
-    return scales.after(plan, mean, total.sites, weight, counters.get(CLIPPED))
+    else:
+        features.after_step()
+    return norm, refused

@@ -29,12 +29,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy.fft import next_fast_len
 
-from cloister.aggregation.features.scales import Scales
+from cloister.aggregation.features.feature import Given, Summed
+from cloister.aggregation.features.registry import Coordinated
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import PlainSum
 from cloister.clients.setup.config import SiteConfig
@@ -211,22 +213,24 @@ class RecordGame:
         base = np.empty(0, np.float32) if self.base is None else self.base
         join = Join(run, plan.to_json(), bytes(32), base_hash, base)
         different = int(differ([site.join(join) for site in sites]))
-        layout, weights = Sums(plan, self.start.size).training, self.start
-        scales = None if plan.aggregation.compression is None else Scales.first(plan, layout.values)
+        sums, weights, names = Sums(plan, self.start.size), self.start, tuple(site.name for site in sites[:1])
+        features = Coordinated(sums, Given())
         for number in range(1, rounds + 1):
             about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
-            bounds = scales.to_bytes() if scales else b""
-            told = Instructions(
-                about, vector_hash(weights), scales=bounds, state="carried" if plan.carries else "fresh"
-            )
+            by_feature = features.tell(number, names, {})
+            state: Literal["fresh", "carried"] = "carried" if plan.carries else "fresh"
+            told = Instructions(about, vector_hash(weights), by_feature, state)
             asked = Contribute(told, 1, None, weights)
             sent = [site.contribute(asked) for site in sites]
             different += not observed.forget() or differ(sent)
-            total = PlainSum(layout)
+            total = PlainSum(sums.training)
             total.add([(0, np.concatenate(sent[0].spans))])
-            mean = total.open(scales.bounds if scales else None).mean
-            scales = scales.after(plan, mean, 1, 1.0, None) if scales else None
+            opened = total.open(features.bounds(by_feature))
+            summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {})
+            mean = features.combine([features.decode(summed)])
+            features.before_step(mean, [summed])
             weights = weights + mean
+            features.after_step()
         return different
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloister.aggregation.features.median import median
+from cloister.aggregation.features.groups import median
 from cloister.aggregation.vector.rotation import Floats
 from cloister.clients.network.serve import serve
 from cloister.clients.setup.config import SiteConfig
@@ -38,9 +38,9 @@ from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import RoundDone
-from cloister.server.round.channel import Failure, reply_in
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
+from cloister.server.sum.channel import Failure, reply_in
 from cloister.simulations.audit.audited import NOTICED, Noises, TrainedBy, house, prepared
 from cloister.simulations.partition import site_name
 
@@ -173,7 +173,7 @@ class _Watch:
         means, self._means = self._means, []
         sums = tuple(mean.astype(np.float64) * (sites / self._clip) for mean, sites in means)
         count, follows = self._count(event, means), self._follows(event, means)
-        self._clip = event.clip or self._clip
+        self._clip = event.figures["clip"]
         self._see(Released(event.round, sums, count, follows))
 
     def _count(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> float | None:
@@ -181,7 +181,7 @@ class _Watch:
         adaptive = self._plan.privacy.adaptive
         if adaptive is None or len(means) > 1:
             return None
-        moved = math.log(event.clip / self._clip) / adaptive.learning_rate
+        moved = math.log(event.figures["clip"] / self._clip) / adaptive.learning_rate
         return means[0][1] * (2 * (adaptive.quantile - moved) - 1)
 
     def _follows(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> bool:

@@ -27,7 +27,7 @@ from cloister.privacy.ledger.ledger import Ledger, read_history
 from cloister.protocol.machine.storage import disk_refusal, write_folder
 from cloister.server.record.folder import RunFiles, stored_checkpoints
 from cloister.server.record.journal import MEASURED, Journal
-from cloister.server.round.spending import OWNER
+from cloister.server.sum.spending import OWNER
 from cloister.simulations.search.search import Values
 
 SETTINGS = "settings.json"

@@ -190,7 +190,7 @@ def _simulate(theirs: Connection, path: Path, plan: Plan, engine: Engine) -> Non
 
     def observe(event: Event) -> None:
         if isinstance(event, Evaluated) and 0 < event.round < plan.run.rounds:
-            theirs.send(("loss", event.round, event.loss, ""))
+            theirs.send(("loss", event.round, event.figures["loss"], ""))
             if not theirs.recv():
                 raise _PrunedError("trial", expected="a loss like those of other trials")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from cloister.aggregation.features.in_clear import count_of_loss
 from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
-from cloister.aggregation.sums import Sums, count_of_loss
+from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
@@ -69,7 +71,7 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.server.round.channel import Failure
+from cloister.server.sum.channel import Failure
 from cloister.simulations.federation import open_site
 from cloister.tests.parties.federation import (
     CENTRAL,
@@ -559,10 +561,20 @@ def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_revealed_shar
         Attack(federation, attempt=2).carry_through(left_out=())
 
 
-@pytest.mark.parametrize("changed_file", ["model.safetensors", "config.json", "tokenizer_config.json"])
+OTHER_MODELS = [
+    "model.safetensors",
+    "config.json",
+    "tokenizer_config.json",
+    "additional_chat_templates/default.jinja",
+]
+
+
+@pytest.mark.parametrize(
+    "changed_file", [*OTHER_MODELS, "shards/model.safetensors", "named/model.safetensors"]
+)
 def test_sites_with_other_files_of_the_model_sign_no_sum_together(tmp_path: Path, changed_file: str) -> None:
     """A branch on the hub moves between two downloads, so that frozen weights, configuration or tokenizer of one site
-    differ, and the others' updates are zero or known."""
+    differ, and the others' updates are zero or known. Which files are read follows from the content of others."""
     folder = tmp_path / "base"
     made = AutoConfig.for_model(
         "llama",
@@ -573,7 +585,22 @@ def test_sites_with_other_files_of_the_model_sign_no_sum_together(tmp_path: Path
         num_attention_heads=2,
     )
     from_config(made).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}
+    tokenizer.save_pretrained(folder)
+    path = folder / changed_file
+    if path.parent.name in ("shards", "named"):
+        path.parent.mkdir()
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").rename(path)
+    if path.parent.name == "shards":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, changed_file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif path.parent.name == "named":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": changed_file}))
+    elif path.suffix == ".jinja":
+        path.write_text("{{ messages }}")
     model = [
         f"model.name={folder}",
         "model.config={}",
@@ -582,11 +609,12 @@ def test_sites_with_other_files_of_the_model_sign_no_sum_together(tmp_path: Path
     ]
     federation = Federation(tmp_path / "sites", tiny(*model))
     attack = Attack(federation)
-    path = folder / changed_file
-    if changed_file == "model.safetensors":
+    if path.suffix == ".safetensors":
         weights = load_file(path)
         weights["lm_head.weight"].zero_()
         save_file(weights, path, {"format": "pt"})
+    elif path.suffix == ".jinja":
+        path.write_text("{{ messages[0] }}")
     else:
         path.write_text(path.read_text().rstrip()[:-1] + ', "another": 1}')
     attack.sites[0] = federation.joined(0, resident=Resident())

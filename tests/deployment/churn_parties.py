@@ -27,7 +27,7 @@ from cloister.protocol.identity.invitation import Invitation
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.messages.messages import Contribute, Contribution, Joined, Reply, Request
 from cloister.server.exchange.exchange import ENVIRONMENT
-from cloister.server.round.members import Members
+from cloister.server.sum.members import Members
 from cloister.simulations.engines.process import environment
 from cloister.tests.parties.exchange_parties import RUN, WAIT_S, Answering, Relay, contribute, open_channel
 from cloister.tests.parties.federation import tiny

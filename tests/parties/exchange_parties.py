@@ -51,8 +51,8 @@ from cloister.protocol.messages.transfer import VERSION
 from cloister.server.exchange.certificate import Certificate, new_certificate
 from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
 from cloister.server.record.folder import RunFolder
-from cloister.server.round.channel import Failure
 from cloister.server.run import run
+from cloister.server.sum.channel import Failure
 from cloister.tests.parties.federation import contribution_of, step_of
 from cloister.tests.tools.kills import die
 

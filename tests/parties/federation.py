@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.aggregation.features.scales import Scales
+from cloister.aggregation.features.balance import LocalSteps
+from cloister.aggregation.features.compression import Scales
+from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.network.serve import Served, serve
 from cloister.clients.ranks.resident import Resident
@@ -37,12 +39,12 @@ from cloister.protocol.messages.joining import sign_joined
 from cloister.protocol.messages.messages import (
     TRAIN,
     Agree,
+    ByFeature,
     Contribute,
     Contribution,
     Inbox,
     Instructions,
     Join,
-    LocalSteps,
     Purpose,
     Refused,
     Reply,
@@ -53,9 +55,10 @@ from cloister.protocol.messages.messages import (
 from cloister.protocol.messages.wire import Buffer, encode
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json, parse
-from cloister.server.round.channel import Failure, reply_in
-from cloister.server.round.members import Members
+from cloister.server.sum.channel import Failure, reply_in
+from cloister.server.sum.members import Members
 from cloister.simulations.federation import lay_out
+from cloister.tests.tools.codes import told_by
 
 RUN = "0a1b2c"
 CHALLENGE = bytes(range(32))
@@ -317,18 +320,17 @@ class Federation:
     ) -> Instructions:
         """The instructions of a sum."""
         sum_id = self.sum_id(**about)
+        plan = about.get("plan") or self.plan
         trains = sum_id.purpose == TRAIN
-        if clip is None:
-            clip = self.plan.privacy.clip if self.plan.privacy.unit == "site" else 0.0
-        if steps is None:
-            steps = self.steps(sum_id.round) if trains else ()
-        if scales is None:
-            scales = self.scales() if trains else b""
+        features: ByFeature = ()
+        if trains or clip or steps is not None or scales is not None:
+            if steps is None and trains:
+                steps = self.steps(sum_id.round) or None
+            features = told_by(Sums(plan, self.layout.size), clip=clip, steps=steps, scales=scales)
         if fresh is None:
-            plan = about.get("plan") or self.plan
             fresh = not (trains and plan.carries and not plan.aggregation.secure)
         digest = vector_hash(self.model if model is None else model)
-        return Instructions(sum_id, digest, clip, steps, scales, "fresh" if fresh else "carried")
+        return Instructions(sum_id, digest, features, "fresh" if fresh else "carried")
 
     def request(
         self, *, model: Vector | None = None, inbox: Inbox | None = None, tries: int = 1, **told: Any

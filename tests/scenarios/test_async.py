@@ -30,8 +30,8 @@ from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.progress import AttemptFailed, Event, RoundDone, SiteAnswered, SiteFailed
 from cloister.server.record.report import gather
-from cloister.server.round.channel import Failure
 from cloister.server.run import run
+from cloister.server.sum.channel import Failure
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
 from cloister.tests.parties.exchange_parties import (
@@ -142,7 +142,7 @@ def test_a_buffer_of_all_sites_is_a_synchronous_round_to_the_last_bit(tmp_path: 
     buffered = Run(tmp_path / "async", *ASYNC, *settings, f"cohort.buffer={sites}")
     buffered.channel.turn = lambda waiting: waiting[-1]
     assert synchronous.go().params_sha256 == buffered.go().params_sha256
-    assert [event.mean_staleness for event in buffered.of(RoundDone)] == [0, 0]
+    assert [event.figures["mean_staleness"] for event in buffered.of(RoundDone)] == [0, 0]
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
         for reply in (reply for number, reply in arrived if number == event.round):
             age = event.round - reply.sum.round
             if age > 2:
-                assert (reply.site, event.too_stale) == (slow, 1)
+                assert (reply.site, event.figures["too_stale"]) == (slow, 1)
                 continue
             vector = np.concatenate(reply.spans)
             tokens = layout.ring.decode_counters(vector[layout.size :])[layout.names.index(WEIGHT)]
@@ -182,12 +182,15 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
             every_weight.add(tokens)
             every_age.add(age)
         assert len(ages) == 2, "a round has as many updates as the buffer"
-        assert (event.mean_staleness, event.most_staleness) == (sum(ages) / 2, max(ages))
+        assert (event.figures["mean_staleness"], event.figures["most_staleness"]) == (
+            sum(ages) / 2,
+            max(ages),
+        )
         expected = party.model(event.round - 1) + total / weights
         np.testing.assert_allclose(party.model(event.round), expected, atol=1e-7)
     assert every_age == {0, 1, 2}
     assert len(every_weight) > 1
-    assert [event.too_stale for event in party.of(RoundDone)] == [0, 0, 0, 0, 0, 1, 0]
+    assert [event.figures["too_stale"] for event in party.of(RoundDone)] == [0, 0, 0, 0, 0, 1, 0]
     (failed,) = party.of(SiteFailed)
     assert failed.site == slow
     assert "staleness is 3: expected at most 2" in failed.reason
@@ -208,7 +211,7 @@ def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:
     party.channel.tamper = lie
     party.go()
     (round_,) = party.of(RoundDone)
-    assert sorted(round_.staleness) == sorted(set(party.names) - {liar})
+    assert sorted(round_.figures["staleness"]) == sorted(set(party.names) - {liar})
     assert "weight is" in party.of(SiteFailed)[0].reason
 
 
@@ -228,7 +231,7 @@ def test_what_is_dropped_in_an_attempt_that_failed_is_counted(tmp_path: Path) ->
         and site in (slow, down)
     )
     party.go()
-    assert [event.too_stale for event in party.of(RoundDone)] == [0, 1]
+    assert [event.figures["too_stale"] for event in party.of(RoundDone)] == [0, 1]
     assert len(party.of(AttemptFailed)) == 1
 
 
@@ -249,8 +252,8 @@ def test_a_failed_site_is_asked_again_and_too_few_sites_end_the_run(tmp_path: Pa
         party.go(observe)
     rounds = party.of(RoundDone)
     assert len(rounds) == 2
-    assert first not in rounds[0].staleness
-    assert first in rounds[1].staleness
+    assert first not in rounds[0].figures["staleness"]
+    assert first in rounds[1].figures["staleness"]
     assert len(party.of(AttemptFailed)) == 2
     asked = party.channel.asked[-8:]
     assert asked.count(("update", second)) <= 2, "a site that fails is asked once in an attempt"
@@ -356,7 +359,7 @@ def test_a_site_that_is_killed_holds_no_round_on_the_exchange(tmp_path: Path) ->
             channel.close(over=True)
             processes.join()
     assert processes.codes == [[0], [0], [-signal.SIGKILL, 0]]
-    summed = [event.staleness for event in rounds]
+    summed = [event.figures.get("staleness") for event in rounds]
     assert [sum(map(len, ages.values())) for ages in summed if ages] == [2, 2, 2]
     assert not all(made.names[2] in (ages or ()) for ages in summed)
 

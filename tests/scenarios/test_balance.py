@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloister.aggregation.features.balance import NAME, LocalSteps, Measured, balanced, own_steps, steps_in
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
@@ -23,8 +24,7 @@ from cloister.clients.network.serve import serve
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.training.optimizer import LocalOptimizer
-from cloister.protocol.errors import BalanceError, EngineError, PlanError, StaleError
-from cloister.protocol.messages.balance import balanced, own_steps
+from cloister.protocol.errors import BalanceError, EngineError, PlanError, StaleError, UpdateError
 from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import (
     EVALUATE,
@@ -33,7 +33,6 @@ from cloister.protocol.messages.messages import (
     Contribution,
     Failed,
     Joined,
-    LocalSteps,
     Refused,
     Reply,
     Request,
@@ -44,10 +43,11 @@ from cloister.protocol.plan.soundness import load, parse
 from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.journal import BEGUN, MEASURED, Journal
 from cloister.server.record.progress import SiteAnswered
-from cloister.server.round.channel import Failure
-from cloister.server.round.members import Members
-from cloister.server.round.speeds import Measured
-from cloister.server.round.sum import Party, Total, Wanted, sum_over
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
+from cloister.server.sum.party import Party
+from cloister.server.sum.sum import sum_over
+from cloister.server.sum.wanted import Total, Wanted
 from cloister.simulations.faults import Faulty
 from cloister.tests.clients.test_site import Attack
 from cloister.tests.parties.federation import (
@@ -112,7 +112,7 @@ def test_no_speed_makes_a_list_that_a_site_refuses(speeds: list[float | None], s
     plan = changed(plan, "cohort", sites=len(speeds))
     named = {f"site-{number}": speed for number, speed in enumerate(speeds)}
     taken = balanced(plan.local, named)
-    shares = [own_steps(plan, TRAIN, taken, site, tuple(named)) for site in named]
+    shares = [own_steps(plan, taken, site, tuple(named)) for site in named]
     assert [(site, own.steps) for site, own in zip(named, shares, strict=True)] == list(taken)
     assert sum(own.factor * own.steps for own in shares) == pytest.approx(sum(own.steps for own in shares))
     least, most = plan.local.step_limits()
@@ -216,7 +216,7 @@ def one(count: int, index: int, steps: LocalSteps) -> LocalSteps:
 
 
 LIES: dict[str, tuple[Callable[[LocalSteps], LocalSteps], str]] = {
-    "no list": (lambda _steps: (), "one number for site-000"),
+    "no list": (lambda _steps: (), "one number for "),
     "a shorter list": (shorter, "cohort"),
     "a longer list": (lambda steps: (*steps, ("site-009", 4)), "cohort"),
     "a stranger": (renamed, "cohort"),
@@ -275,9 +275,9 @@ def test_a_list_that_the_plan_does_not_allow_is_refused_before_training(
 def test_there_is_no_list_where_the_plan_has_none(clear: Federation, tmp_path: Path) -> None:
     fixed = Federation(tmp_path, tiny(*CLEAR))
     site = fixed.joined()
-    with pytest.raises(BalanceError, match=r'expected none, with local\.balance = "fixed"'):
+    with pytest.raises(UpdateError, match=r"^instructions of features .* expected none"):
         site.contribute(fixed.request(steps=tuple((name, 2) for name in fixed.names)))
-    with pytest.raises(BalanceError, match="expected none, with an evaluation"):
+    with pytest.raises(UpdateError, match="expected none for an evaluation"):
         clear.joined().contribute(clear.request(purpose=EVALUATE, steps=clear.steps()))
 
 
@@ -365,7 +365,7 @@ def test_sites_of_equal_data_count_alike_whatever_their_steps(tmp_path: Path) ->
         records = (federation.sites_folder / "site-000" / "data.jsonl").read_text()
         for other in federation.names:
             (federation.sites_folder / other / "data.jsonl").write_text(records)
-        steps: LocalSteps = ()
+        steps: LocalSteps | None = None
         if name == "balanced":
             steps = (("site-000", 2), ("site-001", 8), ("site-002", 2), ("site-003", 8))
         layout = Sums(federation.plan, federation.layout.size).training
@@ -420,7 +420,7 @@ class Coordinator:
 
     def _note(self, site: str, request: Request) -> None:
         if isinstance(request, Contribute):
-            self.sent.append((site, request.told.steps))
+            self.sent.append((site, steps_in(dict(request.told.features)[NAME])))
 
     @contextmanager
     def party(self) -> Iterator[Party]:
@@ -448,6 +448,16 @@ class Coordinator:
     def lists(self) -> set[LocalSteps]:
         """The different lists that were sent."""
         return {steps for _, steps in self.sent}
+
+
+def steps_of(total: Total) -> LocalSteps:
+    """The list that the sites of a sum were told."""
+    return steps_in(dict(total.told)[NAME])
+
+
+def listed(begun: dict[str, Any]) -> LocalSteps:
+    """The list in the journal's entry of an attempt."""
+    return steps_in(bytes.fromhex(begun["told"][NAME]))
 
 
 def declare(federation: Federation, *speeds: float) -> None:
@@ -489,10 +499,10 @@ def test_steps_by_declared_speed_are_decided_once_for_a_round(secure: bool, tmp_
     with coordinator.party() as party:
         total = coordinator.sum(party)
         begun = [entry for entry in party.journal.entries() if entry.step == f"{TRAIN} {BEGUN}"]
-        assert total.steps == first
+        assert steps_of(total) == first
         assert coordinator.lists() == {first}
         assert len(begun) == 2, "the second attempt went on"
-        assert coordinator.sum(party, 2).steps == (
+        assert steps_of(coordinator.sum(party, 2)) == (
             ("site-000", 8),
             ("site-001", 4),
             ("site-002", 4),
@@ -571,14 +581,14 @@ def test_steps_by_measured_speed_follow_the_times_of_earlier_rounds(tmp_path: Pa
     names = federation.names
     with coordinator.party() as party:
         channel.tamper = timed({names[0]: 8.0, names[1]: 4.0, names[2]: 4.0, names[3]: 2.0})
-        assert [count for _, count in coordinator.sum(party, 1).steps] == [4, 4, 4, 4]
+        assert [count for _, count in steps_of(coordinator.sum(party, 1))] == [4, 4, 4, 4]
         # Twice the steps in the same time is twice the speed: the same list again.
         channel.tamper = timed({names[0]: 4.0, names[1]: 4.0, names[2]: 4.0, names[3]: 4.0})
-        assert [count for _, count in coordinator.sum(party, 2).steps] == [2, 4, 4, 8]
+        assert [count for _, count in steps_of(coordinator.sum(party, 2))] == [2, 4, 4, 8]
         # Times that cannot be measure nothing.
         channel.tamper = timed({names[0]: 0.0, names[1]: -1.0, names[2]: 1e300, names[3]: 5e-324})
-        assert [count for _, count in coordinator.sum(party, 3).steps] == [2, 4, 4, 8]
-        measured = [entry.detail for entry in party.journal.entries() if entry.step == MEASURED]
+        assert [count for _, count in steps_of(coordinator.sum(party, 3))] == [2, 4, 4, 8]
+        measured = [entry.detail[NAME] for entry in party.journal.entries() if entry.step == MEASURED]
     assert measured == [
         dict(zip(names, (0.5, 1.0, 1.0, 2.0), strict=True)),
         dict(zip(names, (0.5, 1.0, 1.0, 2.0), strict=True)),
@@ -634,33 +644,31 @@ def test_a_killed_run_goes_on_with_the_steps_of_its_round(
     with Journal(out / "journal.sqlite") as journal:
         killed = journal.newest("train begun")
         assert killed is not None
-        earlier = [entry.detail for entry in journal.entries() if entry.step == MEASURED]
+        earlier = [entry.detail[NAME] for entry in journal.entries() if entry.step == MEASURED]
     assert main(["resume", str(out)]) == 0
     printed = capsys.readouterr().out
     with Journal(out / "journal.sqlite") as journal:
         entries = journal.entries()
     begun = {
-        (entry.round, entry.attempt): entry.detail["steps"]
-        for entry in entries
-        if entry.step == "train begun"
+        (entry.round, entry.attempt): listed(entry.detail) for entry in entries if entry.step == "train begun"
     }
     measured = Measured()
     local, names = load(plan).local, [site for site, _ in begun[1, 1]]
     assert [count for _, count in begun[1, 1]] == [8] * 4
-    assert begun[3, 1] == killed.detail["steps"]
+    assert begun[3, 1] == listed(killed.detail)
     assert (3, 2) not in begun, "round 3 had begun"
     assert len(earlier) == 2
     for number, speeds in ((2, earlier[:1]), (3, earlier[1:])):
         measured.add(speeds[0])
         wanted = balanced(local, {name: measured.get(name) for name in names})
-        assert begun[number, 1] == [list(each) for each in wanted]
+        assert begun[number, 1] == wanted
         assert dict(wanted)["site-000"] == 4, "five times slower, and half the steps at least"
-    (later,) = [entry.detail for entry in entries if entry.step == MEASURED and entry.round == 3]
+    (later,) = [entry.detail[NAME] for entry in entries if entry.step == MEASURED and entry.round == 3]
     measured.add(
         later
     )  # of the sites whose update was not kept: round 4 has the speeds of the process that was killed
     wanted = balanced(local, {name: measured.get(name) for name in names})
-    assert begun[4, 1] == [list(each) for each in wanted]
+    assert begun[4, 1] == wanted
     most = max(count for _, count in wanted)
     assert f"round 4: 4 sites, 4 to {most} local steps, " in printed
     assert "local steps of a site in a round" in printed

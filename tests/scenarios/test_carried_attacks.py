@@ -236,7 +236,9 @@ def two_rounds(folder: Path) -> Rounds:
 def end_late(rounds: Rounds) -> None:
     """An update of the victim for round 2, alone and fresh, ends now."""
     alone = rounds.federation.told(number=2, fresh=True)
-    carried = Carried(rounds.victim.config.folder, RUN, rounds.federation.plan.digest())
+    federation = rounds.federation
+    model = Sums.over(federation.plan, federation.layout, b"").model
+    carried = Carried(rounds.victim.config.folder, RUN, federation.plan.digest(), model)
     carried.make(alone, NOTHING_CARRIED, lambda _carry: None, durable=False)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cloister.aggregation.features.median import median
+from cloister.aggregation.features.groups import median
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.cli.show.display import LiveDisplay
@@ -245,7 +245,7 @@ def test_the_model_moves_by_the_median_of_the_groups_means(tmp_path: Path) -> No
     case = Case(tmp_path / "a", "run.rounds=1", "server.keep_checkpoints=2")
     (done,) = case.run(released=lambda _group, mean, _sites: released.append(mean.copy()))
     assert isinstance(done, RoundDone)
-    assert (done.sites, done.dropouts, done.groups) == (12, 0, (1, 2, 3))
+    assert (done.sites, done.dropouts, done.figures["groups"]) == (12, 0, [1, 2, 3])
     moved = np.median(np.stack(released), axis=0)
     assert done.update_norm == pytest.approx(np.linalg.norm(moved), rel=1e-5)
 
@@ -261,7 +261,7 @@ def test_in_clear_the_model_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [CENTRAL, SKELLAM])
 def test_groups_are_summed_with_the_noise_of_the_unit_site(tmp_path: Path, settings: list[str]) -> None:
     done = Case(tmp_path, *settings).run()
-    assert [each.groups for each in done if isinstance(each, RoundDone)] == [(1, 2, 3), (1, 2, 3)]
+    assert [each.figures["groups"] for each in done if isinstance(each, RoundDone)] == [[1, 2, 3], [1, 2, 3]]
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_groups_of_unequal_size_take_their_own_local_steps_and_evaluate_together
     case = Case(tmp_path, "run.rounds=1", *settings)
     (done,) = case.run()
     assert isinstance(done, RoundDone)
-    assert (done.sites, done.dropouts, done.groups) == (14, 0, (1, 2, 3))
+    assert (done.sites, done.dropouts, done.figures["groups"]) == (14, 0, [1, 2, 3])
     started = [event for event in case.events if isinstance(event, RoundStarted)]
     assert [(event.purpose, event.group, len(event.cohort)) for event in started] == [
         (EVALUATE, 0, 14),
@@ -316,7 +316,7 @@ def test_a_group_that_cannot_finish_is_left_out_and_half_of_them_end_the_round(t
     case.federation.channel.down = partial(_two_down, case)
     first, second = case.run()
     assert isinstance(first, RoundDone)
-    assert (first.groups, first.sites, first.dropouts) == ((2, 3), 8, 4)
+    assert (first.figures["groups"], first.sites, first.dropouts) == ([2, 3], 8, 4)
     assert isinstance(second, RoundAbandoned)
     assert second.params_sha256 == first.params_sha256
     with RunFolder.reopen(case.out) as folder:
@@ -346,7 +346,7 @@ def test_a_group_with_too_few_sites_stops_the_run_and_the_others_are_not_asked_a
     case.federation.channel.asked.clear()
     (done,) = case.run()
     assert isinstance(done, RoundDone)
-    assert (done.sites, done.groups) == (12, (1, 2, 3))
+    assert (done.sites, done.figures["groups"]) == (12, [1, 2, 3])
     asked = {site for step, site in case.federation.channel.asked if step != "join"}
     assert asked == set(case.groups()[2])
     assert done.params_sha256 == Case(tmp_path / "twin", "run.rounds=1").run()[0].params_sha256
@@ -488,7 +488,8 @@ def test_adaptive_clipping_moves_by_the_median_of_the_groups(tmp_path: Path) -> 
     with mock.patch.object(SiteMechanism, "decode", decode):
         (done,) = Case(tmp_path, *private).run()
     assert len(clips) == 3
-    assert done.clip == sorted(clips)[1]
+    assert isinstance(done, RoundDone)
+    assert done.figures["clip"] == sorted(clips)[1]
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from cloister.server import run as run_module
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import RoundAbandoned, RoundDone
 from cloister.server.round import round as round_module
-from cloister.server.round import sum as sums
 from cloister.server.run import run
+from cloister.server.sum.masked import Masked
 from cloister.tests.parties.federation import SKELLAM, Federation, tiny
 
 QUIET = [
@@ -80,7 +80,7 @@ def test_liars_that_are_caught_one_a_round_do_not_stop_the_run(
 def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums._Masked, "leave_out", lambda *_: None)  # removes the guard
+    monkeypatch.setattr(Masked, "leave_out", lambda *_: None)  # removes the guard
     federation = Federation(
         tmp_path / "federation",
         tiny(*QUIET, "run.rounds=4", "cohort.attempts=1", "aggregation.colluders=0.35"),

@@ -24,9 +24,8 @@ import pytest
 
 from cloister.aggregation.sums import Sums
 from cloister.clients.state.attempt import Attempts, Member
-from cloister.clients.training.release import Finished, code_for, contribution
+from cloister.clients.training.release import Finished, contribution
 from cloister.lm.model.layout import Layout
-from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.messages import TRAIN
@@ -38,12 +37,13 @@ from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, RoundDone, Started
 from cloister.server.round.evaluate import nowhere
 from cloister.server.round.gate import Gate
-from cloister.server.round.members import Members
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
-from cloister.server.round.sum import Party
 from cloister.server.run import run
+from cloister.server.sum.members import Members
+from cloister.server.sum.party import Party
 from cloister.tests.parties.federation import CENTRAL, RUN, SKELLAM, TINY, Federation, Loopback, VectorSite
+from cloister.tests.tools.codes import code_for
 from cloister.tests.tools.seeds import seed_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own figures of a process")
@@ -123,7 +123,6 @@ def of_noise() -> float:
     code = code_for(
         Sums(parse(TINY, SKELLAM), D),
         rounding=seed_of(1),
-        clip_norm=1.0,
         noise=NoiseStream.from_declared_seed(1),
     )
     update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
@@ -167,14 +166,11 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
             lambda _event: None,
             clock=lambda: 0.0,
         )
-        terms = terms_of(plan, D)
         context = RoundContext(
             party,
             Checkpoints(tmp_path / "checkpoints", layout, 1),
             ServerOptimizer(plan.server, np.zeros(D, np.float32)),
             Gate(plan.server.gate, nowhere),
-            terms.mechanism if terms else None,
-            plan.privacy.clip if terms else 0.0,
         )
         rounds = iter((1, 2, 3))
 

@@ -47,10 +47,12 @@ from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, SiteFailed
-from cloister.server.round import sum as sums
-from cloister.server.round.channel import Failure
-from cloister.server.round.members import Members
-from cloister.server.round.sum import Party, Total, Wanted, sum_over
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
+from cloister.server.sum.party import Party
+from cloister.server.sum.sum import sum_over
+from cloister.server.sum.wanted import Failed as SumFailed
+from cloister.server.sum.wanted import Total, Wanted
 from cloister.tests.parties.federation import RUN, Loopback, VectorSite, tiny
 from cloister.tests.tools.seeds import seed_of
 
@@ -154,7 +156,7 @@ class Sites:
         self.lies = len(all_lies)
         return encode(all_lies[self.which])
 
-    def run(self) -> Total | sums.Failed:
+    def run(self) -> Total | SumFailed:
         """All joins, and one sum."""
 
         def hear(failure: Failure) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cloister.aggregation.sums import TOKENS, Sums
+from cloister.aggregation.features.in_clear import TOKENS
+from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import SumLayout
 from cloister.protocol.identity.roster import new_identity, save_identity
 from cloister.protocol.plan.soundness import load

@@ -62,7 +62,8 @@ ENCODE = "privacy.mechanism.site_noise:SiteMechanism.encode"
 TAIL = "privacy.mechanism.site_noise:SiteMechanism.tail"
 DECODE = "privacy.mechanism.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
-DECODED = "mean, clip = mechanism.decode(mean, sites, context.clip, noise)"
+RELEASE = "aggregation.features.site_unit:_AtCoordinator.decode"
+DECODED = "mean, clip = self._mechanism.decode(summed.mean, sites, self._clip, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -114,19 +115,19 @@ LESS_NOISE_OF_SITES = [
 """Less noise in the vector of a site, or a longer update under the same noise."""
 LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant(
-        "server.round.round:_mean",
+        RELEASE,
         DECODED,
-        "mean, clip = mean[: mechanism.dimension] * np.float32(context.clip), context.clip",
+        "mean, clip = summed.mean[: self._mechanism.dimension] * np.float32(self._clip), self._clip",
     ),
     Mutant(
-        "server.round.round:_mean",
-        "mechanism.decode(",
-        "replace(mechanism, deviation=0.5 * mechanism.deviation).decode(",
+        RELEASE,
+        "self._mechanism.decode(",
+        '__import__("dataclasses").replace(self._mechanism, deviation=0.5 * self._mechanism.deviation).decode(',
     ),
     Mutant(DECODE, ADD, "pass"),
     Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
-    Mutant("server.round.round:_mean", "(mean, sites,", "(mean, 2 * sites,"),
-    Mutant("server.round.round:_mean", "context.noise(number)", "NoiseStream.from_declared_seed(1)"),
+    Mutant(RELEASE, "(summed.mean, sites,", "(summed.mean, 2 * sites,"),
+    Mutant(RELEASE, "self._noise(summed.round)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
 UNCHARGED = Mutant("clients.consent.spending:Spending.pay", "terms.events(1, len(set(rounds_paid)))", "()")

@@ -13,13 +13,21 @@ import numpy.typing as npt
 import pytest
 from scipy.linalg import hadamard
 
-from cloister.aggregation.features.scales import LEAST_SHARE, SMALLEST, START, Scales, bounds_in
+from cloister.aggregation.features.compression import (
+    LEAST_SHARE,
+    SMALLEST,
+    START,
+    Scales,
+    bounds_in,
+    kept_in,
+    residuals,
+    stored,
+)
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT, SumLayout
 from cloister.aggregation.vector.compression import BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring
 from cloister.aggregation.vector.rotation import ROTATED, hadamard_transform, rotated_blocks, signs
-from cloister.clients.state.residual import kept_in, residuals, stored
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.messages.blocks import BLOCK, tile
 from cloister.protocol.messages.digest import instructions_digest
@@ -353,10 +361,10 @@ def test_scales_out_of_bounds_are_refused() -> None:
 
 
 def test_scales_are_bound_in_the_context() -> None:
-    told, steps = Instructions(SumId("run", bytes(32), TRAIN, 1), bytes(32)), (("a", 1),)
-    others: list[dict[str, Any]] = [{}, {"steps": steps}, {"scales": b"1234"}, {"scales": b"1235"}]
-    others.append({"steps": steps, "scales": b"1234"})
-    assert len({instructions_digest(replace(told, **other)) for other in others}) == len(others)
+    told = Instructions(SumId("run", bytes(32), TRAIN, 1), bytes(32))
+    features: list[tuple[tuple[str, bytes], ...]] = [(), (("balance", b"1234"),), (("compression", b"1234"),)]
+    others = [*features, (("compression", b"1235"),), features[1] + features[2]]
+    assert len({instructions_digest(replace(told, features=other)) for other in others}) == len(others)
 
 
 # Plans

@@ -55,8 +55,8 @@ from cloister.protocol.messages.refusal import sign_refusal, verify_refusal
 from cloister.protocol.messages.wire import VERSION, Buffer, decode_reply, encode, view
 from cloister.server.federation.app import GridChannel
 from cloister.server.record.progress import NotJoined
-from cloister.server.round.channel import Failure, reply_in
-from cloister.server.round.members import Members
+from cloister.server.sum.channel import Failure, reply_in
+from cloister.server.sum.members import Members
 from cloister.simulations.engines.process import identify
 from cloister.tests.parties.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
@@ -316,7 +316,7 @@ def inbox(node: int) -> Inbox:
 
 
 def ask_of(node: int) -> Contribute:
-    return Contribute(Instructions(SUM, bytes(32), 0.5), 1, inbox(node), MODEL)
+    return Contribute(Instructions(SUM, bytes(32), (("a feature", b"told"),)), 1, inbox(node), MODEL)
 
 
 def ask(grid: Grid) -> dict[int, Reply | Failure]:
@@ -468,7 +468,7 @@ def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
             return [*replies, *replies]
 
     grid = Twice({node: Echo(f"site-{node}") for node in (1, 2)})
-    request = Contribute(Instructions(SUM, bytes(32), 0.5), 1, None, MODEL)
+    request = Contribute(Instructions(SUM, bytes(32), (("a feature", b"told"),)), 1, None, MODEL)
     answers = list(GridChannel(grid).ask({1: request, 2: request}, 60, group="1"))
     assert [node for node, _ in answers] == [1, 2]
 

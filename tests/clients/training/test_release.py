@@ -18,6 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from cloister.aggregation.features.feature import Clipped, Code
+from cloister.aggregation.features.in_clear import InClear
+from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
@@ -25,16 +28,7 @@ from cloister.aggregation.vector.average import WEIGHT, PlainSum, SumLayout, wei
 from cloister.aggregation.vector.ring import RingVector
 from cloister.clients.state.attempt import Attempts, Member
 from cloister.clients.state.attempt_files import AttemptFiles
-from cloister.clients.state.residual import Residuals, residuals
-from cloister.clients.training.release import (
-    Clipped,
-    Code,
-    Finished,
-    InClear,
-    Protected,
-    code_for,
-    contribution,
-)
+from cloister.clients.training.release import Finished, contribution
 from cloister.clients.training.work import masking
 from cloister.lm.training.moments import Carry
 from cloister.privacy.accounting.terms import terms_of
@@ -45,6 +39,7 @@ from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.blocks import BLOCK, Span, tile
 from cloister.protocol.messages.messages import TRAIN, Advertise, Confirm, Reveal, Shares
 from cloister.protocol.plan.soundness import parse
+from cloister.tests.tools.codes import code_for
 from cloister.tests.tools.seeds import seed_of
 
 WRONG = 1e-9
@@ -243,7 +238,8 @@ def code_of(kind: str, size: int, bits: int) -> Code:
         changes += [*SITE, "privacy.noise_multiplier=1.5", f"privacy.trusted_coordinator={central}"]
         changes += ["privacy.adaptive={count_noise=2.0}"] if adaptive else []
     plan = parse("", changes)
-    return code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.3, noise=SECRET.child(kind))
+    sums, clip = Sums(plan, size), 0.3 if plan.privacy.unit == "site" else None
+    return code_for(sums, rounding=seed_of(7), clip=clip, noise=SECRET.child(kind))
 
 
 def update_of(size: int, scale: float, seed: int) -> Finished:
@@ -294,12 +290,11 @@ def test_spans_of_a_compressed_update_give_the_same_bytes_and_leave_the_same(tmp
         shutil.rmtree(after, ignore_errors=True)
         after.mkdir()
         carry = Carry(tmp_path / f"{base}" if base else None, after)
-        left = residuals(carry, bounds, blocks)
-        code = code_for(Sums(plan, size), rounding=seed_of(7), clip_norm=0.0, noise=None, residuals=left)
+        code = code_for(Sums(plan, size), rounding=seed_of(7), carry=carry, bounds=bounds)
         update = update_of(size, 0.01, number)
         vector = Ranks(tile(size, parts)).contribution(code, update) if parts else contribution(code, update)
         assert vector.size == Sums(plan, size).training.length
-        return vector.tobytes() + left.after.read_bytes()
+        return vector.tobytes() + (after / "residual").read_bytes()
 
     sent(1, 0, 0)
     whole = sent(2, 1, 0)
@@ -387,7 +382,7 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
         total = PlainSum(Sums(plan, 3).training)
         sent = []
         for number, (count, value) in enumerate(zip(tokens, values, strict=True)):
-            code = code_for(Sums(plan, 3), rounding=seed_of(number), clip_norm=0.0, noise=None)
+            code = code_for(Sums(plan, 3), rounding=seed_of(number), carry=None)
             sent.append(contribution(code, Finished(np.full(3, value, np.float32), count, 1.0)))
             total.add([(0, sent[-1])])
         opened = total.open()
@@ -407,8 +402,7 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
 def test_a_compressed_update_has_the_same_weight(tmp_path: Path) -> None:
     settings = ["aggregation.compression={}", "aggregation.ring_bits=8", "aggregation.temperature=2"]
     plan = parse("", settings)
-    left = Residuals(np.ones(1, np.float32), None, tmp_path / "after")
-    code = code_for(Sums(plan, 3), rounding=seed_of(0), clip_norm=0.0, noise=None, residuals=left)
+    code = code_for(Sums(plan, 3), rounding=seed_of(0), carry=Carry(None, tmp_path))
     counters = code.layout.ring.decode_counters(code.tail([Clipped()], 256, 1.0))
     expected = weight_of(256, plan.most_labels(), 2.0)
     assert counters[code.layout.names.index(WEIGHT)] == expected > 256

@@ -252,8 +252,8 @@ def test_the_figures_are_shown_where_the_loss_is(secure: Made, capsys: pytest.Ca
     macro, accuracy = (secure.answer["classification"][name] for name in ("macro", "accuracy"))
     assert f"choice accuracy {accuracy:.1%}" in secure.told
     shown = done(capsys, "resume", str(secure.run))
-    figures = f"{macro['precision']:.3f}, {macro['recall']:.3f}, {macro['f1']:.3f}"
-    words = ("nats per token", "perplexity", "accuracy of prompts by choice", f"{accuracy:.1%}", figures)
+    figures = [f"{each:.3f}" for each in macro.values()]
+    words = ("nats per token", "perplexity", "choice accuracy", f"{accuracy:.1%}", "macro F1", *figures)
     for each in (*words, "Held-out prompts by choice", "taken for", "cloister generate"):
         assert each in shown
 

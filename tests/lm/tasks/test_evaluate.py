@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cloister.aggregation.sums import TOKENS, Sums
+from cloister.aggregation.features.in_clear import TOKENS
+from cloister.aggregation.sums import Sums
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.tasks.evaluate import HeldOut, evaluate, subset
 from cloister.lm.text.data import NOT_LEARNED, Sequences, next_tokens

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
+from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import PlainSum, SumLayout
 from cloister.aggregation.vector.ring import RingVector
-from cloister.clients.training.release import Finished, Protected, contribution
+from cloister.clients.training.release import Finished, contribution
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism import site_noise

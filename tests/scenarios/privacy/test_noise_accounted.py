@@ -240,7 +240,7 @@ class Released:
             roster = federation.roster if self.plan.aggregation.secure else None
 
             def watch(event: object) -> None:
-                clips.append(getattr(event, "clip", 0.0))
+                clips.append(getattr(event, "figures", {}).get("clip", 0.0))
 
             run(made, federation.channel, watch, roster=roster, clock=lambda: 0.0)
         kept = Checkpoints(self.out / "checkpoints", federation.layout, 9)
@@ -297,7 +297,7 @@ COUNT = [
 """Noise of sites that a sum may lack, or that a colluding site knows."""
 CHARGES = [
     *UNPAID,
-    Mutant("server.round.spending:Spending.before_opening", "self._charge(round_number, sites)", "()"),
+    Mutant("server.sum.spending:Spending.before_opening", "self._charge(round_number, sites)", "()"),
 ]
 SITE_MUTANTS = [
     *LESS_NOISE_OF_SITES,

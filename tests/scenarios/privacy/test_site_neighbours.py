@@ -19,9 +19,10 @@ from scipy.fft import irfft, rfft
 from scipy.optimize import brentq
 from scipy.stats import norm, skellam
 
+from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import PlainSum
-from cloister.clients.training.release import Finished, Protected, contribution
+from cloister.clients.training.release import Finished, contribution
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.audit.lower_bounds import distinguish
 from cloister.privacy.mechanism.noise import NoiseStream

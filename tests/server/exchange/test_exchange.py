@@ -20,7 +20,7 @@ from cloister.protocol.messages.messages import Contribute, Contribution, Failed
 from cloister.protocol.messages.transfer import CHUNK, SMALL
 from cloister.server.exchange import exchange
 from cloister.server.exchange.exchange import ExchangeChannel
-from cloister.server.round.channel import Failure
+from cloister.server.sum.channel import Failure
 from cloister.simulations.engines.process import return_freed_memory
 from cloister.tests.parties.exchange_parties import (
     RUN,

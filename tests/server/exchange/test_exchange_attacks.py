@@ -56,7 +56,7 @@ from cloister.protocol.messages.wire import LONGEST, to_bytes
 from cloister.server.exchange import exchange
 from cloister.server.exchange.certificate import Certificate, new_certificate
 from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
-from cloister.server.round.channel import Failure
+from cloister.server.sum.channel import Failure
 from cloister.tests.parties.exchange_parties import (
     CERTIFICATE,
     NAME,

@@ -37,15 +37,12 @@ def done(number: int, epsilon: float | None, **seconds: float) -> RoundDone:
         attempts=1,
         sites=3,
         dropouts=0,
-        tokens=None,
         seconds=1.0,
-        train_loss=None,
-        clipped=None,
         update_norm=1.0,
         params_sha256="",
         epsilon=epsilon,
         phase_seconds=seconds,
-        too_stale=2,
+        figures={"too_stale": 2, "mean_staleness": 0.5, "staleness": {"a": [1, 0]}},
     )
 
 
@@ -83,7 +80,8 @@ def test_the_metrics_are_what_the_events_say() -> None:
             ("cloister_rounds_done_total",): 3.0,
             ("cloister_rounds",): 3.0,
             ("cloister_attempts_failed_total",): 1.0,
-            ("cloister_updates_too_stale_total",): 2.0,
+            ("cloister_too_stale_total",): 2.0,
+            ("cloister_mean_staleness",): 0.5,
             ("cloister_sites_connected",): 2.0,
             ("cloister_sites_missing",): 1.0,
             ("cloister_sent_bytes_total", "a"): 5.0,

@@ -37,7 +37,7 @@ from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file, 
 from cloister.server.record.history import identity
 from cloister.server.record.journal import DONE, LEFT_OUT, REFUSED, Journal
 from cloister.server.record.report import COMPOSED, gather
-from cloister.server.round.spending import Spending
+from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
 

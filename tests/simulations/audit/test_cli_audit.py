@@ -30,7 +30,7 @@ from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
-from cloister.server.round.spending import Spending
+from cloister.server.sum.spending import Spending
 from cloister.simulations.audit.audit import audit
 from cloister.simulations.audit.audit import audit as honest
 from cloister.simulations.audit.audited import played
@@ -254,7 +254,7 @@ OTHERWISE_SENT = [
     Mutant("clients.training.work:train", SENT, f"local.vector[0] = local.loss; {SENT}"),
     Mutant("clients.training.work:train", SENT, f"local.vector[-1] += local.tokens; {SENT}"),
     Mutant("clients.training.release:contribution", TAIL, f"vector[0] = int(update.loss) % 2**16; {TAIL}"),
-    Mutant("clients.site:Site.contribute", 'if plan.local.balance != "dynamic":', "if False:"),
+    Mutant("clients.site:Site.contribute", "if not orders.timed:", "if False:"),
     Mutant("clients.consent.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)),
 ]
 """What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training, and

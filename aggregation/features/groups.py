@@ -15,7 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cloister.aggregation.features.feature import AtCoordinator, Feature, Figures, Summed
 from cloister.aggregation.vector.rotation import Floats
+from cloister.protocol.figure import Figure
 from cloister.protocol.messages.blocks import cut
 
 
@@ -41,3 +43,19 @@ def median(means: Sequence[Floats]) -> Floats:
             middle = rows[count // 2 - 1] * np.float32(0.5) + middle * np.float32(0.5)
         first[begin:end] = middle
     return first
+
+
+class _AtCoordinator(AtCoordinator):
+    def combine(self, means: Sequence[Floats]) -> Floats:
+        return median(means)
+
+    def figures(self, sums: Sequence[Summed]) -> Figures:
+        return {"groups": [summed.group + 1 for summed in sums]} if sums else {}
+
+
+FEATURE = Feature(
+    "groups",
+    wanted=lambda basis: basis.plan.aggregation.groups > 1,
+    coordinator=_AtCoordinator,
+    figures=(Figure("groups", "groups in the median", lambda groups: str(len(groups))),),
+)

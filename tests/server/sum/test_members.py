@@ -34,9 +34,9 @@ from cloister.protocol.messages.wire import Buffer, encode, view
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 from cloister.server.record.folder import RunFolder
-from cloister.server.round.channel import Failure
-from cloister.server.round.members import Members
 from cloister.server.run import run
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
 from cloister.tests.parties.federation import RUN, Loopback, tiny
 
 NAMES = ["site-000", "site-001", "site-002", "site-003"]

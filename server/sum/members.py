@@ -16,7 +16,7 @@ from cloister.protocol.messages.joining import verify_joined
 from cloister.protocol.messages.messages import Failed, Join, Joined, Refused, Reply, Request
 from cloister.protocol.messages.refusal import printable, verify_refusal
 from cloister.protocol.plan.plan import FASTEST, SLOWEST, Plan
-from cloister.server.round.channel import Channel, Failure, Streaming
+from cloister.server.sum.channel import Channel, Failure, Streaming
 
 
 class Members:

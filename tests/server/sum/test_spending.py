@@ -37,8 +37,8 @@ from cloister.server.record.progress import (
     SiteAnswered,
 )
 from cloister.server.round.optimizer import ServerOptimizer
-from cloister.server.round.spending import Spending
 from cloister.server.run import run
+from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import lay_out, simulate
 from cloister.tests.parties.federation import (
     CENTRAL,
@@ -353,11 +353,11 @@ def never(*_: object, **__: object) -> None:
 
 MOMENTS = {
     "asking": None,
-    "paying": "cloister.server.round.spending.Spending.before_opening",
+    "paying": "cloister.server.sum.spending.Spending.before_opening",
     "opening": "cloister.aggregation.vector.average.SumLayout.open",
     "noising": "cloister.privacy.mechanism.site_noise.SiteMechanism.decode",
     "saving": "cloister.server.record.checkpoint.Checkpoints.save",
-    "journaling": "cloister.server.round.round.asdict",
+    "journaling": "cloister.server.record.progress.asdict",
 }
 
 

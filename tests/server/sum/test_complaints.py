@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.server.round.complaints import liars, suspects
+from cloister.server.sum.complaints import liars, suspects
 
 SITES = tuple("abcdefgh")
 

@@ -68,10 +68,12 @@ from cloister.server.record import journal as steps
 from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import AttemptFailed, Event, SiteFailed
-from cloister.server.round import sum as sums
-from cloister.server.round.channel import Failure
-from cloister.server.round.members import Members
-from cloister.server.round.sum import Party, Total, Wanted, sum_over
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
+from cloister.server.sum.party import Party
+from cloister.server.sum.sum import sum_over
+from cloister.server.sum.wanted import Failed as SumFailed
+from cloister.server.sum.wanted import Total, Wanted
 from cloister.tests.parties.federation import RUN, Loopback, VectorSite, step_of, whole
 from cloister.tests.tools.power import Power
 from cloister.tests.tools.seeds import seed_of
@@ -151,7 +153,7 @@ class Run:
         vector = self.vector(name)
         return [(0, vector[:20].copy()), (20, vector[20:].copy())]
 
-    def sum(self, number: int = 1) -> Total | sums.Failed:
+    def sum(self, number: int = 1) -> Total | SumFailed:
         return sum_over(self.party, Wanted(TRAIN, number, MODEL))
 
     def reasons(self) -> list[str]:
@@ -244,13 +246,13 @@ def test_what_arrives_is_masked_and_differs_in_every_attempt(open_run: Callable[
 def test_too_few_sites_end_the_attempt_with_nothing_revealed(open_run: Callable[..., Run]) -> None:
     run = open_run(6)
     run.channel.lose(*((name, "confirm", tries) for name in NAMES[:4] for tries in range(1, 9)))
-    assert run.sum() == sums.Failed(3, bound=False)
+    assert run.sum() == SumFailed(3, bound=False)
     assert not any(step == "unmask" for step, _ in run.channel.asked)
     for name in run.names:
         with AttemptFiles.turn(run.folder / name, run.contract.run) as files:
             assert files.state(None).marks.answered is None
     # A later process tries again, and counts its tries from there.
-    assert run.sum() == sums.Failed(6, bound=False)
+    assert run.sum() == SumFailed(6, bound=False)
 
 
 def test_once_shares_were_asked_for_only_those_survivors_are_asked_again(
@@ -271,7 +273,7 @@ def test_a_round_whose_survivors_are_lost_is_bound(open_run: Callable[..., Run])
         *((name, "unmask", 1) for name in NAMES[:3]),
         *(("site-000", "update", tries) for tries in range(2, 9)),
     )
-    assert run.sum() == sums.Failed(3, bound=True)
+    assert run.sum() == SumFailed(3, bound=True)
     # The sites that answered refuse another list, so no other site is asked for anything more in vain.
     assert sum(step == "confirm" for step, _ in run.channel.asked) == 6
     # The next round is not bound.
@@ -407,7 +409,7 @@ def test_a_coordinator_that_lies_of_what_it_asked_gets_no_second_answer(
     total = run.sum()
     assert {len(answers) for answers in sent.values()} == {1}
     if step == "unmask":  # some have revealed their shares for all six
-        assert isinstance(total, sums.Failed)
+        assert isinstance(total, SumFailed)
     else:
         assert isinstance(total, Total)
         assert (total.attempts, total.sites) == (2, 5)
@@ -849,10 +851,8 @@ def test_a_site_that_lies_in_a_counter_spoils_its_round_and_nothing_else(
     lie_in(run, run.names[0], counter, total)
     found = run.sum()
     if secure:
-        assert isinstance(found, sums.Failed)
-        assert found == sums.Failed(
-            1, bound=True, spoiled=found.spoiled
-        )  # an attempt would sum the same again
+        assert isinstance(found, SumFailed)
+        assert found == SumFailed(1, bound=True, spoiled=found.spoiled)  # an attempt would sum the same again
         assert f"total of {counter}" in found.spoiled
         assert str(total) in found.spoiled
     else:
@@ -878,7 +878,7 @@ def test_with_uniform_weights_the_total_weight_is_the_number_of_sites(
     assert isinstance(run.sum(1), Total)
     lie_in(run, run.names[0], "weight", total)
     found = run.sum(2)
-    assert isinstance(found, sums.Failed)
+    assert isinstance(found, SumFailed)
     assert "expected 6 for 6 updates" in found.spoiled
 
 
@@ -1049,7 +1049,7 @@ def test_leaving_sites_out_changes_neither_n_nor_a_nor_t(open_run: Callable[...,
     """Otherwise a coordinator that calls sites liars would choose who is in, and lower the threshold."""
     run = open_run(8)
     run.party.left_out.update(dict.fromkeys(run.names[:4], "a lie"))  # t = 5
-    assert run.sum() == sums.Failed(3, bound=False)
+    assert run.sum() == SumFailed(3, bound=False)
     run.party.left_out.popitem()
     assert isinstance(run.sum(), Total)
     # A site that is still asked has the same context as in a sum of all.
@@ -1086,7 +1086,7 @@ def test_a_site_that_shares_another_secret_costs_one_round(open_run: Callable[..
         return reply
 
     run.channel.tamper = lie
-    assert run.sum(1) == sums.Failed(3, bound=True)
+    assert run.sum(1) == SumFailed(3, bound=True)
     assert set(run.party.left_out) == {NAMES[3]}
     total = run.sum(2)
     assert isinstance(total, Total)
@@ -1136,7 +1136,7 @@ def test_more_sites_than_the_ring_has_room_for_are_refused(open_run: Callable[..
     small = dataclasses.replace(layout, ring=dataclasses.replace(layout.ring, terms=5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sums, "training", small)
-        assert run.sum() == sums.Failed(3, bound=False)
+        assert run.sum() == SumFailed(3, bound=False)
     (failed, *_) = [event for event in run.events if isinstance(event, AttemptFailed)]
     assert failed.reason == "sites in the cohort is 6: expected at most 5, for which the ring has room"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 
 from cloister.protocol.messages.messages import Contribute, Reply
-from cloister.server.round.channel import Failure
-from cloister.server.round.members import Members
+from cloister.server.sum.channel import Failure
+from cloister.server.sum.members import Members
 
 
 class Outstanding:

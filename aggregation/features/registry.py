@@ -1,0 +1,241 @@
+"""The features that a plan may have, in the order of their hooks; and those of one plan, as each end asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.aggregation.features import (
+    asynchronous,
+    balance,
+    compression,
+    groups,
+    in_clear,
+    site_unit,
+)
+from cloister.aggregation.features.feature import (
+    AtCoordinator,
+    AtSite,
+    Basis,
+    Code,
+    Feature,
+    Figures,
+    Given,
+    Me,
+    Secrets,
+    Summed,
+)
+from cloister.aggregation.vector.average import SumLayout
+from cloister.aggregation.vector.rotation import Floats
+from cloister.protocol.errors import RunFolderError, UpdateError
+from cloister.protocol.figure import Figure
+from cloister.protocol.messages.messages import ByFeature
+
+FEATURES: tuple[Feature, ...] = (
+    in_clear.FEATURE,
+    site_unit.FEATURE,
+    compression.FEATURE,
+    balance.FEATURE,
+    groups.FEATURE,
+    asynchronous.FEATURE,
+)
+"""Of several that make a layout, a code or a mean, the last one of a plan does."""
+
+FIGURES: tuple[Figure, ...] = tuple(figure for feature in FEATURES for figure in feature.figures)
+"""The figures of a round that features add."""
+
+
+def features_of(basis: Basis) -> tuple[Feature, ...]:
+    """The features of a plan."""
+    return tuple(feature for feature in FEATURES if feature.wanted(basis))
+
+
+def layout_of(basis: Basis) -> SumLayout:
+    """The layout of a round's sum.
+
+    Raises:
+        PlanError: a feature of the plan has no layout for so many parameters.
+    """
+    make = [feature.layout for feature in features_of(basis) if feature.layout is not None][-1]
+    return make(basis)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a site does for one update, by all features of the plan; picklable."""
+
+    halves: tuple[AtSite, ...]
+
+    @classmethod
+    def read(cls, basis: Basis, told: ByFeature, me: Me) -> Orders:
+        """The orders in the instructions of a sum.
+
+        Args:
+            basis: The plan.
+            told: What features have told, from another party.
+            me: The site.
+
+        Raises:
+            CloisterError: the plan does not allow them.
+        """
+        features = features_of(basis)
+        names, given = tuple(sorted(feature.name for feature in features if feature.tells)), dict(told)
+        if tuple(name for name, _ in told) != names:
+            raise UpdateError(
+                "instructions of features",
+                ", ".join(name for name, _ in told) or "none",
+                expected=", ".join(names) or "none, under this plan",
+            )
+        return cls(tuple(feature.site.read(basis, given.get(feature.name, b""), me) for feature in features))
+
+    def steps(self, steps: int) -> int:
+        """The optimizer steps of the update; `steps` are those of the plan."""
+        for half in self.halves:
+            steps = half.steps(steps)
+        return steps
+
+    @property
+    def factor(self) -> float:
+        """What the trained update is scaled by before it is coded."""
+        factor = 1.0
+        for half in self.halves:
+            factor *= half.factor()
+        return factor
+
+    @property
+    def timed(self) -> bool:
+        """Whether the site tells how many seconds it has trained."""
+        return any(half.timed() for half in self.halves)
+
+    def code(self, layout: SumLayout, secrets: Secrets) -> Code:
+        """How the update is coded.
+
+        Args:
+            layout: The layout of the sum.
+            secrets: Of this update.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        found = None
+        for half in self.halves:
+            found = half.code(layout, secrets) or found
+        assert found is not None, "one feature codes"
+        return found
+
+
+class Coordinated:
+    """The coordinator's halves of the features of a run.
+
+    Args:
+        basis: The plan.
+        given: What the run gives them.
+    """
+
+    def __init__(self, basis: Basis, given: Given) -> None:
+        self._halves: dict[str, AtCoordinator] = {
+            feature.name: feature.coordinator(basis, given) for feature in features_of(basis)
+        }
+        self._tell = sorted(feature.name for feature in features_of(basis) if feature.tells)
+
+    def tell(self, number: int, cohort: Sequence[str], kept: Mapping[str, str]) -> ByFeature:
+        """What the sites of a sum are told.
+
+        Args:
+            number: The round.
+            cohort: The sites of the sum.
+            kept: What `kept` returned for it, if it has begun before.
+        """
+        return tuple(
+            (name, bytes.fromhex(kept[name]) if name in kept else self._halves[name].tell(number, cohort))
+            for name in self._tell
+        )
+
+    def kept(self, told: ByFeature) -> dict[str, str]:
+        """What the journal keeps of what is told."""
+        return {name: each.hex() for name, each in told if self._halves[name].keeps()}
+
+    def cohort(self, told: ByFeature, cohort: tuple[str, ...]) -> tuple[str, ...]:
+        """The sites of a sum, once something was told; `cohort` are those that are drawn now."""
+        for name, each in told:
+            cohort = self._halves[name].cohort(each, cohort)
+        return cohort
+
+    def bounds(self, told: ByFeature) -> Floats | None:
+        """The bounds by which a sum's blocks are decoded; None: its layout has none."""
+        for name, each in told:
+            if (bounds := self._halves[name].bounds(each)) is not None:
+                return bounds
+        return None
+
+    def timed(self, told: ByFeature, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """What the seconds of a sum's sites say, by feature, for the journal; then `recall` gets it."""
+        found = {name: self._halves[name].timed(each, seconds) for name, each in told}
+        return {name: noted for name, noted in found.items() if noted is not None}
+
+    def recall(self, noted: Mapping[str, Any]) -> None:
+        """Take what `timed` returned, in this process or an earlier one."""
+        for name, each in noted.items():
+            self._halves[name].recall(each)
+
+    def decode(self, summed: Summed) -> Floats:
+        """7, end. The mean of a sum that was opened, (d,) float32."""
+        for half in self._halves.values():
+            if (mean := half.decode(summed)) is not None:
+                return mean
+        return summed.mean
+
+    def combine(self, means: Sequence[Floats]) -> Floats:
+        """7, end. One mean of those of a round's sums, which may be overwritten."""
+        for half in self._halves.values():
+            if (mean := half.combine(means)) is not None:
+                return mean
+        (mean,) = means
+        return mean
+
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
+        """8, before the server's step; as `AtCoordinator.before_step`."""
+        for half in self._halves.values():
+            half.before_step(mean, sums)
+
+    def after_step(self) -> None:
+        """8, end: the mean has changed the model."""
+        for half in self._halves.values():
+            half.after_step()
+
+    def figures(self, sums: Sequence[Summed]) -> Figures:
+        """The figures of a round; `sums` are its opened sums, none in a round that was abandoned."""
+        found: Figures = {}
+        for half in self._halves.values():
+            found |= half.figures(sums)
+        return found
+
+    def state(self) -> dict[str, npt.NDArray[np.float64]]:
+        """What the next round depends on, for the checkpoint, by `feature/name`."""
+        return {
+            f"{feature}/{name}": value
+            for feature, half in self._halves.items()
+            for name, value in half.state().items()
+        }
+
+    def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take what `state` returned.
+
+        Raises:
+            RunFolderError: it has other names.
+        """
+        if state.keys() != self.state().keys():
+            raise RunFolderError(
+                "checkpoint",
+                expected="the state of the plan's features, as this release of cloister writes it",
+                fix="continue the run with the release that began it, or start a new run",
+            )
+        for feature, half in self._halves.items():
+            prefix = f"{feature}/"
+            half.restore(
+                {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            )
