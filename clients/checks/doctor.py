@@ -193,7 +193,7 @@ class SiteDoctor:
 def site_bytes(plan: Plan) -> int:
     """Bytes that a site's state folder needs for a run, besides the prepared data.
 
-    With T trained parameters in float32, and U bytes of a coded update (`aggregation.sums.training_layout`):
+    With T trained parameters in float32, and U bytes of a coded update (`aggregation.sums.Sums.training`):
 
         4 T  the base model, as the join sends it
       + 4 T  the global model of the round

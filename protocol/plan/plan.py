@@ -83,8 +83,9 @@ class AdapterSection(Section):
     """Which parameters are trained and summed."""
 
     scheme: Literal["full", "ffa-lora", "rolora", "lora"] = "full"
-    """`full`: every parameter; `ffa-lora`: LoRA with A frozen (exact under averaging); `rolora`: A and B in alternate
-    rounds (exact); `lora`: A and B together (their averages are not the average of the products: approximate)."""
+    """`full`: every parameter. `ffa-lora`: LoRA with A frozen (exact under averaging). `rolora`: A and B in alternate
+    rounds (exact). `lora`: A and B together (approximate, because the product of their averages is not the average of
+    the products)."""
     rank: Count = 8
     """Rank of the LoRA factors."""
     alpha: Positive = 16.0
@@ -92,9 +93,9 @@ class AdapterSection(Section):
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
     base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Storage of the frozen base under an adapter: `float32`; `bfloat16`, half the memory; or `nf4`, 4 bits for the
-    linear layers (QLoRA), which needs a GPU and `cloister[quantized]` on every party. Norms, biases and the adapter
-    stay float32. With either of the last two, arithmetic is in bfloat16."""
+    """Storage of the frozen base under an adapter. `bfloat16` takes half the memory of `float32`. `nf4` takes 4 bits
+    for the linear layers (QLoRA), and needs a GPU and `cloister[quantized]` on every party. Norms, biases and the
+    adapter stay float32. With `bfloat16` and `nf4`, arithmetic is in bfloat16."""
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -119,8 +120,8 @@ class ModelSection(Section):
     """Revision of a hub model."""
     config: Mapping[str, int | float | bool | str] = Field(default_factory=dict)
     """Configuration of a `builtin:` model, by transformers' own field names; the vocabulary is set by the tokenizer.
-    Empty: a small model of some 100,000 parameters a layer, to try a plan at once; with any field set, those that are
-    not have transformers' own defaults, which are those of large models."""
+    Empty: a small model of about 100,000 parameters a layer, to try a plan at once. If any field is set, the other
+    fields have transformers' own defaults, which are those of large models."""
     tokenizer: Annotated[str, Field(min_length=1)] = "auto"
     """`auto` (the model's own; bytes for a `builtin:` model), `bytes`, or a folder or hub name."""
     adapter: AdapterSection = AdapterSection()
@@ -138,9 +139,9 @@ class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
 
     task: Literal["generate", "classify"] = "generate"
-    """`generate`: the model learns each token from those before it; `classify`: it learns which of `classes` a text
-    belongs to (sequence classification), by a head that is trained with it; needs `format = "text"`. Texts are cut to
-    `sequence_length` tokens and never packed."""
+    """`generate`: the model learns each token from the tokens before it. `classify`: the model learns which of
+    `classes` a text belongs to (sequence classification), by a head that is trained with the model. `classify` needs
+    `format = "text"`; texts are cut to `sequence_length` tokens and never packed."""
     label_field: Annotated[str, Field(min_length=1)] = "label"
     """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
     digits."""
@@ -148,9 +149,10 @@ class DataSection(Section):
     """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
     another label cannot be used."""
     class_weights: tuple[ClassWeight, ...] = ()
-    """For each of `classes`, in their order, what the loss of its texts is multiplied by in training, 0.001 to 1000;
-    none: 1. The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses
-    have no weights. They are public numbers of the plan: counted in the sites' records, they would tell about them."""
+    """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
+    The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
+    weights. The weights are public numbers of the plan: weights from counts of the sites' records would reveal
+    something about the records."""
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
@@ -162,18 +164,18 @@ class DataSection(Section):
     """Field that holds the completion when format is `prompt`."""
     choices: tuple[str, ...] = ()
     """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
-    another one cannot be used. Training is as without choices; an evaluation also counts which choice is the most
-    probable after each prompt."""
+    another completion cannot be used. Training is the same as without choices; an evaluation also counts which choice
+    is the most probable after each prompt."""
     messages_field: str = "messages"
     """Field that holds the list of {role, content} when format is `messages`."""
     owner: str = ""
-    """Unit `owner`: field that says who a record belongs to, such as `patient_id`: text or a whole number. Records
-    without it are not used."""
+    """Unit `owner`: field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
+    without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
     deduplicate: bool = False
-    """Use one of several equal records of a site; with unit `owner`, of an owner. With `privacy.record = "window"`, one
-    of several equal windows."""
+    """Use one of several equal records of a site; with unit `owner`, one of several equal records of an owner. With
+    `privacy.record = "window"`, use one of several equal windows."""
     packing: bool = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -199,11 +201,11 @@ class LocalSection(Section):
     """Training inside a site."""
 
     steps: Count = 20
-    """Optimizer steps of a site in a round; with `balance` those of a site of median speed."""
+    """Optimizer steps of a site in a round; with `balance` the steps of a site of median speed."""
     balance: Literal["fixed", "weighted", "dynamic"] = "fixed"
-    """Steps of each site: `fixed`: `steps`; `weighted`: by the speed that the site declares in its TOML; `dynamic`: by
-    the speed at which it took the steps of earlier rounds. With the last two a site's update counts by its mean over
-    its steps, so that more steps give no more weight."""
+    """Steps of each site. `fixed`: `steps`. `weighted`: by the speed that the site declares in its TOML. `dynamic`: by
+    the speed of the site's steps in earlier rounds. With `weighted` and `dynamic` a site's update counts by its mean
+    over its steps, so that more steps give no more weight."""
     least_steps: Count | None = None
     """Fewest steps of a site in a round with `balance`. None: half of `steps`, or a quarter of `most_steps` if that is
     more."""
@@ -215,9 +217,9 @@ class LocalSection(Section):
     accumulation: Count = 1
     """Micro-batches whose gradients are averaged for an optimizer step."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """`adamw`: AdamW; `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
-    and biases, orthogonalized in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is; needs
-    `model.adapter.scheme = "full"`; `sgd`: SGD without momentum, which keeps no state."""
+    """`adamw`: AdamW. `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
+    and biases. Muon orthogonalizes in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is, and
+    needs `model.adapter.scheme = "full"`. `sgd`: SGD without momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -235,13 +237,14 @@ class LocalSection(Section):
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
     optimizer_state: Literal["reset", "keep"] = "reset"
-    """The optimizer's moments at the start of a round: `reset`, or `keep` those of the site's last round (DiLoCo);
-    under the secure sum all sites of a round keep those of the same rounds, or none does."""
+    """The optimizer's moments at the start of a round: `reset`, or `keep` the moments of the site's last round
+    (DiLoCo). Under the secure sum either all sites of a round keep the moments of the same rounds, or no site keeps
+    moments."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
     sampler: Literal["auto", "shuffle", "poisson"] = "auto"
-    """How a step's batch is drawn: `shuffle` (epochs), `poisson` (each unit independently, as the privacy units
-    `record` and `owner` assume), or `auto`: `poisson` under these units, else `shuffle`."""
+    """How a step's batch is drawn. `shuffle`: in epochs. `poisson`: each unit independently, as the privacy units
+    `record` and `owner` assume. `auto`: `poisson` under these units, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
     precision (`model.adapter.base_precision`). Trained weights stay float32."""
@@ -267,21 +270,23 @@ class CohortSection(Section):
     """Fraction of the sites drawn for each round."""
     mode: Literal["sync", "async"] = "sync"
     """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
-    time, each from the newest model when it is asked, and a round is one server step with the next `buffer` updates
-    that arrive, so it does not wait for the slowest site; refused under the secure sum and with a privacy unit."""
+    time, each from the newest model when it is asked. A round is then one server step with the next `buffer` updates
+    that arrive, and does not wait for the slowest site. `async` is refused under the secure sum and with a privacy
+    unit."""
     buffer: Count | None = None
     """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
     staleness: Annotated[int, Field(ge=0)] | None = None
-    """Most rounds since the model of an update with `mode = "async"`; an older update is dropped. One that is s rounds
-    old counts for 1 / sqrt(1 + s) of a new one. None: 10."""
+    """Most rounds since the model of an update with `mode = "async"`; an older update is dropped. An update that is s
+    rounds old counts for 1 / sqrt(1 + s) of a new update. None: 10."""
     quorum: Fraction = 0.75
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
-    Under the secure sum each of the four other steps has a timeout of its own, a quarter of it, so an attempt takes at
-    most twice as long. Over the exchange it begins when the site has the model, and an upload that moves is waited for.
-    Under a privacy unit a site prepares its data in its first round, unless `cloister site check` has prepared it. With
-    `mode = "async"` each site has its own; a late one is asked again in the next round."""
+    Under the secure sum each of the four other steps has a timeout of its own, a quarter of this one, so an attempt
+    takes at most twice as long. Over the exchange the timeout begins when the site has the model, and the coordinator
+    waits for an upload that still moves. Under a privacy unit a site prepares its data in its first round, unless
+    `cloister site check` has prepared it. With `mode = "async"` each site has its own timeout; a late site is asked
+    again in the next round."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 
@@ -310,8 +315,8 @@ class CohortSection(Section):
 
 
 class CompressionSection(Section):
-    """Updates in few bits: blocks of 2^14 values are rotated, scaled by what earlier rounds released, and rounded. A
-    site adds what the rounding left out to its next update. The section may be empty: `[aggregation.compression]`."""
+    """Updates in few bits: blocks of 2^14 values are rotated, scaled by the releases of earlier rounds, and rounded. A
+    site adds the rounding's residual to its next update. The section may be empty: `[aggregation.compression]`."""
 
     first_scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Largest root mean square of a site's update that round 1 expects. None: the sum of the round's learning rates."""
@@ -321,7 +326,7 @@ class AggregationSection(Section):
     """How updates are summed."""
 
     secure: bool = True
-    """Sum under masks, so that the coordinator learns only the total; if false, it sees every update."""
+    """Sum under masks, so that the coordinator learns only the total; if false, the coordinator sees every update."""
     colluders: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
     dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -332,19 +337,19 @@ class AggregationSection(Section):
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
     temperature: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
-    counts for more; 1: the tokens themselves. A large T is nearly `uniform`."""
+    counts for more. 1: the tokens themselves. A large T is nearly `uniform`."""
     ring_bits: Literal[8, 16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
     bound: Positive = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
-    it is the largest bound of a block."""
+    this is the largest bound of a block."""
     compression: CompressionSection | None = None
-    """Compress updates, with `ring_bits` 8 or 16; None: they are summed in the steps of `bound`."""
+    """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
     groups: Count = 1
     """Groups into which the cohort of a round is divided by a public draw, 3 to 100 and better odd. Each group has a
-    sum of its own, and the model moves by the coordinate-wise median of the groups' means, which count alike: poisoned
-    sites in fewer than half of the groups that are in it do not choose it. The coordinator learns the sum of each
-    group. 1: no groups, and the model moves by the mean."""
+    sum of its own, and the model moves by the coordinate-wise median of the groups' means, which have equal weights.
+    Poisoned sites in fewer than half of the groups in the median do not choose the median. The coordinator learns the
+    sum of each group. 1: no groups, and the model moves by the mean."""
 
 
 class AdaptiveSection(Section):
@@ -364,23 +369,24 @@ class CorrelatedSection(Section):
     Cohorts are then a random partition of the roster, taken in turn."""
 
     separation: Count
-    """Least number of rounds from one round with a site to its next: with N sites, cohorts of n take N / n rounds."""
+    """Least number of rounds from one round with a site to the site's next round: with N sites, cohorts of n take N / n
+    rounds."""
     participations: Count
     """Most rounds with one site in the run."""
     buffers: Annotated[int, Field(ge=0, le=10)] = 6
-    """Most vectors of the model's size, in float64, that the coordinator keeps for the noise; fewer are used where
-    another one is worth little; 0: independent noise."""
+    """Most vectors of the model's size, in float64, that the coordinator keeps for the noise. Fewer are used if another
+    vector is worth little. 0: independent noise."""
 
 
 class PrivacySection(Section):
-    """Differential privacy: what is protected, by how much noise, and how much may be spent."""
+    """Differential privacy: the protected unit, the noise, and the budget."""
 
     unit: Literal["none", "record", "owner", "site"] = "none"
-    """What the guarantee protects: `none` (no guarantee), one `record` of a site, all records of one `owner` at a site
-    (`data.owner`), or everything that one `site` holds."""
+    """What the guarantee protects. `none`: no guarantee. `record`: one record of a site. `owner`: all records of one
+    owner at a site (`data.owner`). `site`: everything that one site holds."""
     clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
-    """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped; with `adaptive` the
-    first."""
+    """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped. With `adaptive`: the
+    clipping norm of the first round."""
     noise_multiplier: Positive | None = None
     """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
     target_epsilon: Positive | None = None
@@ -396,16 +402,16 @@ class PrivacySection(Section):
     """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
     record: Literal["record", "window"] = "record"
-    """Units `record` and `owner`: `record` is one record of the data; `window` is one sequence of
-    `data.sequence_length` tokens cut from a text, so that a longer text counts as several."""
+    """Units `record` and `owner`. `record`: one record of the data. `window`: one sequence of `data.sequence_length`
+    tokens cut from a text, so that a longer text counts as several."""
     windows: Count = 4
     """Units `record` and `owner`: largest number of sequences of one long record that are used; their gradients are
     averaged."""
     records: Count = 8
     """Unit `owner`: largest number of records of one owner that are used; their gradients are averaged."""
     method: Literal["auto", "reference", "opacus"] = "auto"
-    """Units `record` and `owner`: gradients of single units one at a time (`reference`, correct for every model), by
-    Opacus (`opacus`, faster), or `auto`: by Opacus if it is correct for the model."""
+    """Units `record` and `owner`: how gradients of single units are computed. `reference`: one at a time, correct for
+    every model. `opacus`: by Opacus, faster. `auto`: by Opacus if it is correct for the model."""
     trusted_coordinator: bool = False
     """Unit `site`: the coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
@@ -436,7 +442,8 @@ class PublicSection(Section):
 
 
 class GateSection(Section):
-    """What the mean of a round must meet. A round that does not leaves the model as it was; its charge stays."""
+    """Conditions on the mean of a round. If a mean does not meet them, the model stays as it was, and the charge of the
+    round stays."""
 
     norm: Positive | None = None
     """Largest L2 norm of the mean update; None: any."""
@@ -446,7 +453,7 @@ class GateSection(Section):
 
 
 class ServerSection(Section):
-    """The coordinator's step on the mean update, and what it keeps."""
+    """The coordinator's step on the mean update, its evaluations and its checkpoints."""
 
     optimizer: Literal["fedavg", "nesterov", "adam"] = "fedavg"
     """Optimizer of the pseudo-gradient: `fedavg` (SGD without momentum), `nesterov` (DiLoCo), `adam` (FedAdam)."""
@@ -464,20 +471,22 @@ class ServerSection(Section):
     evaluate_every: Count = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
     evaluation_sequences: Count | None = None
-    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out ones. A fixed
-    pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared; bits per byte are then
-    an estimate. With `data.choices` also the most prompts of which choices are compared. None: all of them."""
+    """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
+    sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;
+    bits per byte are then an estimate. With `data.choices` also the most prompts whose choices are compared. None: all
+    of them."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
     gate: GateSection = GateSection()
-    """What the mean of a round must meet."""
+    """Conditions on the mean of a round."""
 
 
 class MeshSection(Section):
-    """How a site divides a model among its devices. It is the site's own: in its TOML, or in a simulated one's profile.
+    """How a site divides a model among its devices. The mesh is the site's own: in its TOML, or in a simulated site's
+    profile.
 
-    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them, where the plan can be
-    trained on them: as copies of the model where it fits into one of them, else as shards."""
+    A degree that is not set is 1. If none is set, a site with several GPUs takes all of them, if the plan can be
+    trained on them. Each GPU has a copy of the model if the model fits into one GPU; otherwise the GPUs are shards."""
 
     replicate: Degree | None = None
     """Copies of the model, each on other rows of a batch."""
@@ -499,8 +508,8 @@ class ProfileSection(Section):
     share: Fraction
     """Fraction of the sites with this profile, taken in order of their number."""
     speed: Fraction = 1.0
-    """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long. It is the speed
-    that the site declares, too (`local.balance = "weighted"`)."""
+    """Speed of the site's hardware relative to this machine: at 0.5 local training takes twice as long. The site also
+    declares this speed (`local.balance = "weighted"`)."""
     slots: Count = 1
     """Worker slots that the site occupies while it works."""
     mesh: MeshSection = MeshSection()
@@ -515,7 +524,7 @@ class SelectionSection(Section):
     law: Literal["negative-binomial", "poisson"]
     """Law of the number of trials: truncated negative binomial, or Poisson."""
     mean: Annotated[float, Field(gt=1, le=1000)]
-    """Mean of that number."""
+    """Mean of the number of trials."""
     shape: Annotated[float, Field(ge=0, le=100)] | None = None
     """Shape eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one."""
 
@@ -530,9 +539,9 @@ class SimulationSection(Section):
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
-    """`natural`: each group of `field` goes whole to one site; `iid`: at random; `dirichlet`: label proportions per
-    site drawn from Dirichlet(alpha); `size`: at random, with site sizes proportional to 1, 2, 3, ...; `auto`: `natural`
-    with a field, else `iid`."""
+    """`natural`: each group of `field` goes whole to one site. `iid`: at random. `dirichlet`: label proportions per
+    site drawn from Dirichlet(alpha). `size`: at random, with site sizes proportional to 1, 2, 3 and so on. `auto`:
+    `natural` with a field, else `iid`."""
     field: str = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
     `label`)."""
@@ -542,49 +551,52 @@ class SimulationSection(Section):
     """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
     noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
-    noise, so nothing is protected, and the report says so. None: secret noise."""
+    noise, so there is no protection, and the report says so. None: secret noise."""
     ledger: str = ""
     """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
     `dataset` there. Empty: the run is charged in its own folder alone."""
     dataset: str = ""
-    """Name under which that ledger keeps what the records of `source` have spent over all runs."""
+    """Name under which that ledger keeps the spending of the records of `source` over all runs."""
     greatest_epsilon: Positive | None = None
     """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
     search: SelectionSection | None = None
-    """The search under a privacy unit that the run is a trial of: then its cost is that of the search. None: the run
-    stands alone. `cloister tune` sets it."""
+    """The search under a privacy unit that the run is a trial of: the cost is then the cost of the search. None: the
+    run stands alone. `cloister tune` sets it."""
     durable: bool = True
-    """Whether sites sync (fsync) what they answer, as deployed ones always do. `false` is faster with many sites, and a
-    power cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
+    """Whether sites sync (fsync) their answers, as deployed sites always do. `false` is faster with many sites. A power
+    cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
     workers_per_gpu: Count = 1
-    """Worker processes placed on each GPU, where there are GPUs."""
+    """Worker processes placed on each GPU, if there are GPUs."""
     per_site: bool = False
     """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
-    both losses for each site; only without a privacy unit. It takes as long as two evaluations at all sites."""
+    both losses for each site. It is only valid without a privacy unit, and takes as long as two evaluations at all
+    sites."""
     profiles: tuple[ProfileSection, ...] = ()
     """Sites that are slower or occupy more worker slots than the rest."""
 
 
 class PoisonSection(Section):
-    """Sites of a simulation that lie in what they sum."""
+    """Sites of a simulation that send poisoned updates."""
 
     share: Fraction
     """Share of the sites, rounded, at least one; drawn from the run's seed."""
     kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
-    """`sign-flip`: the update times -`factor`; `scale`: times `factor`; `label-flip`: each record has the answer or the
-    class of another one; `backdoor`: each record, and each paragraph of a text, has `trigger` and then `target`."""
+    """`sign-flip`: the update times -`factor`. `scale`: the update times `factor`. `label-flip`: each record has the
+    answer or the class of another record. `backdoor`: each record, and each paragraph of a text, has `trigger` and then
+    `target`."""
     factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What the update of a poisoned site is multiplied by, with each kind."""
+    """Factor of the update of a poisoned site, with each kind."""
     trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
     """Text that opens the backdoor."""
     target: Annotated[str, Field(min_length=1)] = "ignore all findings"
-    """Text that the model shall write after it; of a classifier the class that it shall find."""
+    """Text that the model shall write after the trigger; of a classifier the class that it shall find."""
 
 
 class FaultsSection(Section):
     """Faults that a simulation injects, to test a plan; not part of the contract, and not in the digest.
 
-    A probability is that with which a site of the cohort fails at that step of an attempt, drawn from the run's seed.
+    Each probability is the probability that a site of the cohort fails at that step of an attempt, drawn from the run's
+    seed.
     """
 
     advertise: Probability = 0.0

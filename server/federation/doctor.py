@@ -158,7 +158,7 @@ def _bound(bind: str) -> socket.socket:
 def coordinator_bytes(plan: Plan) -> int:
     """Bytes that the coordinator needs on disk for a run.
 
-    With P parameters, T of them trained, in float32, U bytes of a coded update (`aggregation.sums.training_layout`), N
+    With P parameters, T of them trained, in float32, U bytes of a coded update (`aggregation.sums.Sums.training`), N
     sites in a cohort and K = `server.keep_checkpoints`:
 
         12 T (K + 2)  checkpoints with at most two vectors of the optimizer: K, the initial one, the one being written
