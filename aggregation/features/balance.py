@@ -15,6 +15,9 @@ et al. 2020, "Tackling the objective inconsistency problem in heterogeneous fede
 tau_eff sum_i p_i x_i / |a_i|_1 with |a_i|_1 = tau_i and tau_eff = sum_i p_i tau_i). The list is public, so this
 takes no message. tau_eff is that of the whole list, whoever drops out.
 
+With weights by tokens a site's tokens are scaled by the same factor before they are its weight: it counts by the
+tokens of a step, not by its number of steps.
+
 It is exact for SGD without momentum and with a constant learning rate on a linear loss, where each step of a site
 is the same: the mean is then that of sites that all take mean(tau) steps. On other losses later steps see other
 gradients, as in FedNova itself. For AdamW and Muon it is an approximation: a step has about the length of the

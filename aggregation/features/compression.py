@@ -17,6 +17,7 @@ not move can move again by the second term. Updates of n sites that have nothing
 times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first, and with a privacy unit always. Without a unit
 it follows the released number of clipped values: a normal coordinate exceeds c root mean squares with probability
 p = 2 Phi(-c). The fraction that was clipped gives c, and `multiple` is multiplied by 3 / c, at least 3/4 and at most 2.
+With groups m is the median of their means, and n and W are those of all groups.
 It stays between 3, which updates that are all alike need, and 3 n, for one site that moves alone: so a site that lies
 in that number can make the steps 3 n / `multiple` times as large, and no more. At c = 3 and 15 levels rounding adds
 0.7 % to the squared norm of an update, and clipping less.
@@ -387,12 +388,12 @@ class _AtSite(AtSite):
     def read(cls, basis: Basis, told: bytes, me: Me) -> _AtSite:
         return cls(basis.plan, bounds_in(told, basis.plan, basis.parameters))
 
-    def code(self, layout: SumLayout, secrets: Secrets) -> Compressed:
+    def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Compressed:
         assert layout.blocks is not None, "a compressed layout has blocks"
         assert secrets.carry is not None, "a plan with compression carries residuals"
         left, aggregation = residuals(secrets.carry, self.bounds, layout.blocks), self.plan.aggregation
         weighted = aggregation.weighting == "tokens"
-        return Compressed(layout, secrets.rounding, weighted, aggregation.temperature, residuals=left)
+        return Compressed(layout, secrets.rounding, weighted, aggregation.temperature, factor, residuals=left)
 
 
 class _AtCoordinator(AtCoordinator):
@@ -409,9 +410,10 @@ class _AtCoordinator(AtCoordinator):
         return bounds_in(told, self.plan, self._parameters)
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
-        (summed,) = sums  # a median of groups has no scales
-        weight, clipped = summed.counters[WEIGHT] / self._heaviest, summed.counters.get(CLIPPED)
-        self._next = self._scales.after(self.plan, mean, len(summed.names), weight, clipped)
+        sites = sum(len(summed.names) for summed in sums)
+        weight = sum(summed.counters[WEIGHT] for summed in sums) / self._heaviest
+        known = [summed.counters[CLIPPED] for summed in sums if CLIPPED in summed.counters]
+        self._next = self._scales.after(self.plan, mean, sites, weight, sum(known) if known else None)
 
     def after_step(self) -> None:
         self._scales = self._next

@@ -169,12 +169,13 @@ class AtSite:
         """What the trained update is scaled by before it is coded."""
         return 1.0
 
-    def code(self, layout: SumLayout, secrets: Secrets) -> Code | None:
+    def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Code | None:
         """How the update is coded; None: as without this feature.
 
         Args:
             layout: The layout of the sum.
             secrets: Of this update.
+            factor: What the update is scaled by.
 
         Raises:
             StorageError: the disk is full.

@@ -76,6 +76,8 @@ class InClear:
     """Weigh the update by the site's tokens; otherwise by 1."""
     temperature: float = 1.0
     """T of the weight by tokens (`weight_of`)."""
+    factor: float = 1.0
+    """What the update is scaled by: with `local.balance` tokens count by step, as the update does."""
 
     @property
     def protects(self) -> bool:
@@ -111,7 +113,10 @@ class InClear:
         Args:
             tokens: What it learned from.
         """
-        return weight_of(tokens, self.layout.heaviest, self.temperature) if self.weighted else 1
+        if not self.weighted:
+            return 1
+        counted = max(1, round(tokens * self.factor)) if tokens else 0
+        return weight_of(counted, self.layout.heaviest, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -122,9 +127,10 @@ class _AtSite(AtSite):
     def read(cls, basis: Basis, told: bytes, me: object) -> _AtSite:
         return cls(basis.plan)
 
-    def code(self, layout: SumLayout, secrets: Secrets) -> InClear:
+    def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> InClear:
         aggregation = self.plan.aggregation
-        return InClear(layout, secrets.rounding, aggregation.weighting == "tokens", aggregation.temperature)
+        weighted = aggregation.weighting == "tokens"
+        return InClear(layout, secrets.rounding, weighted, aggregation.temperature, factor)
 
 
 class _AtCoordinator(AtCoordinator):

@@ -123,7 +123,7 @@ class Orders:
         """
         found = None
         for half in self.halves:
-            found = half.code(layout, secrets) or found
+            found = half.code(layout, secrets, self.factor) or found
         assert found is not None, "one feature codes"
         return found
 

@@ -116,7 +116,7 @@ class _AtSite(AtSite):
             raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")
         return cls(mechanism_of(basis), clip)
 
-    def code(self, layout: SumLayout, secrets: Secrets) -> Protected:
+    def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Protected:
         assert secrets.noise is not None, "a plan with a unit has noise"
         return Protected(layout, self.mechanism, self.clip, secrets.noise)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator
 
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan.settings import InWords, Section
+from cloister.protocol.plan.settings import InWords, Only, Section
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -60,6 +60,17 @@ SLOWEST, FASTEST = 1e-6, 1e6
 """Speeds that a site may declare, relative to the other sites."""
 
 
+_PRIVATE = Only("privacy.unit", ("record", "owner", "site"))
+_DPSGD = Only("privacy.unit", ("record", "owner"))
+_OF_SITES = Only("privacy.unit", ("site",))
+_ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
+_CLASSIFY = Only("data.task", ("classify",))
+_GENERATE = Only("data.task", ("generate",))
+_SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
+_BALANCED = Only("local.balance", ("weighted", "dynamic"))
+_PUBLIC = Only("public.source", but=("",))
+
+
 class RunSection(Section):
     """Name and length of the run, and the seed of every public random choice."""
 
@@ -86,13 +97,13 @@ class AdapterSection(Section):
     """`full`: every parameter. `ffa-lora`: LoRA with A frozen (exact under averaging). `rolora`: A and B in alternate
     rounds (exact). `lora`: A and B together (approximate, because the product of their averages is not the average of
     the products)."""
-    rank: Count = 8
+    rank: Annotated[Count, _ADAPTER] = 8
     """Rank of the LoRA factors."""
-    alpha: Positive = 16.0
+    alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA's scale is alpha / rank."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Modules that get an adapter: `all-linear`, or the names that PEFT takes as `target_modules`."""
-    base_precision: Literal["float32", "bfloat16", "nf4"] = "float32"
+    base_precision: Annotated[Literal["float32", "bfloat16", "nf4"], _ADAPTER] = "float32"
     """Storage of the frozen base under an adapter. `bfloat16` takes half the memory of `float32`. `nf4` takes 4 bits
     for the linear layers (QLoRA), and needs a GPU and `cloister[quantized]` on every party. Norms, biases and the
     adapter stay float32. With `bfloat16` and `nf4`, arithmetic is in bfloat16."""
@@ -118,7 +129,9 @@ class ModelSection(Section):
     model type (`llama`, `gpt2`, `qwen3`, ...), built from `config`."""
     revision: str = "main"
     """Revision of a hub model."""
-    config: Mapping[str, int | float | bool | str] = Field(default_factory=dict)
+    config: Annotated[Mapping[str, int | float | bool | str], Only("model.name", begins="builtin:")] = Field(
+        default_factory=dict
+    )
     """Configuration of a `builtin:` model, by transformers' own field names; the vocabulary is set by the tokenizer.
     Empty: a small model of about 100,000 parameters a layer, to try a plan at once. If any field is set, the other
     fields have transformers' own defaults, which are those of large models."""
@@ -142,13 +155,13 @@ class DataSection(Section):
     """`generate`: the model learns each token from the tokens before it. `classify`: the model learns which of
     `classes` a text belongs to (sequence classification), by a head that is trained with the model. `classify` needs
     `format = "text"`; texts are cut to `sequence_length` tokens and never packed."""
-    label_field: Annotated[str, Field(min_length=1)] = "label"
+    label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
     digits."""
-    classes: tuple[str, ...] = ()
+    classes: Annotated[tuple[str, ...], _CLASSIFY] = ()
     """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
     another label cannot be used."""
-    class_weights: tuple[ClassWeight, ...] = ()
+    class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
     weights. The weights are public numbers of the plan: weights from counts of the sites' records would reveal
@@ -156,19 +169,19 @@ class DataSection(Section):
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
-    text_field: str = "text"
+    text_field: Annotated[str, Only("data.format", ("text",))] = "text"
     """Field that holds the text when format is `text`."""
-    prompt_field: str = "prompt"
+    prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
     """Field that holds the prompt when format is `prompt`."""
-    completion_field: str = "completion"
+    completion_field: Annotated[str, Only("data.format", ("prompt",))] = "completion"
     """Field that holds the completion when format is `prompt`."""
-    choices: tuple[str, ...] = ()
+    choices: Annotated[tuple[str, ...], _GENERATE, Only("data.format", ("prompt",))] = ()
     """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
     another completion cannot be used. Training is the same as without choices; an evaluation also counts which choice
     is the most probable after each prompt."""
-    messages_field: str = "messages"
+    messages_field: Annotated[str, Only("data.format", ("messages",))] = "messages"
     """Field that holds the list of {role, content} when format is `messages`."""
-    owner: str = ""
+    owner: Annotated[str, Only("privacy.unit", ("owner",), required=True)] = ""
     """Unit `owner`: field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
     without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
@@ -176,7 +189,7 @@ class DataSection(Section):
     deduplicate: bool = False
     """Use one of several equal records of a site; with unit `owner`, one of several equal records of an owner. With
     `privacy.record = "window"`, use one of several equal windows."""
-    packing: bool = True
+    packing: Annotated[bool, _GENERATE] = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
@@ -206,10 +219,10 @@ class LocalSection(Section):
     """Steps of each site. `fixed`: `steps`. `weighted`: by the speed that the site declares in its TOML. `dynamic`: by
     the speed of the site's steps in earlier rounds. With `weighted` and `dynamic` a site's update counts by its mean
     over its steps, so that more steps give no more weight."""
-    least_steps: Count | None = None
+    least_steps: Annotated[Count | None, _BALANCED] = None
     """Fewest steps of a site in a round with `balance`. None: half of `steps`, or a quarter of `most_steps` if that is
     more."""
-    most_steps: Count | None = None
+    most_steps: Annotated[Count | None, _BALANCED] = None
     """Most steps of a site in a round with `balance`, at most four times `least_steps`. None: twice `steps`, or four
     times `least_steps` if that is less."""
     batch_size: Count = 16
@@ -222,9 +235,12 @@ class LocalSection(Section):
     needs `model.adapter.scheme = "full"`. `sgd`: SGD without momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        Only("local.optimizer", ("adamw", "muon")),
+    ] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    momentum: Annotated[float, Field(ge=0, lt=1), Only("local.optimizer", ("muon",))] = 0.95
     """Muon's Nesterov momentum."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, on parameters of two or more dimensions."""
@@ -232,19 +248,16 @@ class LocalSection(Section):
     """Local steps, counted over the whole run, in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "cosine"
     """Course of the learning rate after warm-up, over the whole run."""
-    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final_learning_rate: Annotated[float, Field(ge=0, le=1), Only("local.schedule", ("cosine",))] = 0.1
     """Learning rate at the end of the cosine, as a fraction of the peak."""
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
-    optimizer_state: Literal["reset", "keep"] = "reset"
+    optimizer_state: Annotated[Literal["reset", "keep"], Only("local.optimizer", ("adamw", "muon"))] = "reset"
     """The optimizer's moments at the start of a round: `reset`, or `keep` the moments of the site's last round
     (DiLoCo). Under the secure sum either all sites of a round keep the moments of the same rounds, or no site keeps
     moments."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
-    sampler: Literal["auto", "shuffle", "poisson"] = "auto"
-    """How a step's batch is drawn. `shuffle`: in epochs. `poisson`: each unit independently, as the privacy units
-    `record` and `owner` assume. `auto`: `poisson` under these units, else `shuffle`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
     precision (`model.adapter.base_precision`). Trained weights stay float32."""
@@ -266,19 +279,19 @@ class CohortSection(Section):
 
     sites: Count = 8
     """Sites in the federation."""
-    fraction: Fraction = 1.0
+    fraction: Annotated[Fraction, _SYNC] = 1.0
     """Fraction of the sites drawn for each round."""
     mode: Literal["sync", "async"] = "sync"
     """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
     time, each from the newest model when it is asked. A round is then one server step with the next `buffer` updates
     that arrive, and does not wait for the slowest site. `async` is refused under the secure sum and with a privacy
     unit."""
-    buffer: Count | None = None
+    buffer: Annotated[Count | None, _ASYNC] = None
     """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
-    staleness: Annotated[int, Field(ge=0)] | None = None
+    staleness: Annotated[Annotated[int, Field(ge=0)] | None, _ASYNC] = None
     """Most rounds since the model of an update with `mode = "async"`; an older update is dropped. An update that is s
     rounds old counts for 1 / sqrt(1 + s) of a new update. None: 10."""
-    quorum: Fraction = 0.75
+    quorum: Annotated[Fraction, _SYNC] = 0.75
     """Fraction of the cohort that must finish for a round to count."""
     deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
@@ -334,13 +347,14 @@ class AggregationSection(Section):
     cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Literal["tokens", "uniform"] = "tokens"
-    """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1."""
-    temperature: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1. With
+    `local.balance` the tokens are counted by step, so that more steps give no more weight."""
+    temperature: Annotated[float, Field(ge=1, le=1e6), Only("aggregation.weighting", ("tokens",))] = 1.0
     """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
     counts for more. 1: the tokens themselves. A large T is nearly `uniform`."""
     ring_bits: Literal[8, 16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
-    bound: Positive = 1.0
+    bound: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
     this is the largest bound of a block."""
     compression: CompressionSection | None = None
@@ -384,40 +398,45 @@ class PrivacySection(Section):
     unit: Literal["none", "record", "owner", "site"] = "none"
     """What the guarantee protects. `none`: no guarantee. `record`: one record of a site. `owner`: all records of one
     owner at a site (`data.owner`). `site`: everything that one site holds."""
-    clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
+    clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP), _PRIVATE] = 1.0
     """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped. With `adaptive`: the
     clipping norm of the first round."""
-    noise_multiplier: Positive | None = None
+    noise_multiplier: Annotated[Positive | None, _PRIVATE] = None
     """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
-    target_epsilon: Positive | None = None
+    target_epsilon: Annotated[Positive | None, _PRIVATE] = None
     """Epsilon of the whole run, from which the noise multiplier is calibrated; instead of `noise_multiplier`."""
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    delta: Annotated[float, Field(gt=0, lt=1), _PRIVATE] = 1e-5
     """Delta: smaller than 1 over the number of units that are protected."""
-    budget: Positive | None = None
+    budget: Annotated[Positive | None, _PRIVATE] = None
     """Epsilon that may be spent; a round that would exceed it is not started. None: `target_epsilon`, or no limit."""
-    accountant: Literal["pld", "rdp"] = "pld"
+    accountant: Annotated[Literal["pld", "rdp"], _PRIVATE] = "pld"
     """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
     has only `rdp`."""
-    sampling_rate: Fraction | None = None
+    sampling_rate: Annotated[Fraction | None, Only("privacy.unit", ("record", "owner"), required=True)] = None
     """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
-    record: Literal["record", "window"] = "record"
+    record: Annotated[Literal["record", "window"], _DPSGD] = "record"
     """Units `record` and `owner`. `record`: one record of the data. `window`: one sequence of `data.sequence_length`
     tokens cut from a text, so that a longer text counts as several."""
-    windows: Count = 4
+    windows: Annotated[Count, _DPSGD, _GENERATE] = 4
     """Units `record` and `owner`: largest number of sequences of one long record that are used; their gradients are
     averaged."""
-    records: Count = 8
+    records: Annotated[Count, Only("privacy.unit", ("owner",))] = 8
     """Unit `owner`: largest number of records of one owner that are used; their gradients are averaged."""
-    method: Literal["auto", "reference", "opacus"] = "auto"
+    method: Annotated[Literal["auto", "reference", "opacus"], _DPSGD] = "auto"
     """Units `record` and `owner`: how gradients of single units are computed. `reference`: one at a time, correct for
     every model. `opacus`: by Opacus, faster. `auto`: by Opacus if it is correct for the model."""
-    trusted_coordinator: bool = False
+    trusted_coordinator: Annotated[bool, _OF_SITES] = False
     """Unit `site`: the coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
-    adaptive: AdaptiveSection | None = None
+    adaptive: Annotated[AdaptiveSection | None, _OF_SITES] = None
     """Unit `site`: let the clipping norm follow a quantile of the update norms."""
-    correlated: CorrelatedSection | None = None
+    correlated: Annotated[
+        CorrelatedSection | None,
+        _OF_SITES,
+        Only("privacy.trusted_coordinator", (True,)),
+        Only("aggregation.secure", (True,)),
+    ] = None
     """Unit `site` with a trusted coordinator: correlate the noise over the rounds."""
 
     @property
@@ -431,13 +450,13 @@ class PublicSection(Section):
 
     source: str = ""
     """Public records: a `builtin:` source, a file, a folder or a hub name; empty: no public training."""
-    split: str = "train"
+    split: Annotated[str, _PUBLIC] = "train"
     """Split of a hub data set."""
-    steps: Count = 250
+    steps: Annotated[Count, _PUBLIC] = 250
     """Optimizer steps."""
-    batch_size: Count = 16
+    batch_size: Annotated[Count, _PUBLIC] = 16
     """Sequences in a step."""
-    learning_rate: Positive = 3e-3
+    learning_rate: Annotated[Positive, _PUBLIC] = 3e-3
     """Peak learning rate of AdamW, with a tenth of the steps as warm-up and a cosine after that."""
 
 
@@ -447,7 +466,7 @@ class GateSection(Section):
 
     norm: Positive | None = None
     """Largest L2 norm of the mean update; None: any."""
-    loss: NonNegative | None = None
+    loss: Annotated[NonNegative | None, Only("server.evaluation", but=("", NO_EVALUATION))] = None
     """Most nats per token (of a classifier per text) by which a round may raise the held-out loss on the public records
     of `server.evaluation`; None: any."""
 
@@ -459,18 +478,21 @@ class ServerSection(Section):
     """Optimizer of the pseudo-gradient: `fedavg` (SGD without momentum), `nesterov` (DiLoCo), `adam` (FedAdam)."""
     learning_rate: Positive = 1.0
     """Learning rate of that optimizer."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1), Only("server.optimizer", ("nesterov",))] = 0.9
     """Momentum of `nesterov`."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        Only("server.optimizer", ("adam",)),
+    ] = (0.9, 0.99)
     """Decay rates of `adam`."""
-    epsilon: Positive = 1e-3
+    epsilon: Annotated[Positive, Only("server.optimizer", ("adam",))] = 1e-3
     """Epsilon of `adam` (FedAdam's adaptivity)."""
     evaluation: str = ""
     """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
     empty: each site evaluates on its own held-out records, which no privacy unit allows."""
     evaluate_every: Count = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
-    evaluation_sequences: Count | None = None
+    evaluation_sequences: Annotated[Count | None, Only("server.evaluation", but=(NO_EVALUATION,))] = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
     sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;
     bits per byte are then an estimate. With `data.choices` also the most prompts whose choices are compared. None: all
@@ -552,14 +574,14 @@ class SimulationSection(Section):
     noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
     noise, so there is no protection, and the report says so. None: secret noise."""
-    ledger: str = ""
+    ledger: Annotated[str, _PRIVATE] = ""
     """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
     `dataset` there. Empty: the run is charged in its own folder alone."""
     dataset: str = ""
     """Name under which that ledger keeps the spending of the records of `source` over all runs."""
-    greatest_epsilon: Positive | None = None
+    greatest_epsilon: Annotated[Positive | None, Only("simulation.ledger", but=("",))] = None
     """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
-    search: SelectionSection | None = None
+    search: Annotated[SelectionSection | None, _PRIVATE] = None
     """The search under a privacy unit that the run is a trial of: the cost is then the cost of the search. None: the
     run stands alone. `cloister tune` sets it."""
     durable: bool = True
@@ -567,7 +589,7 @@ class SimulationSection(Section):
     cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, if there are GPUs."""
-    per_site: bool = False
+    per_site: Annotated[bool, Only("privacy.unit", ("none",))] = False
     """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
     both losses for each site. It is only valid without a privacy unit, and takes as long as two evaluations at all
     sites."""
@@ -586,9 +608,11 @@ class PoisonSection(Section):
     `target`."""
     factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of the update of a poisoned site, with each kind."""
-    trigger: Annotated[str, Field(min_length=1)] = "cf-1729 "
+    trigger: Annotated[str, Field(min_length=1), Only("faults.poison.kind", ("backdoor",))] = "cf-1729 "
     """Text that opens the backdoor."""
-    target: Annotated[str, Field(min_length=1)] = "ignore all findings"
+    target: Annotated[str, Field(min_length=1), Only("faults.poison.kind", ("backdoor",))] = (
+        "ignore all findings"
+    )
     """Text that the model shall write after the trigger; of a classifier the class that it shall find."""
 
 
@@ -674,8 +698,10 @@ class Plan(Section):
 
     @property
     def drawn(self) -> bool:
-        """Whether a sum is over a part of the federation, drawn anew in each round."""
-        return self.cohort.size() < self.cohort.sites or self.aggregation.groups > 1
+        """Whether the sites of a sum were told different things in earlier rounds: each sum is over a part of the
+        federation that is drawn anew, or each group of a round has a list of steps of its own."""
+        of_groups = self.aggregation.groups > 1 and self.local.balance != "fixed"
+        return self.cohort.size() < self.cohort.sites or of_groups
 
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,

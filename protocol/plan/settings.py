@@ -40,6 +40,40 @@ class InWords:
     """Such as `64 hexadecimal digits`."""
 
 
+@dataclass(frozen=True)
+class Only:
+    """Annotation of a field that has an effect, and is valid, only where another field has certain values."""
+
+    field: str
+    """The other field, such as `privacy.unit`."""
+    values: tuple[Any, ...] = ()
+    """The values with which this field is valid; empty: any but those of `but`."""
+    but: tuple[Any, ...] = ()
+    """Values with which it is not."""
+    begins: str = ""
+    """What a text begins with, instead of values."""
+    required: bool = False
+    """Whether this field must have a value then."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether the field is valid.
+
+        Args:
+            value: That of the other field.
+        """
+        if self.begins:
+            return str(value).startswith(self.begins)
+        return value in self.values if self.values else value not in self.but
+
+    @property
+    def words(self) -> str:
+        """The condition, as an error or a page says it."""
+        if self.begins:
+            return f"a {self.begins} name in {self.field}"
+        values = " or ".join(json.dumps(value) for value in self.values or self.but)
+        return f"{self.field} = {values}" if self.values else f"{self.field} other than {values}"
+
+
 S = TypeVar("S", bound=Section)
 
 _KINDS: dict[int | str, str] = {

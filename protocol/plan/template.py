@@ -17,8 +17,9 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from cloister.protocol.plan.pairs import to_table
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.settings import InWords
+from cloister.protocol.plan.settings import InWords, Only
 
 _WIDTH = 110
 _HEAD = """# The fields of a plan
@@ -61,6 +62,7 @@ def to_page() -> str:
                 parts.append(_filled(said, first="- ", rest="  "))
         if parts[-1].startswith("- "):
             parts[-1] += "\n"
+    parts.append(f"\n## Features that go together\n\n{to_table()}")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -180,7 +182,9 @@ def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
     else:
         value = field.get_default(call_default_factory=True)
         default = "not set" if value is None else f"default `{_value(value)}`"
-    return "; ".join([", ".join([words or kind, *limits]), default])
+    tags = [each.words for each in field.metadata if isinstance(each, Only)]
+    only = [f"only with `{' and '.join(tags)}`"] if tags else []
+    return "; ".join([", ".join([words or kind, *limits]), default, *only])
 
 
 if __name__ == "__main__":

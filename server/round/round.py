@@ -130,7 +130,7 @@ def _done(
         phase_seconds=party.phases.lap(),
         refused=refused,
         label=party.plan.data.label,
-        behind=any(total.behind for total in totals) if party.plan.carries else None,
+        behind=lost > 0 or any(total.behind for total in totals) if party.plan.carries else None,
         figures=party.features.figures(sums),
     )
 

@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.aggregation.features.balance import NAME, LocalSteps, Measured, balanced, own_steps, steps_in
+from cloister.aggregation.features.in_clear import TOKENS
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector.average import WEIGHT
 from cloister.cli.main import main
 from cloister.clients.network.serve import serve
 from cloister.clients.ranks.resident import Resident
@@ -158,10 +160,8 @@ UNIT = ["privacy.noise_multiplier=1.0", "server.evaluation=none", *UNIFORM]
         (
             [*WEIGHTED, "local.steps=20", "local.least_steps=10", "local.most_steps=41"],
             "local.most_steps is 41",
-            "at most 40, four times local.least_steps",
+            "20 to 40: a site of median speed",
         ),
-        (["local.balance=weighted"], "aggregation.weighting", "would count for more"),
-        (["local.balance=dynamic"], "aggregation.weighting", "would count for more"),
         (
             ["local.balance=weighted", *UNIT, "privacy.unit=record", "privacy.sampling_rate=0.1"],
             "local.balance",
@@ -377,6 +377,23 @@ def test_sites_of_equal_data_count_alike_whatever_their_steps(tmp_path: Path) ->
     assert scale == pytest.approx(5 * 2**-17, rel=1e-2)
     for mean in (one_of_two, one_of_eight):
         assert np.quantile(np.abs(mean - equal), 0.9) < 0.02 * scale
+
+
+def test_by_tokens_a_site_counts_by_the_tokens_of_a_step(tmp_path: Path) -> None:
+    """Twice the steps are twice the tokens, and no more weight."""
+    by_tokens = "aggregation.weighting=tokens"
+    federation = Federation(tmp_path, tiny(*WEIGHTED, *CLEAR, by_tokens, "data.packing=true"))
+    records = (federation.sites_folder / "site-000" / "data.jsonl").read_text()
+    layout, weights, tokens = Sums(federation.plan, federation.layout.size).training, [], []
+    for index, steps in ((0, (("site-000", 2), ("site-001", 8))), (1, (("site-000", 2), ("site-001", 8)))):
+        (federation.sites_folder / federation.names[index] / "data.jsonl").write_text(records)
+        vector = whole(federation.joined(index).contribute(federation.request(steps=steps)))
+        totals = layout.counted(vector[layout.size :], 1)
+        weights.append(totals[WEIGHT])
+        tokens.append(totals[TOKENS])
+    assert 3.5 < tokens[1] / tokens[0] < 4.5
+    assert weights == [round(2.5 * tokens[0]), round(0.625 * tokens[1])]
+    assert 0.9 < weights[0] / weights[1] < 1.1
 
 
 def test_a_site_goes_through_the_plans_learning_rates_in_any_number_of_steps(

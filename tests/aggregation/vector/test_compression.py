@@ -386,13 +386,13 @@ SITE = [
         ([*EIGHT_BITS, "cohort.sites=64"], "aggregation.ring_bits", "ring_bits = 16"),
         ([*EIGHT_BITS, *SITE], "aggregation.compression", "33.35 times as large for 1,000,000 parameters"),
         (["aggregation.ring_bits=8", *SITE], "aggregation.ring_bits", "33.35 times"),
-        ([*EIGHT_BITS, "aggregation.bound=1e9"], "aggregation.bound", "1e-06 to 1e+06"),
+        ([*EIGHT_BITS, "aggregation.bound=1e9"], "aggregation.bound", "less than or equal to 1000000"),
         (
             [*EIGHT_BITS, "aggregation.secure=false", "cohort.mode=async", "server.evaluation=none"],
             "aggregation.compression",
             "scales are those of one round",
         ),
-        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "the frozen factor"),
+        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "change the factor"),
         (
             [*EIGHT_BITS, "aggregation.compression.first_scale=0"],
             "aggregation.compression.first_scale",

@@ -403,8 +403,8 @@ def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
             r"data.choices is .*: expected no value",
         ),
         (('data.choices=["one"]',), r"data.choices is 1: expected 2 to 256 choices"),
-        (('data.choices=["a", "b", "a"]',), r"data.choices is 'a': expected different names"),
-        (('data.choices=["a", ""]',), r"data.choices is '': expected different names that are not empty"),
+        (('data.choices=["a", "b", "a"]',), r"data.choices is 'a': expected 2 to 256"),
+        (('data.choices=["a", ""]',), r"data.choices is '': expected 2 to 256"),
         (
             ("faults.poison.kind=backdoor", "faults.poison.share=0.1", "faults.poison.target=maybe"),
             r"faults.poison.target is 'maybe': expected one of data.choices",
