@@ -165,6 +165,7 @@ class Site:
         demands = self._demands(request.run)
         demands.check_new(plan, request.run)
         base = checked_base(request)
+        self._kept.check(request, bytes.fromhex(plan.digest()))  # before anything that is loaded is dropped
         loaded = self._load(plan, request.base_hash, lambda: base)
         if plan.aggregation.secure:
             self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist

@@ -76,15 +76,23 @@ class Kept:
         """
         joined = {"digest": digest.hex(), "plan": request.plan, "base": request.base_hash.hex()}
         joined |= membership._asdict() if membership else {}
-        known = self._read(request.run)
-        if known is not None and any(known[name] != joined[name] for name in ("digest", "base")):
-            raise PinnedError(
-                "base model", request.base_hash.hex(), expected="the one that was joined in this run"
-            )
+        self.check(request, digest)
         path = self.base_path(request.base_hash)
         if request.base_hash and not path.exists():
             write_file(path, lambda temporary: save_vector(temporary, request.base))
         write_bytes(self._joined(request.run), json.dumps(joined).encode())
+
+    def check(self, request: Join, digest: bytes) -> None:
+        """Check that a join is the one that the site knows, if it has joined the run before.
+
+        Raises:
+            PinnedError: the site has joined that run with another plan or base.
+        """
+        known, joined = self._read(request.run), {"digest": digest.hex(), "base": request.base_hash.hex()}
+        if known is not None and any(known[name] != joined[name] for name in joined):
+            raise PinnedError(
+                "base model", request.base_hash.hex(), expected="the one that was joined in this run"
+            )
 
     def knows(self, run: str) -> bool:
         """Whether the site has joined a run: its file is there, whatever it has."""

@@ -13,23 +13,21 @@ global model replaces them.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.encoding import pack
+from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import ModelSection
 
-_ELSEWHERE = ("transformers_version", "name_or_path", "is_local", "local_files_only")
-"""Fields that tell where a model comes from, and by which release: sites may have it in other folders."""
-_OF_A_CALL = ("truncation", "padding")
-"""Fields of a tokenizer that its last call has set."""
+_ELSEWHERE = ("transformers_version", "_name_or_path", "_commit_hash")
+"""Fields of a configuration that tell where a model comes from: sites may have it in other folders."""
 
 
 def origin(
@@ -43,23 +41,21 @@ def origin(
             device `meta`.
         tokenizer: Its tokenizer.
         trained: Names of the parameters that some round trains.
+
+    Raises:
+        ModelError: the configuration has values that cannot be compared between sites.
     """
     digest = blake3()
     own = not model.name.startswith("builtin:")
     if own:
-        digest.update(pack("configuration", _canonical(_plain(module).config.to_dict())))
+        digest.update(pack("configuration", _canonical(_plain(module).config)))
         # Buffers that are not stored follow from the configuration.
         for name, value in sorted(dict((*module.named_parameters(), *module.named_buffers())).items()):
             if name not in trained and not value.is_meta:
                 digest.update(pack(name, str(value.dtype), *value.shape))
                 digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     if model.tokenizer_name != "bytes":
-        with tempfile.TemporaryDirectory() as folder:
-            for path in sorted(map(Path, tokenizer.save_pretrained(folder))):
-                if path.is_file():
-                    content = path.read_bytes()
-                    known = _canonical(json.loads(content)) if path.suffix == ".json" else content
-                    digest.update(pack(path.relative_to(folder).as_posix(), known))
+        digest.update(pack("tokenizer", tokenizer_digest(tokenizer)))
     return digest.hexdigest() if own or model.tokenizer_name != "bytes" else ""
 
 
@@ -68,11 +64,20 @@ def _plain(module: nn.Module) -> Any:
     return module if get_base is None else get_base()
 
 
-def _canonical(fields: Any) -> str:
-    """Fields as JSON in one order, without those that do not decide what is computed."""
-    if not isinstance(fields, dict):
-        return json.dumps(fields)
-    decisive = {
-        name: each for name, each in fields.items() if name.strip("_") not in (*_ELSEWHERE, *_OF_A_CALL)
-    }
-    return json.dumps(decisive, sort_keys=True, default=str)
+def _canonical(config: PreTrainedConfig) -> str:
+    """Every attribute of a configuration as JSON, also those that it would not save."""
+
+    def fields(value: Any) -> Any:
+        if isinstance(value, PreTrainedConfig):
+            return {name: each for name, each in vars(value).items() if name not in _ELSEWHERE}
+        if isinstance(value, set):
+            return sorted(map(str, value))
+        if isinstance(value, torch.dtype):
+            return str(value)
+        raise ModelError(
+            "model.name",
+            type(value).__name__,
+            expected="a model whose configuration has numbers, texts, lists and tables only, which sites can compare",
+        )
+
+    return json.dumps(fields(config), sort_keys=True, default=fields)

@@ -31,8 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from cloister.lm.text.examples import ANSWER, CONTEXT, Example, compared, identity, to_examples
+from cloister.lm.text.examples import ANSWER, CONTEXT, Example, compared, to_examples
 from cloister.lm.text.records import Record, Unusable, fingerprint, owner_of, read_each
+from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import disk_refusal, write_folder
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
@@ -279,7 +280,7 @@ class Preparation:
         digest = hashlib.sha256(fingerprint(self.source, split=self.split))
         rule = [] if self._units is None else [json.dumps(asdict(self._units))]
         data, seed = self.plan.data.model_dump_json(), str(self.plan.run.seed)
-        for part in (data, seed, identity(self.tokenizer), self.plan.privacy.unit, *rule):
+        for part in (data, seed, tokenizer_digest(self.tokenizer), self.plan.privacy.unit, *rule):
             digest.update(hashlib.sha256(part.encode()).digest())
         return digest.hexdigest()
 

@@ -213,8 +213,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
             )
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything in a tokenizer that determines its tokens, as text."""
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What determines a tokenizer's tokens of ordinary text, by which the byte tokenizer is known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     inner = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return json.dumps(
@@ -228,7 +228,7 @@ _Rendered = tuple[Record, _Text, int | None, tuple[str, int] | None]
 
 @lru_cache(maxsize=1)
 def _identity_of_bytes() -> str:
-    return identity(byte_tokenizer())
+    return _identity(byte_tokenizer())
 
 
 def _by_size(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
@@ -428,7 +428,7 @@ class _Encoder:
         self.end = [tokenizer.eos_token_id] if close else []
         self.special = [str(token) for token in tokenizer.all_special_tokens]
         # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
-        self.bytes = identity(tokenizer) == _identity_of_bytes()
+        self.bytes = _identity(tokenizer) == _identity_of_bytes()
 
     def __call__(self, batch: Sequence[_Text]) -> list[Example]:
         if self.bytes and not any(token in text for text, _ in batch for token in self.special):

@@ -10,16 +10,21 @@ The hub is asked once, with a short timeout, before any library call that would 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import httpx
+from blake3 import blake3
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, ModelError
 from cloister.protocol.plan.plan import ModelSection, Plan
 
@@ -125,6 +130,15 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedToken
         revision = model.revision if own else "main"
         online = on_hub(name, kind="model", revision=revision, field=field, error=ModelError)
         tokenizer = _load(field, name, revision, local=not online)
+    if (
+        not tokenizer.is_fast
+    ):  # others keep files, not values: what they have loaded cannot be compared between sites
+        raise ModelError(
+            field,
+            name,
+            expected=f"a tokenizer of the tokenizers library (tokenizer.json), not {type(tokenizer).__name__}",
+            fix="convert it, or choose another tokenizer: model.tokenizer",
+        )
     if tokenizer.eos_token_id is None and (ends or tokenizer.pad_token_id is None):
         raise ModelError(
             field,
@@ -135,6 +149,34 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedToken
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+_NOT_OF_TOKENS = {
+    "tokenizer_config.json": ("name_or_path", "transformers_version", "is_local", "local_files_only"),
+    "tokenizer.json": ("truncation", "padding"),
+}
+"""Fields of a saved tokenizer that tell where it comes from, or that its last call has set, by file."""
+
+
+@lru_cache(maxsize=8)  # with hundreds of sites in a process, each asks
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """BLAKE3, in hex, over everything that a tokenizer saves: vocabulary, merges, settings, chat templates.
+
+    It is of the tokenizer in memory, whatever files it was read from. A tokenizer is not changed after it was loaded.
+
+    Args:
+        tokenizer: As `load_tokenizer` returned it.
+    """
+    digest = blake3()
+    with TemporaryDirectory() as folder:
+        for path in sorted(map(Path, tokenizer.save_pretrained(folder))):
+            name, content = path.relative_to(folder).as_posix(), path.read_bytes() if path.is_file() else b""
+            if name in _NOT_OF_TOKENS:
+                fields = json.loads(content)
+                kept = {key: each for key, each in fields.items() if key not in _NOT_OF_TOKENS[name]}
+                content = json.dumps(kept, sort_keys=True).encode()
+            digest.update(pack(type(tokenizer).__name__, name, content))
+    return digest.hexdigest()
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:

@@ -108,9 +108,9 @@ def to_table() -> str:
     found = list(pairs())
     refused = [pair for pair in found if pair.because]
     lines = [
-        f"Of {len(found)} pairs of the features below, {len(found) - len(refused)} go together. The others are refused",
-        "for one of three reasons. `charge`: something would be released that no charge covers. `mask`: the secure sum",
-        "would not hide a vector. `definition`: one contradicts what the other means.",
+        f"Of {len(found)} pairs of the features below, {len(found) - len(refused)} may be in one plan. The others are",
+        "refused for one of three reasons. `charge`: something would be released that no charge covers. `mask`: the",
+        "secure sum would not hide a vector. `definition`: one contradicts what the other means.",
         "",
         "| feature | refused beside |",
         "|---|---|",

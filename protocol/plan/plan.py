@@ -156,10 +156,10 @@ class DataSection(Section):
     `classes` a text belongs to (sequence classification), by a head that is trained with the model. `classify` needs
     `format = "text"`; texts are cut to `sequence_length` tokens and never packed."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
-    """Field that holds the class of a text when task is `classify`: text, or a whole number that stands for its
+    """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
     classes: Annotated[tuple[str, ...], _CLASSIFY] = ()
-    """The classes when task is `classify`, in the order of the model's outputs, the same at every site. A record with
+    """The classes, in the order of the model's outputs, the same at every site. A record with
     another label cannot be used."""
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
@@ -170,19 +170,19 @@ class DataSection(Section):
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
     text_field: Annotated[str, Only("data.format", ("text",))] = "text"
-    """Field that holds the text when format is `text`."""
+    """Field that holds the text."""
     prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
-    """Field that holds the prompt when format is `prompt`."""
+    """Field that holds the prompt."""
     completion_field: Annotated[str, Only("data.format", ("prompt",))] = "completion"
-    """Field that holds the completion when format is `prompt`."""
+    """Field that holds the completion."""
     choices: Annotated[tuple[str, ...], _GENERATE, Only("data.format", ("prompt",))] = ()
-    """Multiple choice, when format is `prompt`: the completions that a record may have, spaces included. A record with
+    """Multiple choice: the completions that a record may have, spaces included. A record with
     another completion cannot be used. Training is the same as without choices; an evaluation also counts which choice
     is the most probable after each prompt."""
     messages_field: Annotated[str, Only("data.format", ("messages",))] = "messages"
-    """Field that holds the list of {role, content} when format is `messages`."""
+    """Field that holds the list of {role, content}."""
     owner: Annotated[str, Only("privacy.unit", ("owner",), required=True)] = ""
-    """Unit `owner`: field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
+    """Field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
     without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
@@ -350,7 +350,7 @@ class AggregationSection(Section):
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1. With
     `local.balance` the tokens are counted by step, so that more steps give no more weight."""
     temperature: Annotated[float, Field(ge=1, le=1e6), Only("aggregation.weighting", ("tokens",))] = 1.0
-    """T of `weighting = "tokens"`: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
+    """T: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
     counts for more. 1: the tokens themselves. A large T is nearly `uniform`."""
     ring_bits: Literal[8, 16, 32] = 32
     """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
@@ -413,31 +413,31 @@ class PrivacySection(Section):
     """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
     has only `rdp`."""
     sampling_rate: Annotated[Fraction | None, Only("privacy.unit", ("record", "owner"), required=True)] = None
-    """Units `record` and `owner`: probability with which each record or owner of a site is in a step's batch,
+    """Probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
     record: Annotated[Literal["record", "window"], _DPSGD] = "record"
-    """Units `record` and `owner`. `record`: one record of the data. `window`: one sequence of `data.sequence_length`
+    """`record`: one record of the data. `window`: one sequence of `data.sequence_length`
     tokens cut from a text, so that a longer text counts as several."""
     windows: Annotated[Count, _DPSGD, _GENERATE] = 4
-    """Units `record` and `owner`: largest number of sequences of one long record that are used; their gradients are
+    """Largest number of sequences of one long record that are used; their gradients are
     averaged."""
     records: Annotated[Count, Only("privacy.unit", ("owner",))] = 8
-    """Unit `owner`: largest number of records of one owner that are used; their gradients are averaged."""
+    """Largest number of records of one owner that are used; their gradients are averaged."""
     method: Annotated[Literal["auto", "reference", "opacus"], _DPSGD] = "auto"
-    """Units `record` and `owner`: how gradients of single units are computed. `reference`: one at a time, correct for
+    """How gradients of single units are computed. `reference`: one at a time, correct for
     every model. `opacus`: by Opacus, faster. `auto`: by Opacus if it is correct for the model."""
     trusted_coordinator: Annotated[bool, _OF_SITES] = False
-    """Unit `site`: the coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
+    """The coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
     adaptive: Annotated[AdaptiveSection | None, _OF_SITES] = None
-    """Unit `site`: let the clipping norm follow a quantile of the update norms."""
+    """Let the clipping norm follow a quantile of the update norms."""
     correlated: Annotated[
         CorrelatedSection | None,
         _OF_SITES,
         Only("privacy.trusted_coordinator", (True,)),
         Only("aggregation.secure", (True,)),
     ] = None
-    """Unit `site` with a trusted coordinator: correlate the noise over the rounds."""
+    """Correlate the noise over the rounds."""
 
     @property
     def dpsgd(self) -> bool:

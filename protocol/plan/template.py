@@ -58,7 +58,7 @@ def to_page() -> str:
         schema = section.model_json_schema()
         for name, field in section.model_fields.items():
             if _inner(field) is None:
-                said = f"**`{name}`** ({_kind(schema, name, field)}): {_said(field.description)}"
+                said = f"**`{name}`** ({_kind(schema, name, field)}): {_told(field)}"
                 parts.append(_filled(said, first="- ", rest="  "))
         if parts[-1].startswith("- "):
             parts[-1] += "\n"
@@ -97,7 +97,7 @@ def _section(section: BaseModel, path: tuple[str, ...], header: str, comments: b
             below.append(name)
             continue
         if comments:
-            yield _comment(field.description)
+            yield _comment(_told(field))
         if value is not None:
             yield f"{name} = {_value(value)}"
         elif comments:
@@ -127,7 +127,7 @@ def _unset(section: type[BaseModel], path: tuple[str, ...], several: bool) -> It
     for name, field in section.model_fields.items():
         inner = _inner(field)
         if inner is None:
-            yield _filled(f"{name}: {_said(field.description)}", "#   ", "#     ")
+            yield _filled(f"{name}: {_told(field)}", "#   ", "#     ")
         else:
             yield from _unset(inner, (*path, name), several=False)
 
@@ -140,6 +140,12 @@ def _value(value: Any) -> str:
 def _meaning(section: type[BaseModel], field: FieldInfo) -> str:
     """What a section is: its docstring, and where it may be absent the sentence of the field that holds it."""
     return _said(section.__doc__) + ("" if field.get_default() else f" {_said(field.description)}")
+
+
+def _told(field: FieldInfo) -> str:
+    """What a field means, and with which values of other fields it is valid."""
+    tags = " and ".join(f"`{each.words}`" for each in field.metadata if isinstance(each, Only))
+    return _said(field.description) + (f" Only with {tags}." if tags else "")
 
 
 def _said(text: str | None) -> str:
@@ -182,9 +188,7 @@ def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
     else:
         value = field.get_default(call_default_factory=True)
         default = "not set" if value is None else f"default `{_value(value)}`"
-    tags = [each.words for each in field.metadata if isinstance(each, Only)]
-    only = [f"only with `{' and '.join(tags)}`"] if tags else []
-    return "; ".join([", ".join([words or kind, *limits]), default, *only])
+    return "; ".join([", ".join([words or kind, *limits]), default])
 
 
 if __name__ == "__main__":

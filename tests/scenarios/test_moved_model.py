@@ -91,3 +91,20 @@ def test_a_model_with_an_adapter_of_its_own_is_refused(tmp_path: Path) -> None:
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(moving.files))
     with pytest.raises(ModelError, match="adapter_config"):
         moving.site().contribute(moving.federation.request())
+
+
+def test_prepared_records_belong_to_the_tokenizer_that_they_were_made_with(tmp_path: Path) -> None:
+    """Otherwise a site would train on other tokens than its tokenizer gives, whose digest it has signed."""
+    moving = Moving(tmp_path)
+    moving.site().contribute(moving.federation.request())
+
+    def prepared() -> set[Path]:
+        return set(moving.federation.sites_folder.rglob("tokens-*"))
+
+    before = prepared()
+    settings = moving.files / "tokenizer_config.json"
+    settings.write_text(settings.read_text().rstrip()[:-1] + ', "split_special_tokens": true}')
+    with pytest.raises(StaleError):
+        moving.site().contribute(moving.federation.request(number=1))
+    moving.site().contribute(moving.federation.request(number=2))
+    assert prepared() > before

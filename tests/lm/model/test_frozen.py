@@ -47,7 +47,8 @@ def plan_of(*overrides: str, kind: str = "llama") -> Plan:
     name = kind if "/" in kind else f"builtin:{kind}"
     settings = settings if name != kind else []
     local = ["local.steps=4", "local.batch_size=4", "data.sequence_length=16", "local.learning_rate=0.01"]
-    adapter = ["model.adapter.scheme=ffa-lora", "model.adapter.rank=2"]
+    full = "model.adapter.scheme=full" in overrides
+    adapter = [] if full else ["model.adapter.scheme=ffa-lora", "model.adapter.rank=2"]
     return parse("", [f"model.name={name}", *settings, *local, *adapter, *overrides])
 
 

@@ -47,7 +47,8 @@ def plan_of(
     settings = [f"model.name={json.dumps(name)}", f"model.adapter.scheme={scheme}", "data.sequence_length=32"]
     if name.startswith("builtin:"):
         settings += [f"model.config.{key}={json.dumps(value)}" for key, value in config.items()]
-    return parse("", [*settings, "model.adapter.rank=4", *overrides])
+    adapter = [] if scheme == "full" else ["model.adapter.rank=4"]
+    return parse("", [*settings, *adapter, *overrides])
 
 
 def some_tokens() -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Bytes as tokens lose nothing; an unavailable tokenizer is refused at once."""
 
+import json
 import time
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Wav2Vec2CTCTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
+from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_digest
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import ModelSection
 
@@ -143,3 +144,53 @@ def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Monkey
 def test_a_name_that_no_hub_can_have_is_refused() -> None:
     with pytest.raises(ModelError, match="expected a hub name such as owner/name"):
         load_tokenizer(ModelSection(tokenizer="not a name!"))
+
+
+# The digest of a tokenizer.
+
+
+def test_the_digest_of_a_tokenizer_is_of_what_it_saves_and_not_of_its_place_or_last_call(
+    tmp_path: Path,
+) -> None:
+    tokenizer = byte_tokenizer()
+    known = tokenizer_digest(tokenizer)
+    tokenizer("a longer text", truncation=True, max_length=2, padding="max_length")
+    tokenizer_digest.cache_clear()
+    assert tokenizer_digest(tokenizer) == known
+    tokenizer.save_pretrained(tmp_path / "one")
+    tokenizer.save_pretrained(tmp_path / "other")
+    again = [tokenizer_digest(AutoTokenizer.from_pretrained(tmp_path / place)) for place in ("one", "other")]
+    assert again[0] == again[1]
+
+
+def test_every_setting_of_a_tokenizer_is_in_its_digest() -> None:
+    digests = {tokenizer_digest(byte_tokenizer())}
+    for change in ("split", "template", "templates", "special", "token called padding"):
+        tokenizer = byte_tokenizer()
+        match change:
+            case "split":
+                tokenizer.init_kwargs["split_special_tokens"] = True
+            case "template":
+                tokenizer.chat_template = "{{ messages }}"
+            case "templates":
+                tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages[0] }}"}
+            case "special":
+                tokenizer.pad_token = tokenizer.eos_token
+            case _:
+                tokenizer.add_tokens(["padding"])
+        digests.add(tokenizer_digest(tokenizer))
+    assert len(digests) == 6
+
+
+def test_a_vocabulary_is_in_the_digest_whatever_its_tokens_are_called(tmp_path: Path) -> None:
+    """Fields are left out by the file that they are in: in a vocabulary `padding` is a token, or a language."""
+    digests = set()
+    for number in (3, 4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        vocabulary = {"padding": {"<pad>": 0, "<s>": 1, "</s>": 2, "a": number, "<unk>": 7 - number}}
+        (folder / "vocab.json").write_text(json.dumps(vocabulary))
+        file = str(folder / "vocab.json")
+        made = Wav2Vec2CTCTokenizer(file, target_lang="padding")  # type: ignore[no-untyped-call]  # its constructor has no annotations
+        digests.add(tokenizer_digest(made))
+    assert len(digests) == 2

@@ -248,7 +248,8 @@ def test_the_schedule_counts_the_steps_of_the_whole_run(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("scheme", ["full", "rolora"])
 def test_what_ran_before_leaves_nothing(scheme: str, tmp_path: Path) -> None:
     """GPT-2 has dropout; the adapter's rounds freeze and thaw."""
-    plan = plan_of("gpt2", f"model.adapter.scheme={scheme}", "model.adapter.rank=2")
+    rank = [] if scheme == "full" else ["model.adapter.rank=2"]
+    plan = plan_of("gpt2", f"model.adapter.scheme={scheme}", *rank)
     fresh = Run(plan).train(round=2, site_seed=(3,), data=some(seed=3))
     used = Run(plan)
     first = used.train()

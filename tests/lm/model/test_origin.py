@@ -1,0 +1,88 @@
+"""The digest of what a model is made from: of everything that was loaded, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from cloister.lm.model.model import from_config
+from cloister.lm.model.origin import origin
+from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
+from cloister.protocol.errors import ModelError
+from cloister.protocol.plan.plan import ModelSection
+
+SECTION = ModelSection(name="somewhere")
+TOKENIZER = byte_tokenizer()
+TRAINED = ["model.layers.0.mlp.up_proj.weight"]
+
+
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(
+        "llama",
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return from_config(made)
+
+
+def digest(module: PreTrainedModel) -> str:
+    return origin(SECTION, module, TOKENIZER, TRAINED)
+
+
+def lm_head(module: PreTrainedModel) -> None:
+    module.get_parameter("lm_head.weight").data[3, 5] += 1e-6
+
+
+def buffer(module: PreTrainedModel) -> None:
+    name, value = next(iter(module.named_buffers()))
+    assert value.numel(), name
+    value.data[-1] += 1e-6
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
+    "a frozen value": lm_head,
+    "a buffer": buffer,
+    "a setting that is saved": lambda module: setattr(module.config, "rms_norm_eps", 1e-5),
+    "a setting that is not saved": lambda module: setattr(module.config, "_is_quantized", True),
+    "an unknown setting": lambda module: setattr(module.config, "another", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_decides_an_update_is_in_the_digest(change: Callable[[PreTrainedModel], None]) -> None:
+    module = model()
+    known = digest(module)
+    assert digest(model()) == known
+    change(module)
+    assert digest(module) != known
+
+
+def test_place_release_and_trained_values_are_not(tmp_path: Path) -> None:
+    module = model()
+    known = digest(module)
+    module.config._name_or_path = "/elsewhere"
+    module.config.transformers_version = "0"
+    module.get_parameter(TRAINED[0]).data.zero_()
+    assert digest(module) == known
+
+
+def test_a_configuration_that_sites_cannot_compare_is_refused() -> None:
+    module = model()
+    module.config.another = object()
+    with pytest.raises(ModelError):
+        digest(module)
+
+
+def test_a_tokenizer_that_keeps_files_and_not_values_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Wav2Vec2CTCTokenizer"}')
+    with pytest.raises(ModelError, match="tokenizers library"):
+        load_tokenizer(ModelSection(name="builtin:llama", tokenizer=str(tmp_path)))
