@@ -1,6 +1,6 @@
 """Asynchronous rounds, as the figures of a round tell of them: the staleness of the updates in the mean.
 
-The attempt itself, which sums the next updates that arrive, is `server/round/attempts/buffered.py`; it notes the
+The attempt itself, which sums the next updates that arrive, is `server/sum/buffered.py`; it notes the
 staleness of each update, in server steps since its model.
 """
 

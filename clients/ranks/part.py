@@ -46,7 +46,7 @@ class Model:
     base_hash: bytes
     """Their hash; empty: the plan's own are built on."""
     source: str
-    """Digest of the files that the site's model is made from (`lm/model/origin.py`)."""
+    """Digest of what the site's model is made from (`lm/model/origin.py`)."""
     checkpointing: bool
     """Compute activations again in the backward pass."""
     compile: bool
@@ -136,7 +136,7 @@ class Part:
         base = read_base(model.base, model.base_hash)
         loaded = load_model(plan, base, empty=plan.model.adapter.scheme == "full")
         if loaded.layout.source != model.source:
-            raise ModelError("model.name", plan.model.name, expected="the files that the site began with")
+            raise ModelError("model.name", plan.model.name, expected="the model that the site has loaded")
         private = plan.privacy.dpsgd
         parallelize(
             loaded,

@@ -150,7 +150,7 @@ class Resident:
             )
             from cloister.clients.ranks.team import Team
 
-            model = load_model(plan, empty=True)
+            model = load_model(plan, read_base(), empty=True)
             sums = Sums.over(plan, model.layout, base_hash)
             model.module.to("meta")  # a frozen base: this process needs names and shapes only
             source = model.layout.source

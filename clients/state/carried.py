@@ -1,5 +1,5 @@
 """What a site carries from one of its updates into the next: the optimizer's moments (`local.optimizer_state = "keep"`)
-and what compressed updates left out (`residual.py`).
+and what compressed updates left out (`aggregation/features/compression.py`).
 
 Carried state depends on all instructions that the site has computed by since it carried nothing. Were they not those of
 the other sites of a sum, the coordinator could make what the others carry drown their updates, and see the one that is

@@ -9,8 +9,10 @@ covers, would break the masks of the secure sum, or contradict what they mean. E
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -67,10 +69,15 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
     """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
 
+    What the text sets and an override leaves without effect is dropped: another optimizer does not need the constants
+    of the one before.
+
     Raises:
         PlanError: the text is no TOML, or the plan is not sound.
     """
-    plan = from_json(_SETTINGS.to_json(text, overrides, origin=origin))
+    overrides = list(overrides)
+    given = [override.partition("=")[0].strip() for override in overrides]
+    plan = from_json(_effective(_SETTINGS.to_json(text, overrides, origin=origin), given))
     if plan.simulation.search is not None:
         raise PlanError(
             "simulation.search",
@@ -79,6 +86,42 @@ def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> 
             fix="remove [simulation.search]",
         )
     return plan
+
+
+def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
+    """A plan with other values of some fields, checked; what they leave without effect has its default.
+
+    Args:
+        plan: The plan.
+        values: By field, such as `local.steps`; one of them may itself have no effect beside the others.
+
+    Raises:
+        PlanError: the plan is not sound.
+    """
+    tree: dict[str, Any] = json.loads(plan.to_json())
+    for field, value in values.items():
+        *path, name = field.split(".")
+        reduce(lambda section, key: section.setdefault(key, {}), path, tree)[name] = value
+    return from_json(_effective(json.dumps(tree), list(values), even_given=True))
+
+
+def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> str:
+    """A plan as JSON without the fields that have no effect beside some given ones; given ones stay, unless they may
+    have none."""
+    plan, tree = _SETTINGS.from_json(text), json.loads(text)
+    for field, value, default, tags in _tagged(plan, ""):
+        holds = all(tag.holds(_value(plan, tag.field)) for tag in tags)
+        known = any(field == each or each.startswith(f"{field}.") for each in given)
+        if (
+            holds
+            or value == default
+            or (known and not even_given)
+            or not {tag.field for tag in tags} & set(given)
+        ):
+            continue
+        *path, name = field.split(".")
+        reduce(lambda section, key: section.get(key, {}), path, tree).pop(name, None)
+    return json.dumps(tree)
 
 
 def from_json(text: str | bytes) -> Plan:

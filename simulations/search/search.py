@@ -8,12 +8,11 @@ round costs is refused, and so is everything that lets one trial depend on anoth
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,7 +20,7 @@ from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.protocol.errors import CloisterError, PlanError, SearchError
 from cloister.protocol.plan.plan import NO_EVALUATION, Count, Plan, SelectionSection
 from cloister.protocol.plan.settings import Section, Settings
-from cloister.protocol.plan.soundness import from_json
+from cloister.protocol.plan.soundness import changed, from_json
 
 Value = bool | int | float | str
 Bound = Annotated[int | float, Field(ge=-1e15, le=1e15)]
@@ -182,19 +181,12 @@ def recorded(text: str) -> Search:
 
 
 def trial_plan(plan: Plan, values: Values) -> Plan:
-    """The plan of a trial.
+    """The plan of a trial. A field that has no effect beside the other values has its default.
 
     Raises:
         PlanError: it has no such field, or is not sound.
     """
-    tree: dict[str, Any] = json.loads(plan.to_json())
-    for field, value in values.items():
-        *sections, last = field.split(".")
-        at = tree
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[last] = value
-    return from_json(json.dumps(tree))
+    return changed(plan, values)
 
 
 def private_plan(plan: Plan, search: Search, identity: str) -> Plan:

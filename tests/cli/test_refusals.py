@@ -236,7 +236,7 @@ def test_the_losses_of_each_site_are_refused_under_a_privacy_unit(
     monkeypatch.setattr(federation, "simulate", lambda *_, **__: pytest.fail("a run was begun"))
     private = parse("", CENTRAL)
     run = tmp_path / "run"
-    refused = "simulation.per_site is True: expected false with a privacy unit"
+    refused = 'simulation.per_site is True: expected no value; only valid with privacy.unit = "none"'
     arguments = ("simulate", str(small_plan), *set_options(CENTRAL), "--out", str(run))
     assert refused in lone_refusal(capsys, *arguments, "--per-site")
     assert not run.exists()

@@ -262,9 +262,16 @@ def test_where_a_part_of_the_sites_is_drawn_all_rounds_begin_with_nothing(tmp_pa
 
 @pytest.mark.parametrize(
     ("settings", "drawn"),
-    [([], False), (["cohort.fraction=0.75"], True), (["cohort.sites=12", "aggregation.groups=3"], True)],
+    [
+        ([], False),
+        (["cohort.fraction=0.75"], True),
+        (["cohort.sites=12", "aggregation.groups=3"], False),
+        (["cohort.sites=12", "aggregation.groups=3", "local.balance=weighted"], True),
+    ],
 )
-def test_groups_are_drawn_as_a_part_of_the_sites_is(settings: list[str], drawn: bool) -> None:
+def test_where_lists_or_cohorts_are_drawn_sites_of_a_sum_were_told_other_things(
+    settings: list[str], drawn: bool
+) -> None:
     assert tiny("aggregation.colluders=0", *settings).drawn == drawn
 
 

@@ -22,7 +22,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.ranks.team import Team
 from cloister.clients.site import Site
 from cloister.clients.state.kept import Kept, write_pieces
-from cloister.lm.model.model import load_model
+from cloister.lm.model.model import load_model, save_pretrained
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.messages.digest import vector_hash
@@ -30,7 +30,7 @@ from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan.plan import MeshSection
 from cloister.simulations.federation import declare_rounding
 from cloister.tests.clients.test_site import Attack, in_clear
-from cloister.tests.parties.federation import RECORD, SKELLAM, Federation, tiny
+from cloister.tests.parties.federation import RECORD, SKELLAM, Federation, tiny, whole
 from cloister.tests.parties.federation import whole as whole_vector
 from cloister.tests.parties.ranks.rank_work import unpickles_nothing_of_peers
 from cloister.tests.tools.command import found, refusal
@@ -347,6 +347,25 @@ def test_another_update_is_not_masked_in_its_place(
 
 
 @pytest.mark.slow
+def test_ranks_build_on_a_public_base_of_a_checkpoint_under_an_adapter(
+    tmp_path: Path, open_site: Callable[..., Site]
+) -> None:
+    """Its digest has the frozen values, which are those of the base and no more those of the checkpoint."""
+    made = load_model(tiny())
+    save_pretrained(made, made.layout.flatten(made.module), tmp_path / "checkpoint")
+    model = [f"model.name={tmp_path / 'checkpoint'}", "model.config={}", "model.tokenizer=auto"]
+    adapter = ["model.adapter.scheme=ffa-lora", "server.evaluation=none", "aggregation.secure=false"]
+    federation = Federation(tmp_path / "sites", tiny(*model, *adapter))
+    plain = load_model(tiny(*model))
+    base = plain.layout.flatten(plain.module) + np.float32(0.01)
+    alone = federation.site(0, resident=Resident())
+    alone.join(federation.join_request(base=base))
+    site = open_site(federation, MESHES["replicate"], secure=False, base=base)
+    about = federation.sum_id()
+    assert site._open(about).sums.model == alone._open(about).sums.model
+    assert whole(site.contribute(federation.request())).size
+
+
 def test_ranks_build_on_the_base_that_the_site_was_given_and_on_no_other(
     tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:

@@ -185,3 +185,12 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=part) as caught:
             load(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+def test_an_override_drops_what_it_leaves_without_effect() -> None:
+    text = '[server]\noptimizer = "nesterov"\nmomentum = 0.3'
+    assert parse(text, ["server.optimizer=adam"]) == parse("", ["server.optimizer=adam"])
+    with pytest.raises(PlanError, match=r"^server\.momentum is 0\.3"):
+        parse('[server]\noptimizer = "adam"\nmomentum = 0.3', ["run.rounds=3"])
+    with pytest.raises(PlanError, match=r"^server\.momentum is 0\.2"):
+        parse(text, ["server.optimizer=adam", "server.momentum=0.2"])

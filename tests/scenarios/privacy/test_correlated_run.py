@@ -625,13 +625,13 @@ def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -
     [
         (
             "privacy.trusted_coordinator=false",
-            "privacy.trusted_coordinator",
-            "a site that drops out would take its part",
+            "privacy.correlated",
+            "only valid with .* privacy.trusted_coordinator = true",
         ),
-        ("aggregation.secure=false", "aggregation.secure", "the cohorts are cut from the roster"),
+        ("aggregation.secure=false", "privacy.correlated", "only valid with .* aggregation.secure = true"),
         ("privacy.adaptive.count_noise=4.0", "privacy.adaptive", "only if all have the same clipping norm"),
         ("cohort.sites=7", "cohort.fraction", "cohorts of 4 leave 3 sites over"),
-        ("cohort.fraction=1.0", "cohort.fraction", "less than 1"),
+        ("cohort.fraction=1.0", "cohort.fraction", "gains nothing"),
         ("privacy.correlated.separation=3", "privacy.correlated.separation", "at most 2"),
         ("privacy.correlated.participations=2", "privacy.correlated.participations", "at least 3"),
         ("run.rounds=7", "privacy.correlated.participations", "some sites take part 4 times in 7 rounds"),

@@ -152,7 +152,7 @@ def test_a_refusal_is_said_and_charged(
     [
         (
             ["server.gate.loss=0.1"],
-            "server.gate.loss is 0.1: expected no value unless server.evaluation names ",
+            "server.gate.loss is 0.1: expected no value; only valid with server.evaluation",
         ),
         (["server.gate.norm=0"], "server.gate.norm is 0"),
         (

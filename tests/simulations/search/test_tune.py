@@ -28,12 +28,13 @@ from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import EngineError, LedgerError, RunFolderError
 from cloister.protocol.machine.storage import lock
-from cloister.protocol.plan.soundness import load
+from cloister.protocol.plan.soundness import load, parse
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.journal import DONE, Journal
 from cloister.server.record.report import gather
 from cloister.simulations.search import search as searches
 from cloister.simulations.search import trials, tuning
+from cloister.simulations.search.search import trial_plan
 from cloister.simulations.search.study import Study
 from cloister.simulations.search.trials import Engine, Processes
 from cloister.simulations.search.tuning import SearchFolder
@@ -211,27 +212,31 @@ def test_settings_depend_on_the_seed_and_not_on_interruptions(tmp_path: Path) ->
 def test_a_trial_that_fails_does_not_end_the_search(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two settings that are sound each on its own, and not together: found at the trial."""
-    warm = '[[parameter]]\nfield = "local.warmup_steps"\nchoices = [3]\n'
-    rounds = '[[parameter]]\nfield = "run.rounds"\nchoices = [4]\n'
-    line = lone_refusal(
-        capsys, "tune", str(plan), str(write_search(tmp_path, f'sampler = "random"\ntrials = 1\n{warm}'))
-    )
-    assert (
-        "trial with local.warmup_steps = 3: local.warmup_steps is 3: expected fewer than the run's 2" in line
-    )
-    both = f'[[parameter]]\nfield = "local.warmup_steps"\nchoices = [1]\n{rounds.replace("4", "1")}'
+    """Settings that are sound each on its own, and not together: found at the trial."""
+    keep = '[[parameter]]\nfield = "local.optimizer_state"\nchoices = ["keep"]\n'
+    part = '[[parameter]]\nfield = "cohort.fraction"\nchoices = [0.75]\n'
     out = tmp_path / "failed"
-    search = write_search(tmp_path, f'sampler = "random"\ntrials = 1\n{both}')
-    code, printed, _ = ran(capsys, "tune", str(plan), str(search), "--out", str(out), "--json")
+    search = write_search(tmp_path, f'sampler = "random"\ntrials = 1\n{keep}{part}')
+    masked = set_options(("aggregation.secure=true", "aggregation.colluders=0.0", "cohort.sites=4"))
+    code, printed, _ = ran(capsys, "tune", str(plan), str(search), *masked, "--out", str(out), "--json")
     assert code == 1
     answer = json.loads(printed)
     assert (answer["best"], answer["trials"][0]["state"]) == (None, "failed")
-    assert (
-        "local.warmup_steps is 1: expected fewer than the run's 1 local steps"
-        in answer["trials"][0]["reason"]
-    )
+    assert "local.optimizer_state is keep" in answer["trials"][0]["reason"].replace("'", "")
     assert "no trial has finished" in ran(capsys, "tune", "--again", str(out))[1]
+
+
+def test_a_value_without_effect_beside_others_is_no_failure() -> None:
+    """A search over kinds has the constants of each."""
+    plan = parse('[server]\noptimizer = "nesterov"\nmomentum = 0.3')
+    values: dict[str, bool | int | float | str] = {
+        "server.optimizer": "adam",
+        "server.momentum": 0.5,
+        "server.epsilon": 0.1,
+    }
+    found = trial_plan(plan, values).server
+    assert (found.optimizer, found.momentum, found.epsilon) == ("adam", 0.9, 0.1)
+    assert trial_plan(plan, {"server.learning_rate": 0.5}).server.momentum == 0.3
 
 
 # Under a privacy unit.
@@ -814,7 +819,7 @@ def test_refused_searches(
         (
             f"{LAW}{RANGE}",
             ("simulation.noise_seed=1", "simulation.ledger=", "simulation.dataset="),
-            ["simulation.noise_seed", "the same noise"],
+            ["simulation.noise_seed", "protects nothing"],
         ),
     ],
 )
