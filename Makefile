@@ -3,7 +3,7 @@
 # make test-slow  run the rest: whole runs, meshes and audits, about a tenth of the tests
 # make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
-# make check      lint, types, import directions
+# make check      lint, types, import directions, sizes
 # make docs       generate docs/plan.md from protocol/plan/plan.py
 # make proto      generate protocol/messages/exchange_pb2.py from protocol/messages/exchange.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
@@ -39,7 +39,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p cloister
-	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_shape.py
 
 docs: $(READY)
 	$(BIN)/python -m cloister.protocol.plan.template > docs/plan.md

@@ -56,7 +56,7 @@ from cloister.aggregation.features.compression import Scales
 from cloister.aggregation.features.feature import Code, Me, Secrets
 from cloister.aggregation.features.registry import Orders
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
-from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_site import Member, SecureSite
 from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
@@ -419,7 +419,7 @@ def federation(
     contract = Contract("run", roster, bytes(32), draw, Tolerance(0.1, 0.1), bits, d, b"")
     sites = {
         name: (SecureSite if place < timed else Untimed)(
-            contract, name, identities[name], minimum=2, random=os.urandom, answered=lambda mark: None
+            contract, Member(name, identities[name], 2), random=os.urandom, answered=lambda mark: None
         )
         for place, name in enumerate(names)
     }

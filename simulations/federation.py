@@ -103,16 +103,7 @@ def simulate(
         CloisterError: the run stopped; it can be resumed.
     """
     plan = folder.plan
-    if workers is not None and workers < 1:
-        raise EngineError("--workers", workers, expected="1 or more")
-    if engine == "flower" and plan.cohort.mode == "async":
-        raise EngineError(
-            "--engine",
-            engine,
-            expected='local with cohort.mode = "async": Flower returns the replies of a step together',
-        )
-    if ray_address is not None and engine != "flower":
-        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
+    _check_engine(plan, engine, workers, ray_address)
     if reached(folder, FINISHED):
         finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
@@ -124,29 +115,8 @@ def simulate(
     sites = folder.sites.path
     outcomes: list[Outcome] = []
 
-    def told(event: Event) -> None:
-        if isinstance(event, Started):
-            return_freed_memory()  # of the model that was loaded: its weights now lie in the optimizer's vector
-        observe(event)
-
     def main(grid: Grid, _context: Context) -> None:
-        with phases.during(Phase.PREPARE):
-            public = _prepare(folder, observe)  # while the engine's processes import what they need
-            roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
-        records = str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else ""
-        outcomes.append(
-            run(
-                folder,
-                GridChannel(grid),
-                told,
-                roster=roster,
-                public=public,
-                evaluation=records,
-                noise=partial(noise_of, plan, "coordinator"),
-                dataset=dataset,
-                phases=phases,
-            )
-        )
+        outcomes.append(_coordinate(folder, grid, observe, dataset, phases))
 
     worker_rss: int | None = None
     app = server_app(main)
@@ -167,6 +137,46 @@ def simulate(
             peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
             worker_rss = max((peak for peak in peaks if peak is not None), default=None)
     return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
+
+
+def _check_engine(plan: Plan, engine: str, workers: int | None, ray_address: str | None) -> None:
+    if workers is not None and workers < 1:
+        raise EngineError("--workers", workers, expected="1 or more")
+    if engine == "flower" and plan.cohort.mode == "async":
+        raise EngineError(
+            "--engine",
+            engine,
+            expected='local with cohort.mode = "async": Flower returns the replies of a step together',
+        )
+    if ray_address is not None and engine != "flower":
+        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
+
+
+def _coordinate(
+    folder: RunFolder, grid: Grid, observe: Observer, dataset: DatasetLedger | None, phases: Phases
+) -> Outcome:
+    """The coordinator of a simulation, which also makes what the sites need."""
+    plan = folder.plan
+
+    def told(event: Event) -> None:
+        if isinstance(event, Started):
+            return_freed_memory()  # of the model that was loaded: its weights now lie in the optimizer's vector
+        observe(event)
+
+    with phases.during(Phase.PREPARE):
+        public = _prepare(folder, observe)  # while the engine's processes import what they need
+        roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
+    return run(
+        folder,
+        GridChannel(grid),
+        told,
+        roster=roster,
+        public=public,
+        evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
+        noise=partial(noise_of, plan, "coordinator"),
+        dataset=dataset,
+        phases=phases,
+    )
 
 
 def local_grid(

@@ -50,6 +50,9 @@ from cloister.protocol.messages.messages import (
     Unmask,
 )
 
+_PROBE = keys.Exchange(bytes(keys.KEY))
+"""The key of no party, with which a public key is tried."""
+
 
 class SecureCoordinator:
     """The coordinator's side of one attempt.
@@ -80,10 +83,7 @@ class SecureCoordinator:
         needed: int = 0,
         fresh: bool = False,
     ) -> None:
-        self.contract = contract
-        self.begin = Begin(round_, attempt, instructions)
-        """The first message to each site of the cohort."""
-        self.attempt = Attempt(contract, self.begin)
+        self.attempt = Attempt(contract, Begin(round_, attempt, instructions))
         self.liars: dict[str, str] = {}
         """Sites that lied, each with what it did; its own signed messages prove it."""
         self.unopened: tuple[str, ...] = ()
@@ -93,14 +93,23 @@ class SecureCoordinator:
         self._fresh = fresh
         self._least = max(needed, self.attempt.parameters.quorum)
         self._step: Step | None = Step.ADVERTISE
-        self._probe = keys.Exchange(bytes(keys.KEY))
         self._advertised: dict[str, Advertise] = {}
         self._shared: dict[str, Shares] = {}
-        self._folded: set[str] = set()
+        self._statements: dict[str, Masked] = {}
+        """By site whose vector is in the accumulator."""
         self._accumulator: masks.Ring | None = None
         self._confirmed: dict[str, Confirm] = {}
-        self._statements: dict[str, Masked] = {}
         self._revealed: dict[str, Reveal] = {}
+
+    @property
+    def contract(self) -> Contract:
+        """As at the sites."""
+        return self.attempt.contract
+
+    @property
+    def begin(self) -> Begin:
+        """The first message to each site of the cohort."""
+        return Begin(self.attempt.round, self.attempt.attempt, self.attempt.instructions)
 
     # 2. Advertise.
 
@@ -111,8 +120,8 @@ class SecureCoordinator:
             StaleError, SignatureError, MemberError, StepError, OneTimeKeyError: the message is not valid.
         """
         self._check(message, Step.ADVERTISE, self.attempt.cohort, self._advertised)
-        self._probe.secret(message.share_key)  # a key of low order would be refused by every other site
-        self._probe.secret(message.mask_key)
+        _PROBE.secret(message.share_key)  # a key of low order would be refused by every other site
+        _PROBE.secret(message.mask_key)
         self._advertised[message.site] = message
 
     def peers(self) -> Peers:
@@ -124,9 +133,12 @@ class SecureCoordinator:
             self.behind = tuple(sorted(others))
             self._advertised = {s: message for s, message in self._advertised.items() if s not in others}
         self._close(Step.ADVERTISE, self._advertised)
-        messages = tuple(self._advertised[site] for site in sorted(self._advertised))
-        self._transcript = transcript(self.attempt.context, messages)
-        return Peers(self.attempt.context, messages)
+        return Peers(self.attempt.context, self._keys)
+
+    @property
+    def _keys(self) -> tuple[Advertise, ...]:
+        """The messages of U1."""
+        return tuple(self._advertised[site] for site in sorted(self._advertised))
 
     @property
     def advertising(self) -> int:
@@ -155,11 +167,11 @@ class SecureCoordinator:
     def inboxes(self) -> dict[str, Inbox]:
         """Step 3, end: the message to each site of U2."""
         self._close(Step.SHARE, self._shared)
-        self._sharers = tuple(sorted(self._shared))
-        self._agreed = sharers_digest(self.attempt.context, self._transcript, self._sharers)
-        sealed: dict[str, list[tuple[str, bytes]]] = {site: [] for site in self._sharers}
-        hashes: dict[str, list[tuple[str, bytes, bytes]]] = {site: [] for site in self._sharers}
-        for sender in self._sharers:
+        ctx, sharers = self.attempt.context, tuple(sorted(self._shared))
+        self._agreed = sharers_digest(ctx, transcript(ctx, self._keys), sharers)
+        sealed: dict[str, list[tuple[str, bytes]]] = {site: [] for site in sharers}
+        hashes: dict[str, list[tuple[str, bytes, bytes]]] = {site: [] for site in sharers}
+        for sender in sharers:
             shares = self._shared[sender]
             for recipient, ciphertext in shares.sealed:
                 if recipient in sealed:
@@ -167,10 +179,7 @@ class SecureCoordinator:
             for holder, of_b, of_s in shares.hashes:
                 if holder in hashes and holder != sender:
                     hashes[holder].append((sender, of_b, of_s))
-        return {
-            site: Inbox(self.attempt.context, self._sharers, tuple(sealed[site]), tuple(hashes[site]))
-            for site in self._sharers
-        }
+        return {site: Inbox(ctx, sharers, tuple(sealed[site]), tuple(hashes[site])) for site in sharers}
 
     # 4. Mask.
 
@@ -186,12 +195,11 @@ class SecureCoordinator:
         Raises:
             StaleError, SignatureError, MemberError, StepError, AgreementError, MaskError: the upload is not valid.
         """
-        self._check_statement(message, self._folded)
+        self._check_statement(message, self._statements)
         self._check_upload(message.site, pieces)
         if self._accumulator is None:
             self._accumulator = np.zeros(self.contract.length, ring_dtype(self.contract.ring_bits))
         add_pieces(self._accumulator, pieces)
-        self._folded.add(message.site)
         self._statements[message.site] = message
 
     @property
@@ -220,7 +228,7 @@ class SecureCoordinator:
         for message in statements:
             self._check_statement(message, taken)
             taken[message.site] = message
-        self._folded, self._statements, self._accumulator = set(taken), taken, accumulator
+        self._statements, self._accumulator = taken, accumulator
 
     def _check_statement(self, message: Masked, seen: Iterable[str]) -> None:
         self._check(message, Step.UPDATE, self._shared, seen)
@@ -228,7 +236,7 @@ class SecureCoordinator:
             raise AgreementError(
                 f"sharers of {message.site}", expected="the keys and the list that were sent"
             )
-        possible = set(self.attempt.graph.neighbours(message.site)).intersection(self._sharers)
+        possible = set(self.attempt.graph.neighbours(message.site)).intersection(self._shared)
         check_names(f"complaints of {message.site}", message.complaints)
         if not possible.issuperset(message.complaints):
             raise MemberError(f"complaints of {message.site}", expected="only about neighbours that shared")
@@ -247,8 +255,8 @@ class SecureCoordinator:
             ReconstructionError: too few of them hold a share of a secret that the sum needs; no site is bound to these
                 survivors, so a later attempt may be without the site that sent wrong shares.
         """
-        self._close(Step.UPDATE, self._folded)
-        self._survivors = tuple(sorted(self._folded))
+        self._close(Step.UPDATE, self._statements)
+        self._survivors = tuple(sorted(self._statements))
         accused = {site for _, site in self.complaints}
         threshold = self.attempt.parameters.threshold
         # A site that others complain of may not reveal the share that it holds of itself.
@@ -276,7 +284,7 @@ class SecureCoordinator:
         return [
             holder
             for holder in self.attempt.graph.holders(site)
-            if holder in self._folded and site not in self._statements[holder].complaints
+            if holder in self._statements and site not in self._statements[holder].complaints
         ]
 
     # 5. Consistency.
@@ -287,7 +295,7 @@ class SecureCoordinator:
         Raises:
             StaleError, SignatureError, MemberError, StepError, AgreementError: the message is not valid.
         """
-        self._check(message, Step.CONFIRM, self._folded, self._confirmed)
+        self._check(message, Step.CONFIRM, self._statements, self._confirmed)
         if message.survivors != survivors_digest(self._agreed, self._survivors):
             raise AgreementError(f"survivors of {message.site}", expected="the list that was sent")
         self._confirmed[message.site] = message
@@ -296,7 +304,7 @@ class SecureCoordinator:
         """Step 5, end: the message to each site of U3; sites that are sent the same share one object."""
         agreement = self.attempt.parameters.agreement
         self._close(Step.CONFIRM, self._confirmed, least=agreement)
-        dropouts = tuple(site for site in self._sharers if site not in self._folded)
+        dropouts = tuple(site for site in sorted(self._shared) if site not in self._statements)
         confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time
         signatures = tuple((site, self._confirmed[site].signature) for site in confirmed)
         requests: dict[tuple[str, ...], Unmask] = {}
@@ -316,8 +324,8 @@ class SecureCoordinator:
         """The survivors whose share of b, and the dropouts whose share of s, `holder` can reveal; sorted."""
         closed = self._statements[holder].complaints
         held = [site for site in self.attempt.graph.holders(holder) if site not in closed]  # it is mutual
-        return [site for site in held if site in self._folded], [
-            site for site in held if site in self._shared and site not in self._folded
+        return [site for site in held if site in self._statements], [
+            site for site in held if site in self._shared and site not in self._statements
         ]
 
     # 6. Unmask.
@@ -328,7 +336,7 @@ class SecureCoordinator:
         Raises:
             StaleError, SignatureError, MemberError, StepError, ShareError: the message cannot stand.
         """
-        self._check(message, Step.UNMASK, self._folded, self._revealed)
+        self._check(message, Step.UNMASK, self._statements, self._revealed)
         holder = message.site
         self_shares, mask_shares = self._asked(holder)
         if [site for site, _ in message.self_shares] != self_shares or [
@@ -361,8 +369,9 @@ class SecureCoordinator:
         """The survivors, and the dropouts that share a mask with one."""
         return [
             site
-            for site in self._sharers
-            if site in self._folded or not self._folded.isdisjoint(self.attempt.graph.neighbours(site))
+            for site in sorted(self._shared)
+            if site in self._statements
+            or not self._statements.keys().isdisjoint(self.attempt.graph.neighbours(site))
         ]
 
     # 7. Sum.
@@ -390,6 +399,7 @@ class SecureCoordinator:
                 fix="try the round again",
             )
         graph, ctx = self.attempt.graph, self.attempt.context
+        shown = transcript(ctx, self._keys)
         self_shares: dict[str, dict[str, bytes]] = {}
         mask_shares: dict[str, dict[str, bytes]] = {}
         for holder in sorted(self._revealed):
@@ -401,7 +411,7 @@ class SecureCoordinator:
                     into.setdefault(site, {})[holder] = share
         secrets = {
             site: self._reconstruct(site, self_shares[site], self._fits_commitment)
-            if site in self._folded
+            if site in self._statements
             else self._reconstruct(site, mask_shares[site], self._fits_key)
             for site in self._needed()
         }
@@ -417,15 +427,15 @@ class SecureCoordinator:
         subtract: list[bytes] = []
         for site, secret in secrets.items():
             assert secret is not None
-            if site in self._folded:
+            if site in self._statements:
                 subtract.append(secret)
                 continue
             exchange = keys.Exchange(secret)
             for other in graph.neighbours(site):
-                if other in self._folded:
+                if other in self._statements:
                     seed = keys.mask_seed(
                         exchange.secret(self._advertised[other].mask_key),
-                        transcript=self._transcript,
+                        transcript=shown,
                         context=ctx,
                         one=site,
                         other=other,

@@ -72,6 +72,119 @@ class Seeds:
     subtract: tuple[bytes, ...] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Member:
+    """A site, the same for every secure sum."""
+
+    name: str
+    """Its name in the roster."""
+    identity: Ed25519PrivateKey
+    minimum: int
+    """The fewest sites whose sum it takes part in, by its policy."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a site has done before an attempt."""
+
+    answered: Answered | None = None
+    """The mark that it wrote in an earlier attempt at this round, if there is one."""
+    joined: tuple[int, int] = (0, 0)
+    """Round and attempt that it joined last; only a later attempt is accepted."""
+    history: bytes = NOTHING_CARRIED
+    """Digest of all instructions on which the state that it carries depends."""
+
+
+@dataclass(frozen=True, repr=False)
+class _OneTimeKeys:
+    """The keys that a site has made for one attempt."""
+
+    share: keys.Exchange
+    mask: keys.Exchange
+    mask_private: bytes
+
+
+@dataclass(frozen=True, repr=False)
+class _Shared:
+    """After step 3: U1, and what this site has shared among its holders."""
+
+    peers: dict[str, Advertise]
+    transcript: bytes
+    secrets: dict[str, bytes]
+    """By holder: the secret under which it is sent shares, and sends its own."""
+    self_seed: bytes
+    own: dict[str, tuple[bytes, bytes]]
+    """The shares that this site holds of itself, under its name; none unless it is among its holders."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Received:
+    """After step 4: U2, and the shares of others."""
+
+    sharers: tuple[str, ...]
+    agreed: bytes
+    """Digest of the keys of U1 and of U2."""
+    held: dict[str, tuple[bytes, bytes]]
+    """By peer: its share of b, its share of s."""
+    complaints: tuple[str, ...]
+    """Senders of shares that could not be opened."""
+    seeds: Seeds
+
+
+class _Masking:
+    """One use of an attempt's masks: each element of the vector once, here or by the ranks, and then no more.
+
+    Args:
+        length: Elements of the vector.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._ranges: list[tuple[int, int]] = []  # whose masks were used, sorted
+        self._applied = 0  # elements that were masked to the end
+        self._taken = False
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether masks may still be used here."""
+        return not self._closed and not self._taken
+
+    def begin(self, start: int, end: int) -> None:
+        """Note that elements [start, end) are masked from now on.
+
+        Raises:
+            MaskError: they are not of the vector, or some were masked before.
+        """
+        if end > self._length:
+            raise MaskError("shard", f"[{start}, {end})", expected=f"a part of [0, {self._length})")
+        at = bisect.bisect_left(self._ranges, (start, end))
+        before = self._ranges[at - 1][1] if at else 0
+        after = self._ranges[at][0] if at < len(self._ranges) else end
+        if before > start or after < end:
+            raise MaskError("shard", f"[{start}, {end})", expected="elements that were not masked before")
+        bisect.insort(self._ranges, (start, end))
+
+    def finish(self, elements: int) -> None:
+        """Note that this many elements are masked."""
+        self._applied += elements
+
+    def take(self) -> None:
+        """Leave all of it to the ranks."""
+        if self._ranges:
+            raise StepError("masks", expected="either to be applied here or given to ranks, not both")
+        self._taken = True
+
+    def check_complete(self) -> None:
+        """Check that all elements are masked, or were left to the ranks."""
+        if not self._taken and self._applied != self._length:
+            raise StepError("masking", expected=f"all {self._length} elements to be masked first")
+
+    def close(self) -> None:
+        """Let nothing be masked any more."""
+        self._closed = True
+
+
 class SecureSite:
     """One site's side of one attempt; each step is idempotent.
 
@@ -79,47 +192,33 @@ class SecureSite:
 
     Args:
         contract: As the site derives it from the plan and its pinned roster.
-        name: Its name in the roster.
-        identity: Its identity key.
-        minimum: The fewest sites whose sum it takes part in, by its policy.
+        member: The site.
         random: Returns that many bytes from a cryptographic source.
         answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
-        earlier: The mark that the site wrote in an earlier attempt at this round, if there is one.
-        newest: Round and attempt that the site joined last; only a later attempt is accepted.
-        history: Digest of all instructions on which the state that the site carries depends.
+        past: What the site has done before the attempt.
         agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
         self,
         contract: Contract,
-        name: str,
-        identity: Ed25519PrivateKey,
+        member: Member,
         *,
-        minimum: int,
         random: Callable[[int], bytes],
         answered: Callable[[Answered], None],
-        earlier: Answered | None = None,
-        newest: tuple[int, int] = (0, 0),
-        history: bytes = NOTHING_CARRIED,
+        past: Past = Past(),
         agreements: keys.Agreements | None = None,
     ) -> None:
         self.contract = contract
-        self.name = name
-        self.minimum = minimum
-        self._identity = identity
-        self._random = random
+        self.member = member
+        self.name = member.name
         self.answered = answered
-        self._earlier = earlier
-        self._newest = newest
-        self.history = history
+        self._random = random
+        self._past = past
         self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
+        self._masking: _Masking | None = None
         self._masked: Masked | None = None
-        self._masking = False  # from the shares of the others to the signature under what was masked
-        self._ranges: list[tuple[int, int]] = []  # of the vector whose masks were used, sorted
-        self._applied = 0  # elements that were masked to the end
-        self._seeds_taken = False
 
     # 2. Advertise.
 
@@ -134,23 +233,22 @@ class SecureSite:
         self._check_fresh(begin)  # 2a
         attempt = self._attempt(begin)
         self._check_drawn(attempt)  # 2b
-        self._check_size("cohort", attempt.parameters.n, self.minimum)  # 2c
+        self._check_size("cohort", attempt.parameters.n, self.member.minimum)  # 2c
         self.attempt = attempt
-        self._share_key = keys.Exchange(self._random(keys.KEY))
-        self._mask_private = self._random(keys.KEY)
-        self._mask_key = keys.Exchange(self._mask_private)
-        share, mask = self._share_key.public, self._mask_key.public
-        return self._finish(begin, Advertise(attempt.context, self.name, share, mask, self.history))
+        share, private = keys.Exchange(self._random(keys.KEY)), self._random(keys.KEY)
+        self._keys = own = _OneTimeKeys(share, keys.Exchange(private), private)
+        ctx, history = attempt.context, self._past.history
+        return self._finish(begin, Advertise(ctx, self.name, own.share.public, own.mask.public, history))
 
     def _attempt(self, begin: Begin) -> Attempt:
         return Attempt(self.contract, begin)
 
     def _check_fresh(self, begin: Begin) -> None:
-        if (begin.round, begin.attempt) <= self._newest:
+        if (begin.round, begin.attempt) <= self._past.joined:
             raise StaleError(
                 "attempt",
                 f"{begin.attempt} of round {begin.round}",
-                expected=f"one after attempt {self._newest[1]} of round {self._newest[0]}",
+                expected=f"one after attempt {self._past.joined[1]} of round {self._past.joined[0]}",
             )
 
     def _check_drawn(self, attempt: Attempt) -> None:
@@ -182,36 +280,31 @@ class SecureSite:
         holders = [site for site in graph.holders(self.name) if site in advertised]
         self._check_holders(holders)  # 3f
 
-        self._peers = advertised
-        self._transcript = transcript(ctx, peers.advertised)
-        self._share_secrets = {
-            site: self._secret(self._share_key, advertised[site].share_key)
+        shown = transcript(ctx, peers.advertised)
+        secrets = {
+            site: self._secret(self._keys.share, advertised[site].share_key)
             for site in holders
             if site != self.name
         }
-        self._self_seed = self._random(masks.SEED)
+        seed = self._random(masks.SEED)
         indices = [graph.index(site) for site in holders]
-        self_shares = shamir.share(self._self_seed, threshold, indices, self._random)
-        mask_shares = shamir.share(self._mask_private, threshold, indices, self._random)
-        self._held: dict[str, tuple[bytes, bytes]] = {}  # by peer: its share of b, its share of s
-        sealed, hashes = [], []
+        self_shares = shamir.share(seed, threshold, indices, self._random)
+        mask_shares = shamir.share(self._keys.mask_private, threshold, indices, self._random)
+        own, sealed, hashes = {}, [], []
         for site, self_share, mask_share in zip(holders, self_shares, mask_shares, strict=True):
             hashes.append((site, *self._hashes(self.name, site, (self_share, mask_share))))
             if site == self.name:
-                self._held[site] = (self_share, mask_share)
+                own[site] = (self_share, mask_share)
                 continue
             key = keys.share_key(
-                self._share_secrets[site],
-                transcript=self._transcript,
-                context=ctx,
-                sender=self.name,
-                recipient=site,
+                secrets[site], transcript=shown, context=ctx, sender=self.name, recipient=site
             )
             share = keys.encrypt_share(
                 self_share + mask_share, key, context=ctx, sender=self.name, recipient=site
             )
             sealed.append((site, share))
-        committed = commitment(ctx, self._self_seed)
+        self._shared = _Shared(advertised, shown, secrets, seed, own)
+        committed = commitment(ctx, seed)
         return self._finish(peers, Shares(ctx, self.name, committed, tuple(sealed), tuple(hashes)))
 
     def _secret(self, exchange: keys.Exchange, public: bytes) -> bytes:
@@ -241,7 +334,7 @@ class SecureSite:
 
     def _least(self) -> int:
         """Fewest remaining sites with which this site continues."""
-        return max(self.minimum, self.attempt.parameters.quorum)
+        return max(self.member.minimum, self.attempt.parameters.quorum)
 
     # 4. Mask.
 
@@ -258,11 +351,11 @@ class SecureSite:
         """
         if self._check_order(Step.UPDATE, inbox) is not None:
             if self._masked is not None:
-                self._open_masks()
+                self._masking = _Masking(self.contract.length)
             return
         self._check_context(inbox.context)
         check_names("sharers", inbox.sharers)  # 4a
-        self._check_within("sharers", inbox.sharers, self._peers)
+        self._check_within("sharers", inbox.sharers, self._shared.peers)
         self._check_includes_me("sharers", inbox.sharers)
         self._check_size("sharers", len(inbox.sharers), self._least())  # 4b
         self._check_holders(inbox.sharers)  # 4c
@@ -279,34 +372,33 @@ class SecureSite:
             with contextlib.suppress(ShareError):
                 held[site] = self._open(site, ciphertext, tuple(hashes))  # 4d
 
-        self._complaints = tuple(site for site in neighbours if site not in held)
-        self._held |= held
-        self._sharers = inbox.sharers
-        self._agreed = sharers_digest(self.attempt.context, self._transcript, inbox.sharers)
         seeds = {
             site: keys.mask_seed(
-                self._secret(self._mask_key, self._peers[site].mask_key),
-                transcript=self._transcript,
+                self._secret(self._keys.mask, self._shared.peers[site].mask_key),
+                transcript=self._shared.transcript,
                 context=self.attempt.context,
                 one=self.name,
                 other=site,
             )
             for site in neighbours
         }
-        self._seeds = Seeds(
-            (self._self_seed, *(seed for site, seed in seeds.items() if self.name < site)),
-            tuple(seed for site, seed in seeds.items() if self.name > site),
+        self._received = _Received(
+            inbox.sharers,
+            sharers_digest(self.attempt.context, self._shared.transcript, inbox.sharers),
+            self._shared.own | held,
+            tuple(site for site in neighbours if site not in held),
+            Seeds(
+                (self._shared.self_seed, *(seed for site, seed in seeds.items() if self.name < site)),
+                tuple(seed for site, seed in seeds.items() if self.name > site),
+            ),
         )
         self._done[Step.UPDATE] = (inbox, ())
-        self._open_masks()
-
-    def _open_masks(self) -> None:
-        self._masking, self._ranges, self._applied, self._seeds_taken = True, [], 0, False
+        self._masking = _Masking(self.contract.length)
 
     def _open(self, sender: str, sealed: bytes, hashes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
         key = keys.share_key(
-            self._share_secrets[sender],
-            transcript=self._transcript,
+            self._shared.secrets[sender],
+            transcript=self._shared.transcript,
             context=self.attempt.context,
             sender=sender,
             recipient=self.name,
@@ -350,25 +442,15 @@ class SecureSite:
             StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step.
         """
-        self._check_may_mask(instructions)
+        masking = self._check_may_mask(instructions)
         check_vector(vector, self.contract.ring_bits)
         if vector.size == 0:
             return
-        end = offset + vector.size
         masks.check(vector, offset)  # before its range is recorded
-        if end > self.contract.length:
-            raise MaskError("shard", f"[{offset}, {end})", expected=f"a part of [0, {self.contract.length})")
-        self._check_not_masked(offset, end)
-        bisect.insort(self._ranges, (offset, end))
-        masks.apply(
-            vector,
-            self._seeds.add,
-            self._seeds.subtract,
-            offset=offset,
-            cipher=self.contract.cipher,
-            threads=threads,
-        )
-        self._applied += vector.size
+        masking.begin(offset, offset + vector.size)
+        seeds, cipher = self._received.seeds, self.contract.cipher
+        masks.apply(vector, seeds.add, seeds.subtract, offset=offset, cipher=cipher, threads=threads)
+        masking.finish(vector.size)
 
     def take_seeds(self, *, instructions: bytes) -> Seeds:
         """Step 4, for a site whose ranks mask their own shards: the seeds, returned only once.
@@ -382,11 +464,8 @@ class SecureSite:
             StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step, or they were taken, or the vector was masked here.
         """
-        self._check_may_mask(instructions)
-        if self._ranges:
-            raise StepError("masks", expected="either to be applied here or given to ranks, not both")
-        self._seeds_taken = True
-        return self._seeds
+        self._check_may_mask(instructions).take()
+        return self._received.seeds
 
     def masked(self, digest: bytes) -> Masked:
         """Step 4, end: sign the masked vector's digest and the sharers that it was masked with; nothing can be masked
@@ -395,15 +474,14 @@ class SecureSite:
         Raises:
             StepError: this is not the current step, parts of the vector are not masked, or another vector was signed.
         """
+        if self._masking is None:
+            raise StepError("masking", expected="the shares of the others first")
         if self._masked is None:
-            if Step.UPDATE not in self._done:
-                raise StepError("masking", expected="the shares of the others first")
-            if not self._seeds_taken and self._applied != self.contract.length:
-                raise StepError("masking", expected=f"all {self.contract.length} elements to be masked first")
-            ctx = self.attempt.context
-            self._masked = self._sign(Masked(ctx, self.name, digest, self._agreed, self._complaints))
+            self._masking.check_complete()
+            ctx, received = self.attempt.context, self._received
+            self._masked = self._sign(Masked(ctx, self.name, digest, received.agreed, received.complaints))
         self._check_same(self._masked, digest)
-        self._masking = False
+        self._masking.close()
         return self._masked
 
     def _check_same(self, signed: Masked, digest: bytes) -> None:
@@ -411,10 +489,11 @@ class SecureSite:
         if signed.digest != digest:
             raise StepError("masked vector", expected="the one that was signed before")
 
-    def _check_may_mask(self, instructions: bytes) -> None:
-        if not self._masking or self._seeds_taken:
+    def _check_may_mask(self, instructions: bytes) -> _Masking:
+        if self._masking is None or not self._masking.is_open:
             raise StepError("masking", expected="it once, after the shares and before the upload")
         self._check_instructions(instructions)
+        return self._masking
 
     def check_told(self, instructions: bytes, *, fresh: bool) -> None:
         """4e, before a vector is made: it will be computed by the instructions of this attempt, and from state of one
@@ -443,20 +522,15 @@ class SecureSite:
             )
 
     def _check_one_history(self) -> None:
-        others = sorted(site for site, peer in self._peers.items() if peer.history != self.history)
+        others = sorted(
+            site for site, peer in self._shared.peers.items() if peer.history != self._past.history
+        )
         if others:
             raise AgreementError(
                 "history of carried state",
                 others[0],
                 expected="that of this site at all sites of the sum, or instructions that let none use it",
             )
-
-    def _check_not_masked(self, start: int, end: int) -> None:
-        at = bisect.bisect_left(self._ranges, (start, end))
-        before = self._ranges[at - 1][1] if at else 0
-        after = self._ranges[at][0] if at < len(self._ranges) else end
-        if before > start or after < end:
-            raise MaskError("shard", f"[{start}, {end})", expected="elements that were not masked before")
 
     # 5. Consistency.
 
@@ -471,27 +545,25 @@ class SecureSite:
         listed = survivors.survivors
         self._check_context(survivors.context)
         check_names("survivors", listed)  # 5a
-        self._check_within("survivors", listed, self._sharers)
+        self._check_within("survivors", listed, self._received.sharers)
         self._check_includes_me("survivors", listed)
         self._check_size("survivors", len(listed), self._least())  # 5b
         self._check_earlier(listed)  # 5c
         self._check_one_list(listed)  # 5d
         ctx = self.attempt.context
-        reply = self._sign(Confirm(ctx, self.name, survivors_digest(self._agreed, listed)))
+        reply = self._sign(Confirm(ctx, self.name, survivors_digest(self._received.agreed, listed)))
         self._done.setdefault(Step.CONFIRM, (survivors, reply))
         return reply
 
     def _check_earlier(self, survivors: tuple[str, ...]) -> None:
-        if self._earlier is None or (self._earlier.run, self._earlier.round) != (
-            self.contract.run,
-            self.attempt.round,
-        ):
+        earlier = self._past.answered
+        if earlier is None or (earlier.run, earlier.round) != (self.contract.run, self.attempt.round):
             return
-        if self._earlier.survivors != answered_digest(self.attempt.instructions, survivors):
+        if earlier.survivors != answered_digest(self.attempt.instructions, survivors):
             raise AnsweredError(
                 "survivors",
                 f"{len(survivors)} sites",
-                expected=f"the same survivors and instructions as in attempt {self._earlier.attempt}, which this site "
+                expected=f"the same survivors and instructions as in attempt {earlier.attempt}, which this site "
                 "answered: the difference of two sums would reveal updates",
                 fix="continue with the next round",
             )
@@ -521,8 +593,9 @@ class SecureSite:
         self._check_exclusive(request)  # 6d
         self._check_masked_alike(request)  # 6e
         ctx, survivors = self.attempt.context, request.survivors
-        self_shares = tuple((site, self._held[site][0]) for site in survivors if site in self._held)
-        mask_shares = tuple((site, self._held[site][1]) for site in request.dropouts if site in self._held)
+        held = self._received.held
+        self_shares = tuple((site, held[site][0]) for site in survivors if site in held)
+        mask_shares = tuple((site, held[site][1]) for site in request.dropouts if site in held)
         answered = answered_digest(self.attempt.instructions, survivors)
         mark = Answered(self.contract.run, self.attempt.round, self.attempt.attempt, answered)
         self.answered(mark)  # durable before the reply exists
@@ -540,7 +613,7 @@ class SecureSite:
 
     def _check_agreement(self, request: Unmask) -> None:
         ctx = self.attempt.context
-        digest = survivors_digest(self._agreed, request.survivors)
+        digest = survivors_digest(self._received.agreed, request.survivors)
         signers = tuple(site for site, _ in request.signatures)
         check_names("signatures", signers)
         self._check_within("signatures", signers, request.survivors)
@@ -559,7 +632,7 @@ class SecureSite:
             raise ExclusiveError(
                 "survivors and dropouts", both, expected="each site in only one of the two lists"
             )
-        if sorted(request.survivors + request.dropouts) != sorted(self._sharers):
+        if sorted(request.survivors + request.dropouts) != sorted(self._received.sharers):
             raise MemberError("survivors and dropouts", expected="together exactly the sites that shared")
 
     def _check_masked_alike(self, request: Unmask) -> None:
@@ -568,7 +641,7 @@ class SecureSite:
         Otherwise a coordinator could tell one site that its neighbours dropped out, so that it masks with few others or
         none, and then have the same neighbours open its self-mask.
         """
-        held = [site for site in request.survivors if site in self._held]
+        held = [site for site in request.survivors if site in self._received.held]
         stated = [site for site, *_ in request.statements]
         if stated != held:
             wrong = sorted(set(stated).symmetric_difference(held))
@@ -578,7 +651,7 @@ class SecureSite:
         ctx = self.attempt.context
         self._check_signatures(
             [
-                Masked(ctx, site, digest, self._agreed, complaints, signature)
+                Masked(ctx, site, digest, self._received.agreed, complaints, signature)
                 for site, digest, complaints, signature in request.statements
             ]
         )
@@ -610,7 +683,7 @@ class SecureSite:
             raise MemberError(what, f"without {self.name}", expected="this site to be in it")
 
     def _sign(self, message: S) -> S:
-        signature = keys.sign(self._identity, message.STEP.label, message.context, message.body())
+        signature = keys.sign(self.member.identity, message.STEP.label, message.context, message.body())
         return dataclasses.replace(message, signature=signature)
 
     def _finish(self, request: Message, reply: S) -> S:

@@ -143,10 +143,8 @@ class BlockCode:
         signed = coded.view(self.ring.signed_dtype)
         own = bounds[first : first + blocks].astype(np.float64)
         into = (factor * self.ring.levels / math.sqrt(ROTATED) / own).astype(np.float32)
-        if kept is not None:
-            again = (kept.bounds / own * self.unit).astype(np.float32)
-            smaller = bool((kept.bounds > own).any())
-        left, cut = np.float32(1 / self.unit), np.float32(self.most_kept)
+        carried = None if kept is None else _Carried.into(own, kept, self)
+        left = np.float32(1 / self.unit)
         most = np.float32(2 ** (self.ring.bits - 1) - 1)
         dither = Dither(seed, offset, _STEP)
         sign = signs(self.seed)
@@ -157,19 +155,10 @@ class BlockCode:
             begin, length = block * ROTATED, count * ROTATED
             x, z, extra = memory[:, :length].reshape(3, count, ROTATED)
             given = values[begin : begin + length]
-            if given.size == length:
-                np.multiply(given.reshape(count, ROTATED), sign, out=x)
-            else:
-                x.reshape(-1)[: given.size] = given
-                x.reshape(-1)[given.size :] = 0
-                x *= sign
+            _sign(given, sign, x)
             hadamard_transform(x, z, into[block : block + count])
-            if kept is not None:
-                extra[:] = kept.residual[begin : begin + length].reshape(count, ROTATED)
-                extra *= again[block : block + count, None]
-                if smaller:
-                    np.clip(extra, -cut, cut, out=extra)
-                z += extra
+            if carried is not None:
+                carried.add_to(z, block, extra)
             largest = float(np.abs(z, out=x).max())
             if not math.isfinite(largest):
                 bad = int(np.flatnonzero(~np.isfinite(x).all(axis=1))[0]) * ROTATED
@@ -219,6 +208,43 @@ class BlockCode:
             z *= sign
             decoded[begin : begin + length] = z.reshape(-1)[: self.values - begin]
         return decoded
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What the last code has left out, for the next."""
+
+    residual: Residual
+    steps: Floats
+    """(n,) float32: steps of the new bounds in 1 of the residual, for each block."""
+    most: np.float32 | None
+    """Where it is cut; None if no bound is smaller than it was."""
+
+    @classmethod
+    def into(cls, bounds: npt.NDArray[np.float64], kept: Kept, code: BlockCode) -> _Carried:
+        """For the blocks with these new bounds."""
+        smaller = (kept.bounds > bounds).any()
+        steps = (kept.bounds / bounds * code.unit).astype(np.float32)
+        return cls(kept.residual, steps, np.float32(code.most_kept) if smaller else None)
+
+    def add_to(self, rotated: Floats, first: int, memory: Floats) -> None:
+        """Add it to blocks (count, ROTATED) from `first` on; `memory` is overwritten."""
+        begin, count = first * ROTATED, len(rotated)
+        memory[:] = self.residual[begin : begin + rotated.size].reshape(count, ROTATED)
+        memory *= self.steps[first : first + count, None]
+        if self.most is not None:
+            np.clip(memory, -self.most, self.most, out=memory)
+        rotated += memory
+
+
+def _sign(values: Floats, signs: Floats, out: Floats) -> None:
+    """Multiply the blocks of `values` by signs; zeros pad the last block."""
+    if values.size == out.size:
+        np.multiply(values.reshape(out.shape), signs, out=out)
+    else:
+        out.reshape(-1)[: values.size] = values
+        out.reshape(-1)[values.size :] = 0
+        out *= signs
 
 
 def _not_finite(values: Floats, offset: int) -> UpdateError:

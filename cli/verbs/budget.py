@@ -54,7 +54,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="privacy loss distributions, or Renyi divergences (default: pld)",
     )
     add_json(parser)
-    steps = parser.add_argument_group("unit record or owner")
+    _add_private_steps(parser.add_argument_group("unit record or owner"))
+    _add_site_noise(parser.add_argument_group("unit site"))
+
+
+def _add_private_steps(steps: argparse._ArgumentGroup) -> None:
+    """The options of DP-SGD."""
     steps.add_argument(
         "--sampling-rate", type=float, metavar="Q", help="probability that a unit is in a step"
     )
@@ -66,7 +71,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
     steps.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
-    site = parser.add_argument_group("unit site")
+
+
+def _add_site_noise(site: argparse._ArgumentGroup) -> None:
+    """The options of noise on whole updates."""
     site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
     site.add_argument(
         "--separation",

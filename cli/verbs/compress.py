@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.cli.verbs.export import check_new
@@ -15,8 +15,12 @@ from cloister.protocol.errors import CloisterError, DataError
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
+    from cloister.lm.text.data import Sequences
     from cloister.protocol.plan.plan import DataSection, Plan
     from cloister.server.record.folder import RunFiles
+
+    Text: TypeAlias = tuple[str, str, DataSection]
+    """Source, split, and what the records are."""
 
 HELP = "write a smaller copy of the final model of a run, and show what it costs"
 
@@ -55,13 +59,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the copy, and print the table."""
-    if arguments.prune is not None and not 0 < arguments.prune < 1:
-        raise CloisterError("--prune", arguments.prune, expected="a share between 0 and 1")
-    if arguments.steps is not None and arguments.distil is None:
-        raise CloisterError("--steps", arguments.steps, expected="only with --distil")
-    steps = 200 if arguments.steps is None else arguments.steps
-    if steps < 1:
-        raise CloisterError("--steps", steps, expected="1 or more")
+    _check_options(arguments)
     from tempfile import TemporaryDirectory
 
     from cloister.protocol.plan.soundness import recorded
@@ -84,8 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.lm.model.model import load_saved
     from cloister.lm.output import compress
     from cloister.lm.output.export import write_model
-    from cloister.lm.text.corpus import corpus_records
-    from cloister.lm.text.data import Sequences, prepare
     from cloister.protocol.machine.storage import write_folder
     from cloister.server.record.outcome import outcome
 
@@ -99,33 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
         adapted = plan.model.adapter.scheme != "full"
         write_model(files.final, model, model, plan.model, figures.params_sha256, merge=adapted)
         _, tokenizer = load_saved(model)
-
-        def sequences(text: tuple[str, str, DataSection]) -> tuple[Sequences, Sequences]:
-            source, split, section = text
-            records = corpus_records(source, split=split).records
-            prepared = prepare(records, tokenizer, section, seed=plan.run.seed)
-            return prepared.train, prepared.held_out
-
-        train, held_out = sequences(measured_on)
+        train, held_out = _prepared(plan, tokenizer, measured_on)
         scored = held_out if measured_on[2].held_out else train
-        if learned_from is not None:
-            if learned_from != measured_on:
-                train, _ = sequences(learned_from)
-            compress.distil(
-                model,
-                made,
-                Path(arguments.distil),
-                train,
-                steps=steps,
-                batch_size=plan.local.batch_size,
-                learning_rate=plan.public.learning_rate,
-                seed=plan.run.seed,
-                progress=lambda step: _say(step, steps),
-            )
-        elif arguments.int8:
+        if arguments.int8:
             compress.to_8_bits(model, made)
-        else:
+        elif learned_from is None:
             compress.prune(model, made, arguments.prune)
+        else:
+            if learned_from != measured_on:
+                train, _ = _prepared(plan, tokenizer, learned_from)
+            _distil(arguments, plan, model, made, train)
         before = compress.measure(model, scored, plan.local.batch_size)
         after = compress.measure(made, scored, plan.local.batch_size)
 
@@ -136,6 +115,37 @@ def run(arguments: argparse.Namespace) -> int:
         write_folder(target, fill)
     _print(arguments, target, measured_on[0], before, after)
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    if arguments.prune is not None and not 0 < arguments.prune < 1:
+        raise CloisterError("--prune", arguments.prune, expected="a share between 0 and 1")
+    if arguments.steps is not None and arguments.distil is None:
+        raise CloisterError("--steps", arguments.steps, expected="only with --distil")
+    if arguments.steps is not None and arguments.steps < 1:
+        raise CloisterError("--steps", arguments.steps, expected="1 or more")
+
+
+def _prepared(plan: Plan, tokenizer: Any, text: Text) -> tuple[Sequences, Sequences]:
+    """The sequences to learn from and the held-out ones of a text."""
+    from cloister.lm.text.corpus import corpus_records
+    from cloister.lm.text.data import prepare
+
+    source, split, section = text
+    prepared = prepare(corpus_records(source, split=split).records, tokenizer, section, seed=plan.run.seed)
+    return prepared.train, prepared.held_out
+
+
+def _distil(
+    arguments: argparse.Namespace, plan: Plan, model: Path, made: Path, learned_from: Sequences
+) -> None:
+    from cloister.lm.output import compress
+
+    steps = 200 if arguments.steps is None else arguments.steps
+    recipe = compress.Recipe(steps, plan.local.batch_size, plan.public.learning_rate, plan.run.seed)
+    compress.distil(
+        model, made, Path(arguments.distil), learned_from, recipe, progress=lambda step: _say(step, steps)
+    )
 
 
 def check_other(plan: Plan, files: RunFiles, text: str) -> None:
@@ -167,10 +177,8 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
         )
 
 
-def _sources(
-    plan: Plan, files: RunFiles, arguments: argparse.Namespace
-) -> tuple[tuple[str, str, DataSection], tuple[str, str, DataSection] | None]:
-    """What losses are measured on, and what a student learns from: source, split, and what the records are."""
+def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tuple[Text, Text | None]:
+    """What losses are measured on, and what a student learns from."""
     from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection
 
     plain = DataSection(sequence_length=plan.data.sequence_length, held_out=0.0)

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cloister.cli.options.shared_options import add_json, add_log_format, add_metrics
 from cloister.cli.show.agreement import asked, fingerprint_line
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cloister.protocol.identity.request import Request
     from cloister.server.federation.registry import Registry
 
+    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 HELP = "make a federation of approved sites, change it, and run its coordinator"
 
 _FOUNDING = {
@@ -34,6 +35,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         "coordinator's process, which sites connect to."
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _add_approve(actions)
+    _add_changes(actions)
+    _add_processes(actions)
+
+
+def _add_approve(actions: Actions) -> None:
+    """The action `approve`, which makes a federation or its next version."""
     approve = actions.add_parser(
         "approve",
         help="approve requests of sites: make a federation, add sites, or take a site's next key",
@@ -53,6 +61,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="days for which the certificate authority is valid (default: 3650)",
     )
+    approve.set_defaults(act=_approve)
+    add_json(approve)
+
+
+def _add_changes(actions: Actions) -> None:
+    """The actions that change or print a federation that is there."""
     remove = actions.add_parser(
         "remove",
         help="remove a site that leaves",
@@ -83,6 +97,16 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="print the newest version and its fingerprint",
         description="Print the sites, addresses, certificates and the fingerprint of the newest version.",
     )
+    for action in (remove, revoke):
+        action.add_argument("site", metavar="SITE", help="name of the site")
+    for action, act in ((remove, _remove), (revoke, _revoke), (renew, _renew), (show, _show)):
+        action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+        action.set_defaults(act=act)
+        add_json(action)
+
+
+def _add_processes(actions: Actions) -> None:
+    """The actions `start` and `run`: the coordinator's process, and that of one run."""
     start = actions.add_parser(
         "start",
         help="run the coordinator: let sites connect, and run what is submitted",
@@ -119,19 +143,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
     add_log_format(one)
     one.set_defaults(act=_run)
-    for action, act in (
-        (approve, _approve),
-        (remove, _remove),
-        (revoke, _revoke),
-        (renew, _renew),
-        (show, _show),
-    ):
-        if action in (remove, revoke):
-            action.add_argument("site", metavar="SITE", help="name of the site")
-        if action is not approve:
-            action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-        action.set_defaults(act=act)
-        add_json(action)
 
 
 def run(arguments: argparse.Namespace) -> int:

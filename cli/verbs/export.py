@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
+
+if TYPE_CHECKING:
+    from cloister.privacy.report.report import RunReport, Verdict
+    from cloister.protocol.plan.plan import Plan
+    from cloister.server.record.outcome import Outcome
 
 HELP = "write the final model of a run to a folder for others, with a model card"
 
@@ -73,27 +79,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunFolderError(str(files.final), expected=error.expected, fix=fix) from error
     found = claim(report)
     if arguments.json:
-        facts = {
-            "run": str(source),
-            "folder": str(target),
-            "form": forms[0],
-            "guarantee": found.holds,
-            "sentence": found.sentence,
-            "epsilon": report.epsilon if found.holds else None,
-            "delta": report.delta if found.holds else None,
-            "final_loss": figures.final_loss,
-            "bits_per_byte": figures.figures.get("bits_per_byte"),
-            "accuracy": figures.figures.get("accuracy"),
-            "classification": None
-            if figures.confusion is None
-            else figures.confusion.to_json(plan.data.outcomes),
-            "params_sha256": figures.params_sha256,
-        }
-        print(json.dumps(facts))
+        made = {"run": str(source), "folder": str(target), "form": forms[0]}
+        print(json.dumps(made | _facts(plan, found, report, figures)))
         return 0
     print(found.sentence)
     print(f"model   {target} ({forms[0]})\ncard    {target / 'README.md'}")
     return 0
+
+
+def _facts(plan: Plan, found: Verdict, report: RunReport, figures: Outcome) -> dict[str, object]:
+    """What the model may claim, and how good it is, as JSON."""
+    confusion = figures.confusion
+    return {
+        "guarantee": found.holds,
+        "sentence": found.sentence,
+        "epsilon": report.epsilon if found.holds else None,
+        "delta": report.delta if found.holds else None,
+        "final_loss": figures.final_loss,
+        "bits_per_byte": figures.figures.get("bits_per_byte"),
+        "accuracy": figures.figures.get("accuracy"),
+        "classification": None if confusion is None else confusion.to_json(plan.data.outcomes),
+        "params_sha256": figures.params_sha256,
+    }
 
 
 def check_new(folder: Path, name: str) -> None:

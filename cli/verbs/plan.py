@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,54 +155,18 @@ def _print_cost(
     from rich.table import Table
     from rich.text import Text
 
-    from cloister.privacy.accounting.claims import unit
-    from cloister.privacy.report.figures import at_most
-
     table = Table(title="Cost", title_justify="left", show_header=False)
     table.add_column(style="cyan")
     table.add_column(justify="right")
-    table.add_row("parameters", f"{estimate.parameters:,}")
-    table.add_row("trained and summed", f"{estimate.trained_parameters:,}")
-    cohort = plan.cohort
-    if cohort.mode == "async":
-        table.add_row("sites that train at the same time", f"{estimate.cohort:,}")
-        table.add_row("updates in a round, asynchronous (FedBuff)", f"{plan.quorum():,}")
-        table.add_row("rounds after which an update is dropped", f"{cohort.most_stale():,}")
-    else:
-        table.add_row("sites in a round", f"{estimate.cohort:,}")
-    least, most = plan.local.step_limits()
-    by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
-    steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    table.add_row("local steps of a site in a round", f"{steps}{by[plan.local.balance]}")
-    table.add_row("to a site, each round", size(estimate.bytes_down))
-    table.add_row("from a site, each round", size(estimate.bytes_up))
-    table.add_row("memory at the coordinator, besides the program", size(estimate.coordinator_bytes))
-    table.add_row("tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}")
-    if plan.aggregation.groups > 1:
-        of = " or ".join(f"{n:,}" for n in plan.summed())
-        table.add_row(
-            "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
-        )
+    sections = [_of_round(plan, estimate)]
     if secure:
-        table.add_section()
-        of_group = " of a group" if plan.aggregation.groups > 1 else ""
-        table.add_row(
-            f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
-        )
-        table.add_row("dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}")
-        table.add_row("sites that must finish", f"{secure.quorum}")
-        table.add_row("more from a site, each round", size(secure.overhead_bytes_up))
-        table.add_row("more to a site, each round", size(secure.overhead_bytes_down))
-        table.add_row("more work at a site, about", f"{secure.site_s:.2g} s")
-        table.add_row("more work at the coordinator, about", f"{secure.coordinator_s:.2g} s")
+        sections.append(_of_secure_sum(plan, secure))
     if terms:
+        sections.append(_of_privacy(plan, terms))
+    for section in sections:
+        for row in section:
+            table.add_row(*row)
         table.add_section()
-        table.add_row("privacy: what is protected", unit(plan))
-        table.add_row("noise multiplier", f"{terms.noise_multiplier:g}")
-        if terms.mechanism is not None and terms.mechanism.correlation is not None:
-            table.add_row(*_correlated(plan, terms.mechanism.correlation))
-        spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
-        table.add_row(f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent)
     console.print(table)
     if not terms:
         warning = "no privacy unit: the model may repeat its training data"
@@ -210,3 +175,52 @@ def _print_cost(
         warning = "the sum is in clear: the coordinator sees every site's update"
         console.print(Text(warning, style="bold yellow"))
     console.print(Text(f"digest {plan.digest()}", style="dim"))
+
+
+def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
+    """What a round costs without privacy and secure sum."""
+    yield "parameters", f"{estimate.parameters:,}"
+    yield "trained and summed", f"{estimate.trained_parameters:,}"
+    cohort = plan.cohort
+    if cohort.mode == "async":
+        yield "sites that train at the same time", f"{estimate.cohort:,}"
+        yield "updates in a round, asynchronous (FedBuff)", f"{plan.quorum():,}"
+        yield "rounds after which an update is dropped", f"{cohort.most_stale():,}"
+    else:
+        yield "sites in a round", f"{estimate.cohort:,}"
+    least, most = plan.local.step_limits()
+    by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
+    steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    yield "local steps of a site in a round", f"{steps}{by[plan.local.balance]}"
+    yield "to a site, each round", size(estimate.bytes_down)
+    yield "from a site, each round", size(estimate.bytes_up)
+    yield "memory at the coordinator, besides the program", size(estimate.coordinator_bytes)
+    yield "tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}"
+    if plan.aggregation.groups > 1:
+        of = " or ".join(f"{n:,}" for n in plan.summed())
+        yield "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
+
+
+def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
+    """What the secure sum tolerates and costs."""
+    of_group = " of a group" if plan.aggregation.groups > 1 else ""
+    yield f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
+    yield "dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}"
+    yield "sites that must finish", f"{secure.quorum}"
+    yield "more from a site, each round", size(secure.overhead_bytes_up)
+    yield "more to a site, each round", size(secure.overhead_bytes_down)
+    yield "more work at a site, about", f"{secure.site_s:.2g} s"
+    yield "more work at the coordinator, about", f"{secure.coordinator_s:.2g} s"
+
+
+def _of_privacy(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
+    """What is protected, and what it costs."""
+    from cloister.privacy.accounting.claims import unit
+    from cloister.privacy.report.figures import at_most
+
+    yield "privacy: what is protected", unit(plan)
+    yield "noise multiplier", f"{terms.noise_multiplier:g}"
+    if terms.mechanism is not None and terms.mechanism.correlation is not None:
+        yield _correlated(plan, terms.mechanism.correlation)
+    spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
+    yield f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent

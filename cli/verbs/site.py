@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cloister.cli.options.shared_options import add_json, add_log_format, add_plan, chosen_plan
 from cloister.cli.show.agreement import asked, check, fingerprint_line
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cloister.protocol.identity.request import Request
     from cloister.protocol.plan.plan import Plan
 
+    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+
 HELP = "set up a site, check its data and devices, and run it"
 
 
@@ -35,6 +37,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         "requests, replace its keys; check its data; and run it. Keys never leave the site's machine."
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _add_setup(actions)
+    _add_work(actions)
+
+
+def _add_setup(actions: Actions) -> None:
+    """The actions `request`, `install` and `rotate`: the site's own files."""
     request = actions.add_parser(
         "request",
         help="make a site's keys, settings and request",
@@ -71,6 +79,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         )
         action.set_defaults(act=act)
         add_json(action)
+
+
+def _add_work(actions: Actions) -> None:
+    """The actions `check` and `start`: the site before a run, and in it."""
     check_ = actions.add_parser(
         "check",
         help="check a site's data and devices for a plan",

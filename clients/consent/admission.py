@@ -10,11 +10,11 @@ import math
 from functools import lru_cache
 from pathlib import Path
 
+from cloister.aggregation.secure.secure_site import Member
 from cloister.clients.consent.pins import Pins
 from cloister.clients.consent.spending import Spending
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import Membership, SiteConfig
-from cloister.clients.state.attempt import Member
 from cloister.lm.model.model import count_parameters
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.ledger.policy import Policy, load_policy, offer_of

@@ -132,6 +132,37 @@ class _Session:
         return (("session-bin", self.key),)
 
 
+@dataclass
+class _Requests:
+    """The coordinator's requests, one at a time."""
+
+    newest: Letter | None = None
+    """The newest one, until its handling begins."""
+    handled: bytes = b""
+    """The one that is handled: its id."""
+    taken: bytes = b""
+    """The one whose reply the coordinator took last, or did not wait for: its id."""
+    unasked: bool = False
+    """Whether it did not wait for it."""
+
+    def heard(self, said: ToSite) -> None:
+        """Note a request, or that its reply was taken."""
+        match said.WhichOneof("said"):
+            case "request":
+                # One that is handled is sent again in a new session; after `taken` it is asked once more.
+                if said.request.id != self.handled or said.request.id == self.taken:
+                    self.newest = said.request
+            case "taken":
+                self.taken, self.unasked = said.taken.id, said.taken.unasked
+
+    def begin(self) -> Letter | None:
+        """The newest request, which is handled from now on."""
+        letter, self.newest = self.newest, None
+        if letter is not None:
+            self.handled, self.taken = letter.id, b""
+        return letter
+
+
 class ExchangeSite:
     """A site on the exchange of one run.
 
@@ -170,14 +201,7 @@ class ExchangeSite:
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
         self._session: _Session | None = None
-        self._asked: Letter | None = None
-        """The newest request, until its handling begins."""
-        self._current = b""
-        """The request that is handled: its id."""
-        self._taken = b""
-        """The request whose reply the coordinator took last, or did not wait for: its id."""
-        self._unasked = False
-        """Whether it did not wait for it."""
+        self._requests = _Requests()
         self._moving: set[_Moving] = set()
         self._kept: tuple[bytes, Parcel] | None = None
         """The last reply with vectors, and the id of its request, until it is taken; of the worker alone."""
@@ -307,13 +331,7 @@ class ExchangeSite:
 
     def _heard(self, said: ToSite) -> None:
         with self._changed:
-            match said.WhichOneof("said"):
-                case "request":
-                    # One that is handled is sent again in a new session; after `taken` it is asked once more.
-                    if said.request.id != self._current or said.request.id == self._taken:
-                        self._asked = said.request
-                case "taken":
-                    self._taken, self._unasked = said.taken.id, said.taken.unasked
+            self._requests.heard(said)
             self._changed.notify_all()
 
     @contextmanager
@@ -363,13 +381,9 @@ class ExchangeSite:
 
     def _next(self) -> Letter | None:
         with self._changed:
-            self._current = b""
-            self._changed.wait_for(lambda: self._asked is not None or self._stopped.is_set())
-            letter, self._asked = self._asked, None
-            if letter is None or self._stopped.is_set():
-                return None
-            self._current, self._taken = letter.id, b""
-            return letter
+            self._requests.handled = b""
+            self._changed.wait_for(self._superseded)
+            return None if self._stopped.is_set() else self._requests.begin()
 
     def _reply(self, letter: Letter) -> Parcel | None:
         """The reply to a request: the one that was kept, or the site's; None if there is a newer request."""
@@ -384,7 +398,7 @@ class ExchangeSite:
         return reply
 
     def _superseded(self) -> bool:
-        return self._asked is not None or self._stopped.is_set()
+        return self._requests.newest is not None or self._stopped.is_set()
 
     def _open_session(self, after: _Session | None = None) -> _Session | None:
         """The session, or the next one after `after`; None if there is a newer request."""
@@ -434,8 +448,8 @@ class ExchangeSite:
                 if session is not None:
                     session.unsent.put(FromSite(reply=letter))
                     self._changed.wait_for(partial(self._settled, id, session))
-                if self._taken == id:
-                    return not self._unasked
+                if self._requests.taken == id:
+                    return not self._requests.unasked
         return False
 
     def _send(self, id: bytes, vector: Named) -> bool:
@@ -443,7 +457,7 @@ class ExchangeSite:
 
     def _settled(self, id: bytes, session: _Session) -> bool:
         """Whether a reply that was sent in a session need not be waited for in it any longer."""
-        return self._taken == id or self._superseded() or self._session is not session
+        return self._requests.taken == id or self._superseded() or self._session is not session
 
     def _persist(self, transfer: Callable[[_Session], None]) -> bool:
         """Repeat a transfer until it is done; False if there is a newer request.

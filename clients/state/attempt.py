@@ -29,10 +29,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias, get_args
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from cloister.aggregation.secure import keys
-from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_site import Member, Past, SecureSite
 from cloister.aggregation.secure.secure_sum import Answered, Contract
 from cloister.aggregation.vector.span import Piece, manifest_digest
 from cloister.clients.state.attempt_files import AttemptFiles, Kept, State
@@ -62,16 +60,6 @@ _TOLD: dict[int, type[Told]] = {kind.STEP: kind for kind in get_args(Told)}
 Answer: TypeAlias = Advertise | Shares | Confirm | Reveal
 Mask: TypeAlias = Callable[[SecureSite, list[Piece]], Written]
 """Masks the pieces of a whole vector, each element once."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A site's identity and minimum, the same for every secure sum."""
-
-    name: str
-    identity: Ed25519PrivateKey
-    minimum: int
-    """Fewest sites whose sum it takes part in."""
 
 
 @dataclass(frozen=True)
@@ -243,19 +231,15 @@ class Attempts:
             and known.site is not None
             and known.state.kept == kept
             and known.site.contract == self._contract
-            and known.site.minimum == self._member.minimum
+            and known.site.member.minimum == self._member.minimum
         ):
             return known.site
         site = SecureSite(
             self._contract,
-            self._member.name,
-            self._member.identity,
-            minimum=self._member.minimum,
+            self._member,
             random=keys.random_from(kept.seed),
             answered=_unprepared,
-            earlier=state.marks.answered,
-            newest=kept.newest,
-            history=kept.history,
+            past=Past(state.marks.answered, kept.newest, kept.history),
             agreements=self._agreements,
         )
         for step, body in kept.log:

@@ -86,7 +86,7 @@ class Forward:
     def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
         self.device = device
         """The device of the module."""
-        self._module = module
+        self.module = module
         by_itself = device.type == "cuda" or is_lowered(module)
         self._bfloat16 = precision == "bfloat16" or (precision == "auto" and by_itself)
         self._positions = takes_positions(module)
@@ -104,12 +104,12 @@ class Forward:
         if self._classifies:
             given["attention_mask"] = self._before_padding(inputs)
         with self._arithmetic():
-            logits: torch.Tensor = self._module(**given).logits
+            logits: torch.Tensor = self.module(**given).logits
         return logits[:, None] if self._classifies else logits
 
     def _before_padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """1 up to the last token of each row (B, L) that is no padding, and 0 after it; int64 (B, L)."""
-        config: Any = self._module.config
+        config: Any = self.module.config
         places = torch.arange(tokens.shape[1], device=tokens.device)
         last = (places * (tokens != config.get_text_config().pad_token_id)).argmax(1, keepdim=True)
         mask: torch.Tensor = (places <= last).long()

@@ -133,16 +133,26 @@ def to_8_bits(source: Path, folder: Path) -> None:
     _save(module, tokenizer, folder)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a student is trained."""
+
+    steps: int
+    """Optimizer steps."""
+    batch_size: int
+    """Sequences in a step."""
+    learning_rate: float
+    """Peak learning rate."""
+    seed: int
+    """Seed of the student's weights and of the order of the sequences."""
+
+
 def distil(
     source: Path,
     folder: Path,
     config: Path,
     sequences: Sequences,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    seed: int,
+    recipe: Recipe,
     progress: Callable[[int], None] = lambda _step: None,
 ) -> None:
     """Train a model of a smaller configuration to give the distributions of a model, and write it.
@@ -155,33 +165,32 @@ def distil(
         folder: Where the student is written, with the teacher's tokenizer.
         config: A JSON file with the fields of the teacher's configuration that the student changes.
         sequences: Public text.
-        steps: Optimizer steps.
-        batch_size: Sequences in a step.
-        learning_rate: Peak learning rate.
-        seed: Seed of the student's weights and of the order of the sequences.
+        recipe: How the student is trained.
         progress: Called with the number of steps taken so far.
 
     Raises:
         ModelError: the file is no configuration of a smaller model of the teacher's type.
     """
     teacher, tokenizer = load_saved(source)
-    with seeded("distil", seed):
+    with seeded("distil", recipe.seed):
         student = _student(teacher, config)
     device = device_for("auto")
     teacher.to(device).eval().requires_grad_(False)
     student.to(device).train()
-    optimizer = torch.optim.AdamW(student.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    warmup = max(1, steps // 10)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    warmup = max(1, recipe.steps // 10)
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
-    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup))
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - warmup))
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
     targets = sequences.targets()
-    order = torch.Generator().manual_seed(seed)
+    order = torch.Generator().manual_seed(recipe.seed)
     rows = torch.empty(0, dtype=torch.int64)
-    for step in range(steps):
-        while len(rows) < batch_size:
+    for step in range(recipe.steps):
+        while len(rows) < recipe.batch_size:
             rows = torch.cat([rows, torch.randperm(len(sequences), generator=order)])
-        chosen, rows = rows[:batch_size].numpy(), rows[batch_size:]
+        chosen, rows = rows[: recipe.batch_size].numpy(), rows[recipe.batch_size :]
         given: dict[str, torch.Tensor] = {"input_ids": to_device(sequences.tokens[chosen], device)}
         if sequences.positions is not None and takes_positions(student):
             given["position_ids"] = to_device(sequences.positions[chosen], device)

@@ -120,7 +120,7 @@ def evaluate(
             cells = (wanted * classes + given)[wanted != NOT_LEARNED]
             confusion.add_(torch.bincount(cells, minlength=len(confusion)))
 
-    _each_batch(score, module, sequences, targets, batch_size, device, precision, weights)
+    _each_batch(score, Forward(module, device, precision), sequences, targets, batch_size, weights)
     if weights is not None:
         loss, correct = weights.sum(loss), weights.sum(correct)
         confusion = weights.sum(confusion)
@@ -160,7 +160,7 @@ def compare(
     def score(rows: slice, wanted: torch.Tensor, logits: torch.Tensor) -> None:
         nats[rows] += losses_of_rows(logits, wanted)
 
-    _each_batch(score, module, asked, targets, batch_size, device, precision, weights, trim=True)
+    _each_batch(score, Forward(module, device, precision), asked, targets, batch_size, weights, trim=True)
     if weights is not None:
         nats = weights.sum(nats)  # of each row, one part of the mesh has the sum and the others have 0
     given = nats.cpu().numpy().reshape(-1, choices).argmin(1)
@@ -192,12 +192,10 @@ def held_out(
 
 def _each_batch(
     score: Callable[[slice, torch.Tensor, torch.Tensor], None],
-    module: nn.Module,
+    forward: Forward,
     sequences: Sequences,
     targets: npt.NDArray[np.int64],
     batch_size: int,
-    device: torch.device,
-    precision: Precision,
     weights: Weights | None,
     *,
     trim: bool = False,
@@ -207,16 +205,14 @@ def _each_batch(
 
     Args:
         score: Called in the order of the batches.
-        module: As in `evaluate`, as what follows.
+        forward: The forward pass of the module.
         sequences: N sequences of L tokens.
         targets: Their targets.
         batch_size: Sequences per forward pass.
-        device: The device of the module.
-        precision: Arithmetic of the forward pass.
         weights: The part of the model that this process has.
         trim: Cut each batch behind its last target, which changes no score where tokens attend to earlier ones only.
     """
-    forward = Forward(module, device, precision)
+    module, device = forward.module, forward.device
     logits_of = forward if weights is None else weights.passes(forward, batch_size).logits
     part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
     training = module.training

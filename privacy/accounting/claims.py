@@ -314,93 +314,76 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     """What must be true for the guarantee to hold; `simulated`: the sites' own ledgers were read as well."""
     if terms is None:
         return ()
-    privacy = plan.privacy
     own = (
         "The sites' own ledgers were read as well; if one of them counts more, its epsilon is shown."
         if simulated
         else "The sites' own ledgers were not read for this report. If one of them counts more, it is the one "
         "that is right."
     )
-    key = (
-        "from AES-128 in counter mode under a secret key, which protects only against adversaries who cannot break "
-        "AES-128"
-        if plan.simulation.noise_seed is None
-        else "from AES-128 in counter mode under a key that is derived from the plan's declared seed and is not "
-        "secret"
-    )
     runs = _runs(plan, simulated=simulated)
-    if privacy.dpsgd:
-        thing = _thing(plan)
-        return (
-            (
-                f"In every step each {thing} of a site is drawn into the batch independently (Poisson sampling), "
-                f"and it stays secret which were drawn. Batches are drawn {key}."
-            ),
-            f"The noise is drawn {key}. Each training has its own key.",
-            (
-                "Gradients, norms, sums and noise are floating-point numbers, and the noise is not an exact "
-                "sample of its distribution. The guarantee is for real arithmetic; the loss that rounding adds "
-                "is not counted."
-            ),
-            (
-                "The model computes the loss of each sequence separately, without statistics over a batch. If it "
-                "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
-                "to be random."
-            ),
-            *_repeated(plan),
-            (
-                "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
-                "site dropped out or the round was given up. A round counts once, because a later attempt "
-                "sends the update that the site kept. A site that lost its update trains again and charges its "
-                f"own ledger again. {own}"
-            ),
-            runs,
-        )
-    counting = (
-        "Epsilon counts every round in which a sum that contains a site's update was opened or about to be opened, "
-        "also if the round was given up and the model did not move by it. A site's own ledger counts a round as soon "
-        f"as the site trains. {own}"
+    if plan.privacy.dpsgd:
+        return (*_private_steps(plan, own), runs)
+    noise = _noise_at_coordinator(plan) if plan.privacy.trusted_coordinator else _noise_at_sites(plan)
+    return (*noise, *_sites_as_units(plan, own), runs)
+
+
+def _drawn(plan: Plan) -> str:
+    """How noise and batches are drawn."""
+    if plan.simulation.noise_seed is None:
+        key = "a secret key, which protects only against adversaries who cannot break AES-128"
+    else:
+        key = "a key that is derived from the plan's declared seed and is not secret"
+    return f"from AES-128 in counter mode under {key}"
+
+
+def _real_arithmetic(of: str) -> str:
+    """What the guarantee assumes of floating-point numbers."""
+    return (
+        f"{of} and noise are floating-point numbers, and the noise is not an exact sample of its distribution. The "
+        "guarantee is for real arithmetic; the loss that rounding adds is not counted."
     )
-    zeros = (
-        "Neighbouring data sets differ in one site: in one of the two it has no records, and sends zeros in every "
-        f"coordinate of every round{', the count that gives the quantile included' if privacy.adaptive else ''}. Two "
-        "different data sets of a site are two such steps apart, like a group of two sites: between them epsilon is up "
-        "to twice as large, and delta is larger too."
+
+
+def _private_steps(plan: Plan, own: str) -> tuple[str, ...]:
+    """What DP-SGD assumes, and what it counts."""
+    return (
+        (
+            f"In every step each {_thing(plan)} of a site is drawn into the batch independently (Poisson sampling), "
+            f"and it stays secret which were drawn. Batches are drawn {_drawn(plan)}."
+        ),
+        f"The noise is drawn {_drawn(plan)}. Each training has its own key.",
+        _real_arithmetic("Gradients, norms, sums"),
+        (
+            "The model computes the loss of each sequence separately, without statistics over a batch. If it "
+            "has dropout, the dropout masks come from torch's generator under a secret seed and are assumed "
+            "to be random."
+        ),
+        *_repeated(plan),
+        (
+            "Epsilon counts every round in which a site was asked to train, even if the attempt failed, the "
+            "site dropped out or the round was given up. A round counts once, because a later attempt "
+            "sends the update that the site kept. A site that lost its update trains again and charges its "
+            f"own ledger again. {own}"
+        ),
     )
-    amplified = (
-        "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller."
+
+
+def _noise_at_coordinator(plan: Plan) -> tuple[str, ...]:
+    """What a trusted coordinator's noise assumes."""
+    kept = (
+        "The coordinator kept the key of the noise secret, and used the noise of each round for one sum only, "
+        "also after a crash: its run folder was not replaced by an earlier copy."
     )
-    kept: tuple[str, ...] = ()
-    if privacy.correlated is not None:
-        kept = (
-            (
-                "The coordinator kept the key of the noise secret, and used the noise of each round for one sum only, "
-                "also after a crash: its run folder was not replaced by an earlier copy."
-            ),
-        )
-        counting = (
-            "Epsilon is that of the whole run, and is charged in full in a site's first round: a site that took part "
-            f"in fewer rounds, or a run that ended early, costs no less. {own}"
-        )
-        amplified = (
-            "The cohorts are a public partition of the roster that is taken in turn, so drawing them does not make "
-            "epsilon smaller. Each site checked that its own rounds were as few and as far apart as the plan states."
-        )
-    if privacy.trusted_coordinator:
-        return (
-            f"The coordinator drew the noise {key}. It disclosed no sum without noise.",
-            *kept,
-            (
-                "Norms, sums and noise are floating-point numbers, and the noise is not an exact sample of its "
-                "distribution. The guarantee is for real arithmetic; the loss that rounding adds is not counted."
-            ),
-            zeros,
-            amplified,
-            counting,
-            runs,
-        )
-    found = plan.threshold()
-    colluders = found.colluders
+    return (
+        f"The coordinator drew the noise {_drawn(plan)}. It disclosed no sum without noise.",
+        *([kept] if plan.privacy.correlated is not None else []),
+        _real_arithmetic("Norms, sums"),
+    )
+
+
+def _noise_at_sites(plan: Plan) -> tuple[str, ...]:
+    """What the sites' noise in a secure sum assumes."""
+    colluders, secure = plan.threshold().colluders, plan.aggregation
     against = (
         "The guarantee holds against adversaries who know no site's noise. A site knows its own noise, and "
         "against that site the guarantee is weaker than stated here."
@@ -415,20 +398,47 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
         ),
         (
             "The secure sum is secure: no update is seen before it is summed, and of the updates of one "
-            f"{'group' if plan.aggregation.groups > 1 else 'cohort'} only one sum is opened. "
-            "Its security rests on X25519, Ed25519, ChaCha20-Poly1305, "
-            f"{'AES-256' if plan.aggregation.cipher == 'aes-256-ctr' else 'ChaCha20'} and the keys in the "
-            "roster."
+            f"{'group' if secure.groups > 1 else 'cohort'} only one sum is opened. Its security rests on X25519, "
+            f"Ed25519, ChaCha20-Poly1305, {'AES-256' if secure.cipher == 'aes-256-ctr' else 'ChaCha20'} and the keys "
+            "in the roster."
         ),
         (
-            f"The noise is drawn {key}. It is an integer from a rejection sampler that compares probabilities "
+            f"The noise is drawn {_drawn(plan)}. It is an integer from a rejection sampler that compares probabilities "
             "in 64-bit floating point, and is assumed to be an exact sample of its distribution. Updates are "
             "clipped in floating point."
         ),
+    )
+
+
+def _sites_as_units(plan: Plan, own: str) -> tuple[str, ...]:
+    """What unit `site` assumes of neighbours, cohorts and charges."""
+    zeros = (
+        "Neighbouring data sets differ in one site: in one of the two it has no records, and sends zeros in every "
+        f"coordinate of every round{', the count that gives the quantile included' if plan.privacy.adaptive else ''}. "
+        "Two different data sets of a site are two such steps apart, like a group of two sites: between them epsilon "
+        "is up to twice as large, and delta is larger too."
+    )
+    if plan.privacy.correlated is not None:
+        return (
+            zeros,
+            (
+                "The cohorts are a public partition of the roster that is taken in turn, so drawing them does not make "
+                "epsilon smaller. Each site checked that its own rounds were as few and as far apart as the plan "
+                "states."
+            ),
+            (
+                "Epsilon is that of the whole run, and is charged in full in a site's first round: a site that took "
+                f"part in fewer rounds, or a run that ended early, costs no less. {own}"
+            ),
+        )
+    return (
         zeros,
-        amplified,
-        counting,
-        runs,
+        "It is public which sites are in a cohort, so drawing the cohort does not make epsilon smaller.",
+        (
+            "Epsilon counts every round in which a sum that contains a site's update was opened or about to be "
+            "opened, also if the round was given up and the model did not move by it. A site's own ledger counts a "
+            f"round as soon as the site trains. {own}"
+        ),
     )
 
 
@@ -611,9 +621,8 @@ def poisoned(plan: Plan) -> tuple[str, ...]:
 
 def not_covered(plan: Plan) -> tuple[str, ...]:
     """What the guarantee says nothing about."""
-    privacy, evaluation = plan.privacy, plan.server.evaluation
     found: list[str] = []
-    if privacy.unit == "none":
+    if plan.privacy.unit == "none":
         found.append(
             "The sites' records. Nothing here bounds what the models or the sums of updates reveal about them"
             + (
@@ -627,6 +636,25 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
             "A power cut during the run: the plan set simulation.durable = false, so the simulated sites did not sync "
             "what they answered to disk, as deployed ones do."
         )
+    return (
+        *found,
+        *_public_data(plan),
+        *_beside_the_unit(plan),
+        (
+            "What a site reveals in other ways: that it takes part, when and for how long it works, that it drops "
+            "out, and the reason that it gives when it refuses."
+        ),
+        (
+            "Whether a site's software and data are what the site says they are. A site that sends a false update "
+            "can damage the models, and a privacy guarantee does not prevent it."
+        ),
+    )
+
+
+def _public_data(plan: Plan) -> list[str]:
+    """The text and records that are assumed to be public."""
+    evaluation = plan.server.evaluation
+    found: list[str] = []
     if plan.public.source:
         found.append(
             f"The public text on which the model was trained before the first round: {plan.public.source}."
@@ -642,28 +670,32 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
         found.append(
             f"The records on which the coordinator evaluates: {evaluation}. They are assumed to be public."
         )
-    if privacy.unit != "none":
-        found.append(
+    return found
+
+
+def _beside_the_unit(plan: Plan) -> list[str]:
+    """What a guarantee for the plan's unit leaves out."""
+    protected = plan.privacy.unit
+    if protected == "none":
+        return []
+    number = "such units, which only the sites know"
+    if protected == "site":
+        number = f"sites, of which there are {plan.cohort.sites}"
+    found = [
+        (
             "Settings that were chosen from the results of other runs over the same data: each such run costs "
             "privacy, and so does the choice."
             if plan.simulation.search is None
             else "Settings that were chosen from the results of other runs over the same data than the trials of the "
             "search."
-        )
-        found.append(
-            f"Whether delta is small enough. It should be well below one over the number of "
-            f"{'sites' if privacy.unit == 'site' else 'such units'}"
-            + (
-                f", of which there are {plan.cohort.sites}."
-                if privacy.unit == "site"
-                else ", which only the sites know."
-            )
-        )
-    if privacy.unit == "record":
+        ),
+        f"Whether delta is small enough. It should be well below one over the number of {number}.",
+    ]
+    if protected == "record":
         found.append(
             "A site as a whole, or a person with many records: the models can learn what these records have in common."
         )
-    if privacy.unit == "owner":
+    if protected == "owner":
         found += [
             (
                 "An owner who appears at two sites: this owner pays at both, and is protected with only about the sum "
@@ -671,14 +703,4 @@ def not_covered(plan: Plan) -> tuple[str, ...]:
             ),
             "A person whom the records of other owners mention, and a site as a whole.",
         ]
-    found += [
-        (
-            "What a site reveals in other ways: that it takes part, when and for how long it works, that it drops "
-            "out, and the reason that it gives when it refuses."
-        ),
-        (
-            "Whether a site's software and data are what the site says they are. A site that sends a false update "
-            "can damage the models, and a privacy guarantee does not prevent it."
-        ),
-    ]
-    return tuple(found)
+    return found

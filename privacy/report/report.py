@@ -339,6 +339,7 @@ def _over_runs(report: RunReport) -> str:
 
 
 def _objection(report: RunReport) -> str:
+    """Why no guarantee is claimed; empty if one is."""
     if report.unit == "none":
         return (
             "This run gives no privacy guarantee: no noise was added for privacy, and its models may repeat their "
@@ -367,27 +368,37 @@ def _objection(report: RunReport) -> str:
         return (
             "No privacy guarantee is claimed for this run: its ledger holds no charge for what it released."
         )
+    return _contradiction(report, report.epsilon) or _weakness(report, report.epsilon)
+
+
+def _contradiction(report: RunReport, epsilon: float) -> str:
+    """A row of the ledger or an audit that contradicts a claim of `epsilon`; empty if there is none."""
     for row in report.ledger.rows:
-        if row.epsilon is not None and row.epsilon > report.epsilon:
+        if row.epsilon is not None and row.epsilon > epsilon:
             return (
                 f"No privacy guarantee is claimed for this run: row {row.number} of the ledger has epsilon "
-                f"{at_most(row.epsilon)}, above the {at_most(report.epsilon)} that would be claimed."
+                f"{at_most(row.epsilon)}, above the {at_most(epsilon)} that would be claimed."
             )
-    claimed = report.epsilon
-    if report.audit is not None and report.audit.claimed is not None:
-        claimed = min(claimed, report.audit.claimed)
-    if report.audit is not None:
-        bound = report.audit.epsilon if report.audit.refuting is None else report.audit.refuting
-        if bound > claimed:
-            return (
-                f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
-                f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
-            )
-    if report.audit is not None and report.audit.problem:
+    audit = report.audit
+    if audit is None:
+        return ""
+    claimed = epsilon if audit.claimed is None else min(epsilon, audit.claimed)
+    bound = audit.epsilon if audit.refuting is None else audit.refuting
+    if bound > claimed:
+        return (
+            f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
+            f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
+        )
+    if audit.problem:
         return (
             "No privacy guarantee is claimed for this run: an audit found that what was released is not what was "
-            f"charged ({report.audit.problem})."
+            f"charged ({audit.problem})."
         )
+    return ""
+
+
+def _weakness(report: RunReport, epsilon: float) -> str:
+    """Why a guarantee of `epsilon` would be true but without practical protection; empty if it protects."""
     assert report.delta is not None
     sites = len(report.sites)
     if report.delta >= UNCLAIMED_DELTA:
@@ -400,9 +411,9 @@ def _objection(report: RunReport) -> str:
             f"No privacy guarantee is claimed for this run: its delta is {scientific(report.delta)}, and a run that "
             f"publishes one of its {sites:,} sites, drawn at random, would meet that delta as well."
         )
-    if report.epsilon > LARGEST_EPSILON:
+    if epsilon > LARGEST_EPSILON:
         return (
-            f"No privacy guarantee is claimed for this run: its epsilon is {at_most(report.epsilon)}, and above "
+            f"No privacy guarantee is claimed for this run: its epsilon is {at_most(epsilon)}, and above "
             f"{LARGEST_EPSILON:g} a guess of whether one unit was used can be right in more than 99.99 of 100 cases."
         )
     return ""

@@ -250,6 +250,65 @@ class _Site:
         """The vectors of the reply that was taken last."""
 
 
+class _Sites:
+    """The sites that have proved their identity at least once.
+
+    Args:
+        folder: For the vectors that they upload.
+        most: The most sites.
+        cards: As for `ExchangeChannel`.
+    """
+
+    def __init__(self, folder: Path, most: int, cards: Sequence[Card] | None) -> None:
+        self.folder = folder
+        self.most = most
+        self._cards = None if cards is None else {card.name: card.public for card in cards}
+        self._by_key: dict[bytes, _Site] = {}
+        self._by_node: dict[int, _Site] = {}
+
+    def __iter__(self) -> Iterator[_Site]:
+        return iter(self._by_key.values())
+
+    @property
+    def online(self) -> int:
+        """How many have a session now."""
+        return sum(site.session is not None for site in self)
+
+    def at(self, node: int) -> _Site | None:
+        """The site with a node."""
+        return self._by_node.get(node)
+
+    def check_card(self, name: str, public: bytes) -> None:
+        """Check that a key is that of the site `name`.
+
+        Raises:
+            MemberError: it is not.
+        """
+        check_name(name)
+        if self._cards is None:
+            known = next((key for key, site in self._by_key.items() if site.name == name), public)
+            same = self._by_key[public].name == name if public in self._by_key else True
+            if known != public or not same:
+                raise MemberError("site", name, expected="the name and key with which it was first connected")
+        elif self._cards.get(name) != public:
+            raise MemberError("site", name, expected="a site of the roster, with its key")
+
+    def proved(self, name: str, public: bytes) -> _Site:
+        """The site that has proved this identity; a new one gets the next node.
+
+        Raises:
+            MemberError: there are as many sites as there may be.
+        """
+        site = self._by_key.get(public)
+        if site is None:
+            node = len(self._by_key) + 1
+            if node > self.most:
+                raise MemberError("sites", node, expected=f"at most {self.most}")
+            site = _Site(node, name, self.folder / public.hex())
+            self._by_key[public] = self._by_node[node] = site
+        return site
+
+
 class ExchangeChannel:
     """The exchange of a run, as a `Channel`; use it as a context manager. Its nodes are sites that have been connected.
 
@@ -283,14 +342,9 @@ class ExchangeChannel:
         self._run = run
         self._certificate = certificate
         self._server_name = certificate.name
-        self._folder = folder
-        self._most_sites = sites
         self._most_bytes = most_bytes
-        self._cards = None if cards is None else {card.name: card.public for card in cards}
         self._tokens = Tokens(time.monotonic, most=4 * sites + 64)
-        self._sites: dict[bytes, _Site] = {}
-        """By public key."""
-        self._nodes: dict[int, _Site] = {}
+        self._sites = _Sites(folder, sites, cards)
         self._sessions: dict[bytes, tuple[_Site, _Session]] = {}
         """By the key of the session, which is 32 random bytes."""
         self._greeting: dict[asyncio.Task[Any], None] = {}
@@ -329,7 +383,7 @@ class ExchangeChannel:
         self._loop.run(self._server.stop(_CLOSE_S if over else 0))
         self._end()
         if over:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._sites.folder, ignore_errors=True)
 
     # For the coordinator's thread.
 
@@ -344,8 +398,8 @@ class ExchangeChannel:
         async def wait() -> int:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s), self._more:
-                    await self._more.wait_for(lambda: self._online() >= sites)
-            return self._online()
+                    await self._more.wait_for(lambda: self._sites.online >= sites)
+            return self._sites.online
 
         return self._loop.run(wait(), timeout_s)
 
@@ -355,7 +409,7 @@ class ExchangeChannel:
         def read() -> list[Connected]:
             return [
                 Connected(site.node, site.name, site.session is not None, site.sent, site.received)
-                for site in self._sites.values()
+                for site in self._sites
             ]
 
         try:
@@ -428,10 +482,11 @@ class ExchangeChannel:
 
     def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:
         """As `reply_in`; a reply under another name than the site has proved is a failure too."""
-        reply, name = reply_in(frames, node), self._nodes[node].name
-        if isinstance(reply, Failure | Failed) or reply.site == name:
+        reply, site = reply_in(frames, node), self._sites.at(node)
+        assert site is not None, "it was asked"
+        if isinstance(reply, Failure | Failed) or reply.site == site.name:
             return reply
-        return Failure(name, f"it answered under the name {reply.site!r}")
+        return Failure(site.name, f"it answered under the name {reply.site!r}")
 
     def _end(self) -> None:
         self._loop.end()
@@ -439,12 +494,9 @@ class ExchangeChannel:
 
     # In the thread of the event loop: the coordinator's side.
 
-    def _online(self) -> int:
-        return sum(site.session is not None for site in self._sites.values())
-
     def _ask(self, requests: Mapping[int, _Pending]) -> None:
         for node, pending in requests.items():
-            site = self._nodes.get(node)
+            site = self._sites.at(node)
             if site is None:
                 pending.answers.put((node, Failure(f"node {node}", "it has not been connected")))
                 continue
@@ -471,7 +523,7 @@ class ExchangeChannel:
             if pending.answered:
                 continue
             left[node] = pending.until - now
-            site = self._nodes.get(node)
+            site = self._sites.at(node)
             if site is not None:
                 longest = (
                     max(self._most_bytes, sum(each.nbytes for each in pending.offered.values())) / SLOWEST
@@ -483,7 +535,7 @@ class ExchangeChannel:
         return overdue, min((seconds for seconds in left.values() if seconds > 0), default=0.0)
 
     def _site_of(self, pending: _Pending) -> _Site | None:
-        site = self._nodes.get(pending.node)
+        site = self._sites.at(pending.node)
         return site if site is not None and site.pending is pending else None
 
     def _taken(self, pending: _Pending) -> None:
@@ -501,7 +553,7 @@ class ExchangeChannel:
                 site.pending = site.arrivals = None
 
     def _dismiss(self, over: bool) -> None:
-        for site in self._sites.values():
+        for site in self._sites:
             if site.pending is not None and not site.pending.answered:
                 site.pending.answered = True
                 site.pending.answers.put((site.node, Failure(f"node {site.node}", "the exchange is closed")))
@@ -511,12 +563,12 @@ class ExchangeChannel:
     # In the thread of the event loop: the service.
 
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
-        connections = 2 * self._most_sites + _GREETINGS
+        connections = 2 * self._sites.most + _GREETINGS
         server = grpc.aio.server(
             options=[
                 *_OPTIONS,
                 ("grpc.max_allowed_incoming_connections", connections),
-                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // self._most_sites, 2**16), 2**22)),
+                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // self._sites.most, 2**16), 2**22)),
             ],
             maximum_concurrent_rpcs=connections * _TRANSFERS,
         )
@@ -648,7 +700,7 @@ class ExchangeChannel:
         if said.WhichOneof("said") != "proof":
             raise ExchangeError("second message", said.WhichOneof("said") or "", expected="proof")
         name, public = said.proof.name, said.proof.key
-        self._check_card(name, public)
+        self._sites.check_card(name, public)
         verify_proof(
             said.proof.signature,
             run=self._run,
@@ -658,29 +710,7 @@ class ExchangeChannel:
             name=name,
             public=public,
         )
-        site = self._sites.get(public)
-        if site is None:
-            if len(self._sites) >= self._most_sites:
-                raise MemberError("sites", len(self._sites) + 1, expected=f"at most {self._most_sites}")
-            node = len(self._sites) + 1
-            site = _Site(node, name, self._folder / public.hex())
-            self._sites[public] = self._nodes[node] = site
-        return site
-
-    def _check_card(self, name: str, public: bytes) -> None:
-        """Check that a key is that of the site `name`.
-
-        Raises:
-            MemberError: it is not.
-        """
-        check_name(name)
-        if self._cards is None:
-            known = next((key for key, site in self._sites.items() if site.name == name), public)
-            same = self._sites[public].name == name if public in self._sites else True
-            if known != public or not same:
-                raise MemberError("site", name, expected="the name and key with which it was first connected")
-        elif self._cards.get(name) != public:
-            raise MemberError("site", name, expected="a site of the roster, with its key")
+        return self._sites.proved(name, public)
 
     async def _hear(self, site: _Site, session: _Session, context: Context) -> None:
         while True:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -122,6 +122,19 @@ class Queue:
         write_bytes(self._path, text.encode())
 
 
+@dataclass
+class _Running:
+    """The run that runs."""
+
+    process: subprocess.Popen[bytes] | None = None
+    stop: bool = False
+    """Whether it is to stop."""
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last event of each kind, as JSON."""
+    lines: int = 0
+    """Events in its file."""
+
+
 class Coordinator:
     """The process; `run` serves until it is stopped.
 
@@ -166,20 +179,15 @@ class Coordinator:
         """Guards the fields below, and is notified when one changes."""
         self._queue = Queue(self.folder / "queue.json")
         self._stopping = False
-        self._stop_run = False
         self._superlink: Child | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._last: dict[str, dict[str, Any]] = {}
-        """The last event of each kind of the run that runs, as JSON."""
-        self._lines = 0
-        """Events of the run that runs, in its file."""
+        self._run = _Running()
 
     def stop(self) -> None:
         """End: the run that runs is ended, and goes on at the next start."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            _end(self._process)
+            _end(self._run.process)
 
     def run(self) -> None:
         """Serve until `stop` is called.
@@ -278,9 +286,7 @@ class Coordinator:
         files = RunFiles(path)
         with self._changed:
             self._queue.set(str(path), "running")
-            self._stop_run = False
-            self._last.clear()
-            self._lines = 0
+            self._run = _Running()
         self._metrics.begin(path.name)
         for line in _lines_from(files.events, 0)[0]:  # of earlier processes
             with suppress(EngineError):
@@ -296,7 +302,7 @@ class Coordinator:
                 state: State
                 if status == 0:
                     state, reason = "done", ""
-                elif self._stop_run:
+                elif self._run.stop:
                     state, reason = "stopped", ""
                 elif status == 2:
                     state, reason = "failed", refusal_in(files.coordinator_log) or "see coordinator.log"
@@ -305,10 +311,10 @@ class Coordinator:
                 else:
                     wait = _FIRST_S * 2 ** (crashes - 1)
                     self._told(f"run {path}: its process {ending(status)}; it starts again in {wait:g} s")
-                    self._changed.wait_for(lambda: self._stopping or self._stop_run, wait)
+                    self._changed.wait_for(lambda: self._stopping or self._run.stop, wait)
                     if self._stopping:
                         return
-                    if not self._stop_run:
+                    if not self._run.stop:
                         continue
                     state, reason = "stopped", ""
                 self._metrics.end()
@@ -325,7 +331,7 @@ class Coordinator:
         arguments += ["--superlink-api", address, "--secret", str(secret), "--bind", self._exchange_bind]
         with append_to(files.coordinator_log) as log, append_to(files.events) as events:
             with self._changed:
-                if self._stopping or self._stop_run:
+                if self._stopping or self._run.stop:
                     return 0, 130
                 process = spawn(
                     "cloister",
@@ -334,7 +340,7 @@ class Coordinator:
                     output=subprocess.PIPE,
                     log=log,
                 )
-                self._process = process
+                self._run.process = process
             assert process.stdout is not None, "it is a pipe"
             for line in process.stdout:
                 with suppress(EngineError):
@@ -346,7 +352,7 @@ class Coordinator:
             process.stdin.close()
             process.stdout.close()
             with self._changed:
-                self._process = None
+                self._run.process = None
         return rounds, status
 
     def _keep(self, event: Event, line: bytes, file: IO[bytes]) -> None:
@@ -360,8 +366,8 @@ class Coordinator:
             raise disk_refusal(Path(file.name), error) from error
         self._metrics.take(event)
         with self._changed:
-            self._last[type(event).__name__] = fields
-            self._lines += 1
+            self._run.last[type(event).__name__] = fields
+            self._run.lines += 1
             self._changed.notify_all()
 
     # Commands, each in a thread of its own.
@@ -373,7 +379,7 @@ class Coordinator:
             case {"do": "status"}:
                 with self._changed:
                     runs = [asdict(entry) for entry in self._queue.entries()]
-                    now = dict(self._last)
+                    now = dict(self._run.last)
                 yield {"runs": runs, "now": now}
             case {"do": "stop", "run": str(run)}:
                 yield from self._stop(run)
@@ -397,8 +403,8 @@ class Coordinator:
             if state == "waiting":
                 self._queue.set(run, "stopped")
             elif state == "running":
-                self._stop_run = True
-                _end(self._process)
+                self._run.stop = True
+                _end(self._run.process)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._queue.state(run) != "running", _END_S + 5)
             else:
@@ -416,7 +422,7 @@ class Coordinator:
         while True:
             with self._changed:
                 entry = next(each for each in self._queue.entries() if each.run == str(files.path))
-                seen = (self._lines, entry.state)
+                seen = (self._run.lines, entry.state)
             lines, at = _lines_from(files.events, at)
             for line in lines:
                 yield {"line": line}
@@ -424,7 +430,7 @@ class Coordinator:
                 yield {"state": entry.state, "reason": entry.reason}
                 return
             with self._changed:
-                if (self._lines, self._queue.state(entry.run)) == seen:
+                if (self._run.lines, self._queue.state(entry.run)) == seen:
                     self._changed.wait(_HEARTBEAT_S)
             yield {"alive": True}
 

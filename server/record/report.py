@@ -26,7 +26,7 @@ import math
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -240,21 +240,15 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
     counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: curve[len(paid)] for site, paid in mine.items()}
     notes: dict[str, str] = {}
-    for site, own in files.sites.ledgers().items():
-        try:
-            paid = [entry for entry in _history(own).entries if entry.charge.run == history.run]
-            cost = compose.epsilon(Counter(entry.charge.event for entry in paid))
-        except (LedgerError, AccountingError) as error:
-            problem = problem or f"the ledger of {site} itself does not verify: {error}"
-            continue
-        known = costs.get(site)
-        if paid and (known is None or cost > known):
-            costs[site], counted[site] = cost, paid
-            notes[site] = (
-                f"Epsilon is that of its own ledger, which has {len(paid)} charges for this run; the "
-                f"coordinator's has {len(mine.get(site, ()))}."
+    for own in _own_ledgers(files, history, terms, compose):
+        known = costs.get(own.site)
+        if own.paid and (known is None or own.epsilon > known):
+            costs[own.site], counted[own.site] = own.epsilon, own.paid
+            notes[own.site] = (
+                f"Epsilon is that of its own ledger, which has {len(own.paid)} charges for this run; the "
+                f"coordinator's has {len(mine.get(own.site, ()))}."
             )
-        problem = problem or _more_than_a_trial(site, paid, terms)
+        problem = problem or own.problem
     top = max(costs, key=lambda site: costs[site], default="")
     most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
     return _Account(
@@ -269,6 +263,31 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
         charged=charged,
         notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class _OwnLedger:
+    """A simulated site's own ledger."""
+
+    site: str
+    paid: list[Entry]
+    """Its charges for this run; none if it does not verify."""
+    epsilon: float
+    problem: str
+    """Why it contradicts the run; empty if it does not."""
+
+
+def _own_ledgers(
+    files: RunFiles, history: RunHistory, terms: Terms, compose: _Composer
+) -> Iterator[_OwnLedger]:
+    for site, path in files.sites.ledgers().items():
+        try:
+            paid = [entry for entry in _history(path).entries if entry.charge.run == history.run]
+            epsilon = compose.epsilon(Counter(entry.charge.event for entry in paid))
+        except (LedgerError, AccountingError) as error:
+            yield _OwnLedger(site, [], 0.0, f"the ledger of {site} itself does not verify: {error}")
+        else:
+            yield _OwnLedger(site, paid, epsilon, _more_than_a_trial(site, paid, terms))
 
 
 def _most_charges(entries: Iterable[Entry], rounds: Iterable[int]) -> dict[int, int]:

@@ -74,24 +74,9 @@ def run_on_flower(
         from cloister.simulations.engines.cluster import check_nodes, cluster, room
         from cloister.simulations.engines.ray_workers import RayWorkers
 
-    raised: list[BaseException] = []
-    over, ended = threading.Event(), threading.Event()
-    coordinator: list[int] = []
+    coordinator = _Coordinator(server_app, sites)
     guarded = ServerApp()
-
-    # Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
-    @guarded.main()
-    def main(grid: Grid, context: Context) -> None:
-        coordinator.append(threading.get_ident())
-        try:
-            _await_nodes(grid, sites)
-            server_app(grid=grid, context=context)
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            over.set()
-            ended.set()
-
+    guarded.main()(coordinator.main)
     with _quietly(), cluster(address):
         if address is not None and shared is not None:
             check_nodes(shared)
@@ -100,22 +85,58 @@ def run_on_flower(
         place = room(threads, workers_per_gpu)
         count = min(place.workers, sites, workers or sites)
         try:
-            with _backend(partial(RayWorkers, make_client_app, count, place, over), count):
+            with _backend(partial(RayWorkers, make_client_app, count, place, coordinator.over), count):
                 run_simulation(guarded, ClientApp(), sites)
         except KeyboardInterrupt:
-            # Flower leaves its thread alone, which would go on in the run folder, and keep the process from its exit.
-            if coordinator and not ended.is_set():
-                _interrupt(coordinator[0])
-                ended.wait(_END_S)
+            coordinator.interrupt()
             raise
         except RuntimeError as error:
-            if not raised:
+            if coordinator.raised is None:
                 cause = _root(error)
                 raise EngineError(
                     "engine", "flower", expected=f"Flower's runtime to keep running ({one_line(cause)})"
                 ) from error
-    if raised:
-        raise raised[0]
+    if coordinator.raised is not None:
+        raise coordinator.raised
+
+
+class _Coordinator:
+    """The `ServerApp` in Flower's thread: whether it is over, and the exception that it raised.
+
+    Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
+    """
+
+    def __init__(self, app: ServerApp, sites: int) -> None:
+        self._app = app
+        self._sites = sites
+        self._thread: int | None = None
+        self._ended = threading.Event()
+        self.over = threading.Event()
+        """Set when the run is over, also by the workers."""
+        self.raised: BaseException | None = None
+
+    def main(self, grid: Grid, context: Context) -> None:
+        """Run the app once all sites are registered."""
+        self._thread = threading.get_ident()
+        try:
+            _await_nodes(grid, self._sites)
+            self._app(grid=grid, context=context)
+        except BaseException as error:
+            self.raised = error
+        finally:
+            self.over.set()
+            self._ended.set()
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in its thread, where it is, as Ctrl-C does in the main thread, and wait for its end.
+
+        Flower leaves its thread alone, which would go on in the run folder, and keep the process from its exit.
+        """
+        if self._thread is not None and not self._ended.is_set():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt)
+            )
+            self._ended.wait(_END_S)
 
 
 @contextmanager
@@ -146,11 +167,6 @@ def _await_nodes(grid: Grid, sites: int) -> None:
                 "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
             )
         pause.wait(0.02)
-
-
-def _interrupt(thread: int) -> None:
-    """Raise KeyboardInterrupt in a thread, where it is, as Ctrl-C does in the main thread."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
 
 
 def _root(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
-from cloister.aggregation.secure.secure_site import Message, SecureSite
+from cloister.aggregation.secure.secure_site import Member, Message, Past, SecureSite
 from cloister.aggregation.secure.secure_sum import Answered, Contract, ring_dtype, sharers_digest, transcript
 from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.span import manifest_digest, manifest_of
@@ -134,13 +134,10 @@ class Parties:
         self.sites = {
             name: site(
                 self.contract,
-                name,
-                identity(name),
-                minimum=minimum,
+                Member(name, identity(name), minimum),
                 random=self._source(name, f"{seed} {attempt} {name}"),
                 answered=self.marks[name].append,
-                earlier=earlier.get(name),
-                newest=newest,
+                past=Past(earlier.get(name), newest),
             )
             for name in self.names
         }

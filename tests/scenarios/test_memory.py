@@ -22,8 +22,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
-from cloister.clients.state.attempt import Attempts, Member
+from cloister.clients.state.attempt import Attempts
 from cloister.clients.training.release import Finished, contribution
 from cloister.lm.model.layout import Layout
 from cloister.privacy.mechanism.noise import NoiseStream

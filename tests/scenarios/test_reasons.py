@@ -15,10 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.cli.show.display import LineDisplay, LiveDisplay, describe
-from cloister.clients.state.attempt import Attempts, Live, Member
+from cloister.clients.state.attempt import Attempts, Live
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.lm.model.layout import Layout
 from cloister.protocol.encoding import pack

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cloister.aggregation.secure import keys as crypto
-from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_site import Member, Past, SecureSite
 from cloister.aggregation.secure.secure_sum import (
     Answered,
     Attempt,
@@ -297,13 +297,10 @@ class Decisions:
     def _new(self, i: int, mark: Answered | None) -> SecureSite:
         return self.setting.kind(
             self.setting.contract,
-            self.names[i],
-            identity(self.names[i]),
-            minimum=2,
+            Member(self.names[i], identity(self.names[i]), 2),
             random=random.Random(f"{self.attempt} {i}").randbytes,
             answered=lambda mark: None,
-            earlier=mark,
-            newest=(1, self.attempt - 1),
+            past=Past(mark, (1, self.attempt - 1)),
         )
 
     def _shared(

@@ -233,7 +233,8 @@ class ForgetsTheModel(SecureSite):
 
     def _check_earlier(self, survivors: tuple[str, ...]) -> None:
         known = {answered_digest(model, survivors) for model in (MODEL, OTHER_MODEL)}
-        if self._earlier is None or self._earlier.survivors not in known:
+        earlier = self._past.answered
+        if earlier is None or earlier.survivors not in known:
             super()._check_earlier(survivors)
 
 

@@ -284,10 +284,10 @@ def test_a_cohort_without_the_site_or_too_small_is_refused() -> None:
     with pytest.raises(MemberError, match="expected a draw of site-000"):
         site.advertise(begin)
     site.contract = parties.contract
-    site.minimum = 5
+    site.member = dataclasses.replace(site.member, minimum=5)
     with pytest.raises(TooFewSitesError, match="cohort"):
         site.advertise(begin)
-    site.minimum = 4
+    site.member = dataclasses.replace(site.member, minimum=4)
     site.advertise(begin)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.secure import keys, shamir
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
-from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_site import Member, SecureSite
 from cloister.aggregation.secure.secure_sum import Answered, Attempt, commitment, context, traffic
 from cloister.aggregation.vector import masks
 from cloister.protocol.errors import EncodingError, ShareError, TooFewSitesError
@@ -232,9 +232,7 @@ def test_an_attempt_survives_a_crash_of_its_process() -> None:
     def build() -> SecureSite:
         return SecureSite(
             parties.contract,
-            name,
-            identity(name),
-            minimum=2,
+            Member(name, identity(name), 2),
             random=keys.random_from(b"s" * 32),
             answered=parties.marks[name].append,
         )

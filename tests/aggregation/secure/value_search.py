@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from cloister.aggregation.secure import keys as crypto
-from cloister.aggregation.secure.secure_site import SecureSite
+from cloister.aggregation.secure.secure_site import Member, Past, SecureSite
 from cloister.clients.state.carried import extended
 from cloister.protocol.errors import SecureSumError
 from cloister.protocol.messages.digest import instructions_digest
@@ -213,7 +213,7 @@ class Values:
                 may = (it for it in self.symbols if self.rules.may_make(state[i], it))
                 told = {it for it in may if self._makes(shared[0], it, number)}
                 u1 = tuple(sorted({i, *(view.site for view in views)}))
-                world = shared[0].attempt.context, shared[0]._transcript, u1
+                world = shared[0].attempt.context, shared[0]._shared.transcript, u1
                 worlds.setdefault(world, {}).setdefault(i, (*shared, set()))[2].update(told)
                 accepted[i] |= told
         for world, sites in worlds.items():
@@ -224,12 +224,10 @@ class Values:
         names = self._setting.names
         site = self._setting.kind(
             self._setting.contract,
-            names[i],
-            identity(names[i]),
-            minimum=2,
+            Member(names[i], identity(names[i]), 2),
             random=random.Random(f"{number} {i}").randbytes,
             answered=lambda _mark: None,
-            history=carries.history,
+            past=Past(history=carries.history),
             agreements=self._agreed,
         )
         return site, site.advertise(Begin(number, 1, instructions_digest(named.instructions(number))))

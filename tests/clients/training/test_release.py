@@ -22,11 +22,12 @@ from cloister.aggregation.features.feature import Clipped, Code
 from cloister.aggregation.features.in_clear import InClear
 from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.average import WEIGHT, PlainSum, SumLayout, weight_of
 from cloister.aggregation.vector.ring import RingVector
-from cloister.clients.state.attempt import Attempts, Member
+from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.training.release import Finished, contribution
 from cloister.clients.training.work import masking

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
+from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
-from cloister.clients.state.attempt import Attempts, Live, Member
+from cloister.clients.state.attempt import Attempts, Live
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.training.work import masking
 from cloister.lm.model.layout import Layout
