@@ -14,16 +14,12 @@ PARAMETERS = 8
 ATTRIBUTES = 15
 """Of a class: annotated fields, and what its methods assign to `self`."""
 
-_PLAN = "recut with the tagged sections"
 EXCEPTIONS: dict[str, str] = {
-    "cli/show/display.py:LiveDisplay": "recut with the display",
+    "cli/show/display.py:LiveDisplay": "what is on the screen, each part of it",
     "clients/setup/config.py:SiteConfig": "a settings file: its attributes are its fields",
     "privacy/report/report.py:RunReport": "the report's JSON: its attributes are its fields",
     "protocol/plan/plan.py:LocalSection": "a section of the plan: its attributes are its fields",
-    "protocol/plan/soundness.py:_check_private": _PLAN,
-    "protocol/plan/soundness.py:_refusals": _PLAN,
-    "protocol/plan/soundness.py:_without_effect": _PLAN,
-    "server/run.py:run": "the entry point of a run: each parameter is a setting of its own, keyword only",
+    "server/run.py:run": "the entry point: each parameter is a setting of its own, the body the order of a run",
     "server/sum/party.py:Party": "what all sums of a run share",
 }
 """By file and name: why it may be larger."""

@@ -394,14 +394,10 @@ def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
     ("settings", "line"),
     [
         (
-            ("data.format=text",),
+            ("data.format=text", 'data.choices=["a", "b"]'),
             r'data.choices is .*: expected no value; only valid with data.task = "generate" and',
         ),
-        (("data.format=messages",), r"data.choices is .*: expected no value; only valid with"),
-        (
-            ("data.task=classify", "data.format=text", 'data.classes=["a", "b"]'),
-            r"data.choices is .*: expected no value",
-        ),
+        (("data.format=messages", 'data.choices=["a", "b"]'), r"data.choices is .*: expected no value; only"),
         (('data.choices=["one"]',), r"data.choices is 1: expected 2 to 256 choices"),
         (('data.choices=["a", "b", "a"]',), r"data.choices is 'a': expected 2 to 256"),
         (('data.choices=["a", ""]',), r"data.choices is '': expected 2 to 256"),

@@ -569,7 +569,7 @@ def test_a_weight_raises_the_recall_of_a_rare_class(tmp_path: Path) -> None:
         (('data.classes=["a", "b", "a"]',), r"data.classes is 'a': expected 2 to 256"),
         (('data.classes=["a", ""]',), r"data.classes is '': expected 2 to 256"),
         (
-            ("data.task=generate",),
+            ("data.task=generate", 'data.classes=["a", "b"]'),
             r'data.classes is .*: expected no value; only valid with data.task = "classify"',
         ),
         (("data.task=generate", "data.classes=[]", "data.label_field=kind"), r"data.label_field is 'kind'"),
