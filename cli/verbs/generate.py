@@ -17,7 +17,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         "Print a prompt and the text with which the final model of a finished run continues it."
     )
     add_run(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="text to continue; of a model of chats what a user says",
+    )
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to write (default: 200)")
     parser.add_argument(
         "--temperature",
@@ -30,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
+    """Print the prompt and its continuation, or the answer in a chat."""
     if arguments.tokens < 1:
         raise CloisterError("--tokens", arguments.tokens, expected="1 or more")
     if not 0 <= arguments.temperature <= 100:
@@ -63,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = generate(
             final,
             arguments.prompt,
+            chat=plan.data.format == "messages",
             max_new_tokens=arguments.tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,

@@ -49,14 +49,28 @@ def origin(
     own = not model.name.startswith("builtin:")
     if own:
         digest.update(pack("configuration", _canonical(_plain(module).config)))
-        # Buffers that are not stored follow from the configuration.
+        # The plan's seed gives the frozen factors of an adapter, and their last bits are those of a processor.
+        drawn = _of_adapter(module)
         for name, value in sorted(dict((*module.named_parameters(), *module.named_buffers())).items()):
-            if name not in trained and not value.is_meta:
+            if name not in trained and id(value) not in drawn and not value.is_meta:
                 digest.update(pack(name, str(value.dtype), *value.shape))
                 digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     if model.tokenizer_name != "bytes":
         digest.update(pack("tokenizer", tokenizer_digest(tokenizer)))
     return digest.hexdigest() if own or model.tokenizer_name != "bytes" else ""
+
+
+def _of_adapter(module: nn.Module) -> set[int]:
+    """Identities of the parameters that PEFT has added."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        id(parameter)
+        for layer in module.modules()
+        if isinstance(layer, BaseTunerLayer)
+        for name in layer.adapter_layer_names
+        for parameter in getattr(layer, name).parameters()
+    }
 
 
 def _plain(module: nn.Module) -> Any:

@@ -15,6 +15,7 @@ def generate(
     folder: Path,
     prompt: str,
     *,
+    chat: bool = False,
     max_new_tokens: int = 128,
     fit: bool = False,
     temperature: float = 1.0,
@@ -25,14 +26,15 @@ def generate(
     Args:
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
         prompt: Text to continue; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
+        chat: Take the prompt as the first turn of a user, by the tokenizer's chat template.
         max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
         fit: Add fewer where the model has not as many positions, instead of an error.
         temperature: Divides the logits before sampling from all tokens; 0 always takes the most likely token.
         seed: Seed of the sampling; the process's own random state is unchanged.
 
     Returns:
-        The prompt and its continuation, without special tokens and without the bytes of a character that was cut at the
-        end.
+        The prompt and its continuation, of a chat the answer alone; without special tokens, and without the bytes of a
+        character that was cut at the end.
 
     Raises:
         ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
@@ -52,6 +54,10 @@ def generate(
     module.to(device).eval()
     first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
     tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
+    if chat:
+        turn = [{"role": "user", "content": prompt}]
+        asked: Any = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)
+        tokens = list(asked["input_ids"])
     config = module.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if fit and isinstance(longest, int) and 0 < len(tokens) < longest:
@@ -80,4 +86,5 @@ def generate(
             **sampling,
         )
     text = str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
-    return prompt + text.rstrip("\ufffd")  # what a decoder writes for bytes that are no whole character
+    text = text.rstrip("\ufffd")  # what a decoder writes for bytes that are no whole character
+    return text if chat else prompt + text

@@ -4,8 +4,9 @@ A template is a program of a stranger, in Jinja. `transformers` runs it in a san
 its own chat: the clock, Python's random numbers, and in the text of an object (`<generator object at 0x7f...>`) where
 memory is free, which earlier chats have left behind. Here it sees its chat alone, so one record cannot change another:
 
-- the clock stands still, and there are no random numbers: a template that uses the filter `random` or `lipsum` is
-  refused, chat by chat;
+- the clock stands still, in no time zone and one language, and there are no random numbers: a template that uses the
+  filter `random` or `lipsum` is refused, chat by chat;
+- a set is a sorted list, because its own order is random in each process;
 - an iterator is a list at once, and a function or method is a value without an address.
 
 Otherwise the text is that of `PreTrainedTokenizerBase.apply_chat_template`, with which tests compare it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +30,39 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 NOW = datetime.datetime(2025, 1, 1)
-"""The time in each template."""
+"""The time in each template, without a time zone."""
+
+_DIRECTIVES = {
+    "%": "%",
+    "A": "Wednesday",
+    "B": "January",
+    "D": "01/01/25",
+    "F": "2025-01-01",
+    "H": "00",
+    "I": "12",
+    "M": "00",
+    "S": "00",
+    "T": "00:00:00",
+    "Y": "2025",
+    "a": "Wed",
+    "b": "Jan",
+    "d": "01",
+    "e": " 1",
+    "f": "000000",
+    "j": "001",
+    "m": "01",
+    "p": "AM",
+    "y": "25",
+    "-d": "1",
+    "-m": "1",
+}
+"""What `strftime_now` gives for `NOW`; any other directive may depend on the machine."""
+
+
+def _time(form: str) -> str:
+    return re.sub(
+        r"%(-?.)", lambda found: _DIRECTIVES.get(found[1]) or _refuse(f"%{found[1]} of the time"), form
+    )
 
 
 class _Value:
@@ -58,22 +92,29 @@ _PRINTED_ALIKE = (jinja2.Undefined, jinja2.runtime.Macro, _Value, _Joiner, _Cycl
 
 
 def _plain(value: Any) -> Any:
-    """The value, so that its text says nothing of memory."""
+    """The value, so that neither its text nor its order says anything of the process."""
     if isinstance(value, _PRINTED_ALIKE):
         return value
     if isinstance(value, Iterator):
         return list(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
     return _Value(value) if callable(value) else value
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Every value that is not of the chat or written in the template comes from one of these three."""
+    """Every value that is not of the chat or written in the template comes from one of these four."""
+
+    intercepted_binops = frozenset({"-"})  # of two sets of keys
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         return _plain(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return _plain(super().getitem(obj, argument))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        return _plain(super().call_binop(context, operator, left, right))
 
     def call(self, *arguments: Any, **named: Any) -> Any:
         return _plain(super().call(*arguments, **named))
@@ -134,7 +175,7 @@ def compiled(template: str) -> jinja2.Template:
         "joiner": _Joiner,
         "cycler": _Cycler,
         "raise_exception": _Value(_refuse),
-        "strftime_now": _Value(NOW.strftime),
+        "strftime_now": _Value(_time),
     }
     return environment.from_string(template)
 

@@ -69,8 +69,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
     """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
 
-    What the text sets and an override leaves without effect is dropped: another optimizer does not need the constants
-    of the one before.
+    What the text sets and an override leaves without effect is dropped, but for limits: another optimizer does not need
+    the constants of the one before.
 
     Raises:
         PlanError: the text is no TOML, or the plan is not sound.
@@ -105,6 +105,10 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     return from_json(_effective(json.dumps(tree), list(values), even_given=True))
 
 
+_LIMITS = ("privacy.budget", "privacy.target_epsilon", "simulation.greatest_epsilon", "server.gate.loss")
+"""Fields that protect, which are refused where they have no effect, and never dropped."""
+
+
 def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> str:
     """A plan as JSON without the fields that have no effect beside some given ones; given ones stay, unless they may
     have none."""
@@ -112,12 +116,9 @@ def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> 
     for field, value, default, tags in _tagged(plan, ""):
         holds = all(tag.holds(_value(plan, tag.field)) for tag in tags)
         known = any(field == each or each.startswith(f"{field}.") for each in given)
-        if (
-            holds
-            or value == default
-            or (known and not even_given)
-            or not {tag.field for tag in tags} & set(given)
-        ):
+        if holds or value == default or (known and not even_given) or field in _LIMITS:
+            continue
+        if not {tag.field for tag in tags} & set(given):
             continue
         *path, name = field.split(".")
         reduce(lambda section, key: section.get(key, {}), path, tree).pop(name, None)

@@ -527,3 +527,13 @@ def test_devices() -> None:
     for name in ("cuda:99", "gpu", "cpu:x", ""):
         with pytest.raises(ModelError, match="device is"):
             device_for(name)
+
+
+def test_a_model_of_chats_is_asked_by_its_template(tmp_path: Path) -> None:
+    model = load_model(plan_of("llama"))
+    save_pretrained(model, model.layout.flatten(model.module), tmp_path / "final")
+    turn = [{"role": "user", "content": "When?"}]
+    asked = model.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    answer = generate(tmp_path / "final", "When?", chat=True, max_new_tokens=6, temperature=0)
+    assert str(asked) != "When?"
+    assert generate(tmp_path / "final", str(asked), max_new_tokens=6, temperature=0) == f"{asked}{answer}"

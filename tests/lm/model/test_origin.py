@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, PreTrainedModel
 
 from cloister.lm.model.model import from_config
@@ -86,3 +87,17 @@ def test_a_tokenizer_that_keeps_files_and_not_values_is_refused(tmp_path: Path) 
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Wav2Vec2CTCTokenizer"}')
     with pytest.raises(ModelError, match="tokenizers library"):
         load_tokenizer(ModelSection(name="builtin:llama", tokenizer=str(tmp_path)))
+
+
+# PEFT asks transformers for a property by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_the_frozen_factor_of_an_adapter_is_that_of_the_plan_and_not_in_the_digest() -> None:
+    """Its last bits are those of a processor."""
+    adapter = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    trained = [name for name, _ in adapter.named_parameters() if "lora_B" in name]
+    known = origin(SECTION, adapter, TOKENIZER, trained)
+    drawn = next(value for name, value in adapter.named_parameters() if "lora_A" in name)
+    drawn.data += 1e-8
+    assert origin(SECTION, adapter, TOKENIZER, trained) == known
+    next(value for name, value in adapter.named_parameters() if "q_proj.base_layer" in name).data += 1e-6
+    assert origin(SECTION, adapter, TOKENIZER, trained) != known

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
+import jinja2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -274,11 +275,27 @@ def chat_of(said: str) -> dict[str, Any]:
         "{% macro f() %}{{ strftime_now('%f') }}{% endmacro %}{{ f() }}",
         "{% set ns = namespace(n=n) %}{% set ns.n = 1 %}{% set n = 2 %}{{ n }}{{ ns.n }}",
         "{{ cycler('a', 'b').next() }}",
+        "{{ messages[0].keys() - ['role'] }}{{ (messages[0].items() - []) | list }}",
     ],
 )
 def test_no_rendering_sees_another(reads: str) -> None:
     """A template that uses the clock for one record alone would tell the others of it."""
     assert len(set(rendered(reads))) == 1
+
+
+def test_the_order_of_a_set_is_not_that_of_the_process() -> None:
+    """Python's own is drawn anew in each process, and a template could choose by it what a site learns."""
+    names = dict.fromkeys("cdgfahbe", "x")
+    some = "{% for n in messages[0].keys() - ['c'] %}{{ n }}{% endfor %}"
+    template = f"{{{{ messages[0].keys() - ['role'] }}}}|{some}|{{{{ 3 - 1 }}}}"
+    assert render(template, [names], {}) == f"{sorted(names)}|abdefgh|2"
+
+
+@pytest.mark.parametrize("directive", ["%s", "%Z", "%z", "%c", "%x", "%X", "%G"])
+def test_a_template_that_asks_for_what_the_machine_decides_is_refused(directive: str) -> None:
+    """The seconds since 1970 are those of the machine's time zone, and names those of its language."""
+    with pytest.raises(jinja2.TemplateError):
+        render(f"{{{{ strftime_now('{directive}') }}}}", [], {})
 
 
 def rendered(reads: str) -> list[str]:

@@ -192,5 +192,8 @@ def test_an_override_drops_what_it_leaves_without_effect() -> None:
     assert parse(text, ["server.optimizer=adam"]) == parse("", ["server.optimizer=adam"])
     with pytest.raises(PlanError, match=r"^server\.momentum is 0\.3"):
         parse('[server]\noptimizer = "adam"\nmomentum = 0.3', ["run.rounds=3"])
+    gated = '[server]\nevaluation = "public.jsonl"\n[server.gate]\nloss = 0.02'
+    with pytest.raises(PlanError, match=r"^server\.gate\.loss is 0\.02"):
+        parse(gated, ["server.evaluation=none"])
     with pytest.raises(PlanError, match=r"^server\.momentum is 0\.2"):
         parse(text, ["server.optimizer=adam", "server.momentum=0.2"])
