@@ -402,7 +402,7 @@ def _value(record: Record, place: str, name: str) -> Any:
         raise DataError(
             place,
             expected=f"a field {name!r}; the fields of the record: {has}",
-            fix="set the name of the field in [data] of the plan",
+            fix="set the field of [data] that names it (such as data.text_field), or another data.format",
         )
     return value
 
