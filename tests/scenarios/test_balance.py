@@ -687,7 +687,7 @@ def test_a_killed_run_goes_on_with_the_steps_of_its_round(
     wanted = balanced(local, {name: measured.get(name) for name in names})
     assert begun[4, 1] == wanted
     most = max(count for _, count in wanted)
-    assert f"round 4: 4 sites, 4 to {most} local steps, " in printed
-    assert "local steps of a site in a round" in printed
+    assert f"fewest local steps 4, most local steps {most}" in printed
+    assert "most local steps" in printed
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("least_steps") for row in rows] == [None, 8, 4, 4, 4]
