@@ -26,7 +26,7 @@ CORRECT = "correct"
 BYTES = "bytes"
 
 _LARGEST_COUNT = 1 << 48
-"""Most tokens or bytes of a site's held-out records."""
+"""Most tokens or bytes of a site's held-out records where the plan does not bound them."""
 
 
 def confusion_counters(plan: Plan) -> tuple[str, ...]:
@@ -79,8 +79,12 @@ class Sums(Basis):
         the confusion matrix."""
         plan = self.plan
         ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-        counts = (CORRECT, TOKENS, BYTES, *confusion_counters(plan))
-        counters = Counter(LOSS, LARGEST_LOSS), *(Counter(name, _LARGEST_COUNT) for name in counts)
+        sequences, most = plan.server.evaluation_sequences, _LARGEST_COUNT
+        if sequences is not None:  # otherwise no party knows how many records a site holds out
+            most = sequences if plan.data.task == "classify" else sequences * plan.data.sequence_length
+        cells = (BYTES, *confusion_counters(plan))
+        counters = Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)
+        counters += tuple(Counter(name, _LARGEST_COUNT) for name in cells)
         return SumLayout(ring, 0, counters)
 
     def layout(self, purpose: Purpose) -> SumLayout:

@@ -14,13 +14,14 @@ After a round with the released mean m, the total weight W of n sites and the la
 
 with the root mean square `rms` of all rms_j: m's blocks as they were sent, by the sites' mean weight. A block that did
 not move can move again by the second term. Updates of n sites that have nothing in common have a mean that is sqrt(n)
-times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first, and with a privacy unit always. Without a unit
-it follows the released number of clipped values: a normal coordinate exceeds c root mean squares with probability
-p = 2 Phi(-c). The fraction that was clipped gives c, and `multiple` is multiplied by 3 / c, at least 3/4 and at most 2.
-With groups m is the median of their means, and n and W are those of all groups.
-It stays between 3, which updates that are all alike need, and 3 n, for one site that moves alone: so a site that lies
-in that number can make the steps 3 n / `multiple` times as large, and no more. At c = 3 and 15 levels rounding adds
-0.7 % to the squared norm of an update, and clipping less.
+times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first; with a privacy unit, and with groups, always.
+Otherwise it follows the released number of clipped values: a normal coordinate exceeds c root mean squares with
+probability p = 2 Phi(-c). The fraction that was clipped gives c, and `multiple` is multiplied by 3 / c, at least 3/4
+and at most 2. It stays between 3, which updates that are all alike need, and 3 n, for one site that moves alone. A site
+that lies in that number moves `multiple` anywhere between them: the steps are up to 3 n / `multiple` times as large, or
+values beyond 3 root mean squares are clipped. At c = 3 and 15 levels rounding adds 0.7 % to the squared norm of an
+update, and clipping less. With groups m is the median of their means, and W / n the median of theirs. What they
+clipped is not used: one site decides the number of its group, and that number would count for all groups.
 
 All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are part of the
 instructions of a sum (`messages.Instructions`).
@@ -37,6 +38,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,22 +126,22 @@ class Scales:
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
         return cls(_within(bounds, plan.aggregation.bound), 0.0)
 
-    def after(self, plan: Plan, mean: Floats, sites: int, weight: float, clipped: int | None) -> Scales:
+    def after(self, plan: Plan, mean: Floats, sites: int, mean_weight: float, clipped: int | None) -> Scales:
         """Those of the next round.
 
         Args:
             plan: The plan.
             mean: (d,) float32: the released mean.
             sites: Sites in it.
-            weight: Their total weight over the largest weight.
-            clipped: Values that they clipped; None where that is not released.
+            mean_weight: Their mean weight over the largest weight.
+            clipped: Values that they clipped; None where that is not released, or one site would decide it for all.
         """
         blocks = len(self.bounds)
         squares = np.zeros(blocks)
         for block in range(blocks):
             part = mean[block * ROTATED : (block + 1) * ROTATED].astype(np.float64)
             squares[block] = part @ part / ROTATED
-        squares *= (weight / sites) ** 2
+        squares *= mean_weight**2
         everywhere = float(squares.mean())
         if everywhere == 0:
             return self
@@ -413,9 +415,9 @@ class _AtCoordinator(AtCoordinator):
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
         sites = sum(len(summed.names) for summed in sums)
-        weight = sum(summed.counters[WEIGHT] for summed in sums) / self._heaviest
-        known = [summed.counters[CLIPPED] for summed in sums if CLIPPED in summed.counters]
-        self._next = self._scales.after(self.plan, mean, sites, weight, sum(known) if known else None)
+        weights = [summed.counters[WEIGHT] / self._heaviest / len(summed.names) for summed in sums]
+        clipped = sums[0].counters.get(CLIPPED) if self.plan.aggregation.groups == 1 else None
+        self._next = self._scales.after(self.plan, mean, sites, statistics.median(weights), clipped)
 
     def after_step(self) -> None:
         self._scales = self._next

@@ -178,9 +178,6 @@ class Policy(Section):
             _refuse("least_noise", "noise multiplier", offer.noise_multiplier, f"at least {self.least_noise}")
         if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:
             _refuse("greatest_delta", "privacy.delta", offer.delta, f"at most {self.greatest_delta}")
-        if self.greatest_epsilon is not None and not offer.epsilon_after <= self.greatest_epsilon:
-            what = "epsilon of the site's data after the run"
-            _refuse("greatest_epsilon", what, offer.epsilon_after, f"at most {self.greatest_epsilon}")
         if not self.trusted_coordinator and offer.trusted_coordinator is not False:
             what = "privacy.trusted_coordinator"
             _refuse("trusted_coordinator", what, offer.trusted_coordinator, "false")
@@ -199,6 +196,11 @@ class Policy(Section):
             _refuse("adapters", "model.adapter.scheme", offer.adapter, _one_of(self.adapters))
         if self.most_rounds is not None and not offer.rounds <= self.most_rounds:
             _refuse("most_rounds", "run.rounds", offer.rounds, f"at most {self.most_rounds}")
+        # Last: a plan that is refused for another demand must not tell what the site has spent. One that is refused for
+        # none is accepted, and the site joins no other.
+        if self.greatest_epsilon is not None and not offer.epsilon_after <= self.greatest_epsilon:
+            what = "epsilon of the site's data after the run"
+            _refuse("greatest_epsilon", what, offer.epsilon_after, f"at most {self.greatest_epsilon}")
 
 
 def load_policy(path: Path) -> Policy:

@@ -23,6 +23,8 @@ from cloister.aggregation.features.compression import (
     residuals,
     stored,
 )
+from cloister.aggregation.features.feature import Given, Summed
+from cloister.aggregation.features.registry import Coordinated
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT, SumLayout
 from cloister.aggregation.vector.compression import BlockCode, Kept
@@ -325,27 +327,52 @@ def test_later_scales_follow_the_released_mean_and_the_clipped_values() -> None:
     plan = scales_plan()
     mean = np.repeat(np.array([4e-3, 1e-3, 0.0], np.float32), ROTATED)
     first = Scales.first(plan, mean.size)
-    second = first.after(plan, mean, SITES, SITES / 2, 0)  # the sites' mean weight is half of the largest
+    second = first.after(plan, mean, SITES, 1 / 2, 0)  # the sites' mean weight is half of the largest
     multiple = START * np.sqrt(SITES)
     everywhere = np.sqrt((4e-3**2 + 1e-3**2) / 3) / 2
     expected = multiple * np.array([2e-3, 0.5e-3, everywhere * LEAST_SHARE])
     np.testing.assert_allclose(second.bounds, expected, rtol=1e-5)
     assert second.multiple == multiple
     # Nothing was clipped, so the bounds are too large; a tenth was, so they are too small. A privacy unit says nothing.
-    assert second.after(plan, mean, SITES, SITES, 0).multiple == multiple * 0.75
-    most = second.after(plan, mean, SITES, SITES, SITES * mean.size // 10).multiple
+    assert second.after(plan, mean, SITES, 1, 0).multiple == multiple * 0.75
+    most = second.after(plan, mean, SITES, 1, SITES * mean.size // 10).multiple
     assert most == pytest.approx(multiple * 3 / 1.6449, rel=1e-3)
-    assert second.after(plan, mean, SITES, SITES, None).multiple == multiple
+    assert second.after(plan, mean, SITES, 1, None).multiple == multiple
     for clipped, end in ((SITES * mean.size, 3 * SITES), (0, 3)):  # a site that lies in it for many rounds
         lied = second
         for _ in range(12):
-            lied = lied.after(plan, mean, SITES, SITES, clipped)
+            lied = lied.after(plan, mean, SITES, 1, clipped)
         assert lied.multiple == end
     # A mean of zeros says nothing either.
-    assert second.after(plan, 0 * mean, SITES, SITES, 0) is second
+    assert second.after(plan, 0 * mean, SITES, 1, 0) is second
     again = Scales.restored(second.state())
     np.testing.assert_array_equal(again.bounds, second.bounds)
     assert again.multiple == second.multiple
+
+
+@pytest.mark.parametrize("lied", ["clipped", "weight"])
+@pytest.mark.parametrize(("groups", "followed"), [(1, True), (3, False)])
+def test_no_group_decides_the_bounds_of_all_by_its_counters(groups: int, followed: bool, lied: str) -> None:
+    """One site sets the counters of its group; the median of means withstands that group, so the bounds must too."""
+    settings = ["aggregation.colluders=0.0", "cohort.sites=24", f"aggregation.groups={groups}"]
+    sums, sites = Sums(parse("", [*EIGHT_BITS, *settings]), ROTATED), 24 // groups
+    mean = np.full(ROTATED, 1e-3, np.float32)
+    told = []
+    for lie in (False, True):
+        at_coordinator = Coordinated(sums, Given())
+        for number in (1, 2):
+            honest = {"weight": sites * sums.training.heaviest // 1000, "clipped": 0}
+            worse = {"weight": sites * sums.training.heaviest, "clipped": sites * ROTATED}
+            opened = [
+                Summed(number, group, ("site",) * sites, mean, {**honest, lied: worse[lied]}, (), {})
+                if lie and group == 0
+                else Summed(number, group, ("site",) * sites, mean, honest, (), {})
+                for group in range(groups)
+            ]
+            at_coordinator.before_step(mean, opened)
+            at_coordinator.after_step()
+        told.append(at_coordinator.tell(3, (), {}))
+    assert (told[0] != told[1]) == followed
 
 
 def test_scales_out_of_bounds_are_refused() -> None:

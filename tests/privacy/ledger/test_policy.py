@@ -113,6 +113,30 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
         assert error.value.expected
 
 
+@pytest.mark.parametrize(
+    ("demand", "field", "refused"),
+    [
+        (demand, field, refused)
+        for demand, field, _, refused in DEMANDS
+        if field not in ("epsilon_after", "delta") and '"none"' not in demand
+    ],
+)
+def test_an_offer_that_another_demand_refuses_tells_nothing_of_the_spending(
+    path: Path, demand: str, field: str, refused: list[Any]
+) -> None:
+    """Otherwise refusals of plans that cannot be accepted would tell, one after the other, what is left."""
+    demanded = policy(path, f"greatest_epsilon = 8.0\ngreatest_delta = 0.5\n{demand}")
+    unit = {"window": "window", "owner_field": "owner"}.get(field, OFFER.unit)
+    for value in refused:
+        said = set()
+        for spent in (0.1, 1e6):
+            offer = dataclasses.replace(OFFER, unit=unit, epsilon_after=spent)
+            with pytest.raises(PolicyError) as error:
+                demanded.check(dataclasses.replace(offer, **{field: value}))
+            said.add(str(error.value))
+        assert len(said) == 1
+
+
 def test_every_demand_is_tried() -> None:
     assert {each[0].split(" = ")[0] for each in DEMANDS} == set(Policy.model_fields)
 
