@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,9 +66,6 @@ from cloister.aggregation.vector.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.vector.compression import BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import ROTATED, Floats, rotated_blocks
-from cloister.lm.model.layout import Vector
-from cloister.lm.training.moments import Carry
-from cloister.lm.training.optimizer import learning_rate
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.figure import Figure
@@ -76,6 +73,9 @@ from cloister.protocol.machine.storage import allocate, disk_refusal
 from cloister.protocol.messages.blocks import Span
 from cloister.protocol.messages.messages import LONGEST_TOLD
 from cloister.protocol.plan.plan import Plan
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from cloister.lm.training.moments import Carry
 
 NAME = "compression"
 FIRST = 3.0
@@ -115,6 +115,8 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
+            from cloister.lm.training.optimizer import learning_rate
+
             steps = plan.run.rounds * local.steps
             scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
             if local.optimizer == "sgd":
@@ -351,7 +353,7 @@ class Compressed(InClear):
 
     def release(
         self,
-        values: Vector,
+        values: Floats,
         tokens: int,
         offset: int = 0,
         gather: Gather = alone,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,6 @@ import numpy.typing as npt
 from cloister.aggregation.vector.average import SumLayout
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.rotation import Floats
-from cloister.lm.model.layout import Vector
-from cloister.lm.training.moments import Carry
-from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.privacy.mechanism.correlated import CorrelatedRow
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -33,6 +30,10 @@ from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.figure import Figure
 from cloister.protocol.messages.messages import ByFeature
 from cloister.protocol.plan.plan import Plan
+
+if TYPE_CHECKING:  # torch and dp-accounting take seconds to import, and displays need the figures alone
+    from cloister.lm.training.moments import Carry
+    from cloister.privacy.accounting.terms import Terms
 
 State: TypeAlias = dict[str, npt.NDArray[np.float64]]
 """What a checkpoint keeps of a feature."""
@@ -55,6 +56,8 @@ class Basis:
         Raises:
             PlanError: as `terms_of`.
         """
+        from cloister.privacy.accounting.terms import terms_of
+
         return terms_of(self.plan, self.parameters)
 
 
@@ -93,7 +96,7 @@ class Code(Protocol):
 
     def release(
         self,
-        values: Vector,
+        values: Floats,
         tokens: int,
         offset: int = 0,
         gather: Gather = alone,

@@ -25,7 +25,7 @@ from cloister.aggregation.features.feature import (
 from cloister.aggregation.vector.average import CLIPPED, WEIGHT, Counter, SumLayout, weight_of
 from cloister.aggregation.vector.compression import BlockCode
 from cloister.aggregation.vector.ring import Ring, RingVector
-from cloister.lm.model.layout import Vector
+from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.figure import Figure
 from cloister.protocol.plan.plan import Plan
@@ -86,7 +86,7 @@ class InClear:
 
     def release(
         self,
-        values: Vector,
+        values: Floats,
         tokens: int,
         offset: int = 0,
         gather: Gather = alone,

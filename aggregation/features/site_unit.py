@@ -37,7 +37,6 @@ from cloister.aggregation.features.feature import (
 from cloister.aggregation.vector.average import WEIGHT, Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
-from cloister.lm.model.layout import Vector
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism
@@ -87,7 +86,7 @@ class Protected:
 
     def release(
         self,
-        values: Vector,
+        values: Floats,
         tokens: int,
         offset: int = 0,
         gather: Gather = alone,

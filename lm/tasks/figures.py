@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.evaluate import HeldOut
 from cloister.protocol.figure import Figure
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from cloister.lm.tasks.evaluate import HeldOut
 
 FIGURES: tuple[Figure, ...] = (
     Figure("loss", "held-out loss", ".3f", unit="nats per {label}", better="lower", column="loss"),

@@ -386,6 +386,19 @@ def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
     assert "simulate" in done.stdout
 
 
+def test_displays_know_all_figures_without_torch() -> None:
+    """A run imports torch while its workers do; a display that imported it before would make a person wait twice."""
+    code = (
+        "import sys\nfrom cloister.aggregation.features.registry import FIGURES\n"
+        "import cloister.cli.show.card, cloister.cli.show.display, cloister.cli.show.outcome\n"
+        "assert FIGURES\n"
+        "heavy = {'torch', 'transformers', 'dp_accounting', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_plan_check_prints_the_plan_and_its_cost(
     small_plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
