@@ -73,9 +73,48 @@ def test_no_server_is_told_that_a_file_was_read(tmp_path: Path, monkeypatch: pyt
     asked: list[str] = []
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(httpx.Client, "send", lambda _client, request, **_: asked.append(str(request.url)))
-    (tmp_path / "a.jsonl").write_text('{"text": "private"}\n')
-    assert list(read_records(str(tmp_path / "a.jsonl"))) == [{"text": "private"}]
+    datasets.Dataset.from_list([{"text": "private"}]).to_parquet(tmp_path / "a.parquet")
+    assert list(read_records(str(tmp_path / "a.parquet"))) == [{"text": "private"}]
     assert asked == []
+
+
+LAST: dict[str, tuple[list[Any], Any]] = {
+    "a part of a number": ([{"pid": 7}, {"pid": 8}], {"pid": 1000.5}),
+    "no time": ([{"pid": "1910-01-02T00:00:00Z"}, {"pid": "1911-01-02"}], {"pid": "unknown"}),
+    "text beside numbers": ([{"pid": 7}, {"pid": 2**70}], {"pid": "eight"}),
+    "a field below": ([{"a": {"b": 1}}, {"a": {"b": 2}}], {"a": {"b": 2.5, "c": None}}),
+    "a field of its own": ([{"pid": 7}, {"pid": 8}], {"pid": 9, "note": "x"}),
+    "half a surrogate pair": ([{"text": "x"}, {"text": "y"}], {"text": "\ud800"}),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "list.json"])
+@pytest.mark.parametrize("case", LAST)
+def test_no_record_of_json_decides_how_others_are_read(case: str, suffix: str, tmp_path: Path) -> None:
+    rows, last = LAST[case]
+    file, brackets = tmp_path / f"a.{suffix}", ("[", ",", "]") if suffix == "list.json" else ("", "", "")
+    for number, written in enumerate((rows, [*rows, last])):
+        text = f"{brackets[1]}\n".join(json.dumps(row) for row in written)
+        file.write_text(f"{brackets[0]}{text}{brackets[2]}")
+        read = list(read_records(str(file), cache=tmp_path / f"cache{number}"))
+        assert repr(read) == repr(written)  # `==` would not see that 7 reads as 7.0
+
+
+def test_lines_of_a_folder_are_read_by_their_number(tmp_path: Path) -> None:
+    rows = [{"n": index, "text": "é" * (index % 7)} for index in range(200)]
+    for name, part in (("a.jsonl", rows[:70]), ("b.json", rows[70:71]), ("c.jsonl", rows[71:])):
+        lines = (json.dumps(row, ensure_ascii=False) for row in part)
+        (tmp_path / name).write_bytes("\r\n \n".join(["\ufeff" + next(lines), *lines]).encode())
+    records = read_records(str(tmp_path))
+    assert (len(records), list(records)) == (200, rows)
+    assert [records[index] for index in (199, 0, 70, 71, 69, -1)] == [
+        rows[index] for index in (199, 0, 70, 71, 69, -1)
+    ]
+    with pytest.raises(IndexError):
+        records[200]
+    (tmp_path / "c.jsonl").write_bytes(b"7\n")
+    with pytest.raises(DataError, match=r"c\.jsonl, line 3: expected one JSON object"):
+        records[72]
 
 
 @pytest.mark.parametrize("with_cache", [True, False])
@@ -93,7 +132,8 @@ def test_tables(name: str, with_cache: bool, tmp_path: Path) -> None:
     assert len(records) == 50
     assert records[7] == rows[7]
     assert list(records) == rows
-    assert bool(getattr(records, "cache_files", [])) == with_cache
+    mapped = with_cache and file.suffix == ".parquet"
+    assert bool(getattr(records, "cache_files", [])) == mapped
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
@@ -105,17 +145,17 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
 def test_private_files_stay_out_of_the_global_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "global"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", elsewhere)
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "secret"}\n')
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([{"text": "secret"}]).to_parquet(file)
     for cache in (None, tmp_path / "own"):
         assert read_records(str(file), cache=cache)[0] == {"text": "secret"}
     assert not elsewhere.exists()
 
 
 def test_changed_files_are_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
+    file = tmp_path / "a.parquet"
     for text in ("one", "two", "six"):
-        file.write_text(json.dumps({"text": text}))
+        datasets.Dataset.from_list([{"text": text}]).to_parquet(file)
         assert read_records(str(file), cache=tmp_path / "cache")[0] == {"text": text}
 
 
@@ -191,8 +231,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise datasets.exceptions.DatasetGenerationError("while generating") from error
 
     monkeypatch.setattr(datasets, "load_dataset", full)
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "x"}')
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"cache.*No space left on device"):
         read_records(str(file), cache=tmp_path / "cache")
 
