@@ -359,15 +359,52 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
     try:
         with pq.ParquetFile(file) as table:
             number = 0
-            for batch in table.iter_batches(batch_size=_ROWS):
-                for index in range(batch.num_rows):
+            for group in range(table.num_row_groups):
+                for row in _group_rows(table, group):
                     number += 1
                     unusable.place = f"{file}, record {number}"
-                    rows = unusable.tried(_NOT_READABLE, _one_row, batch.slice(index, 1))
+                    rows = unusable.tried(_NOT_READABLE, _decoded_row, row)
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
+
+
+def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch | pa.ArrowException]:
+    """The rows of a row group, each as a batch of one, or as the reason why it cannot be decoded.
+
+    Rows are decoded `_ROWS` at a time. Arrow refuses several rows whose nested texts have more than 2 GiB together,
+    which each of them alone has not: the rest is then decoded one by one. After a row that it refuses alone, a reader
+    cannot go on, since its columns may stand at different rows: the later rows of the group are not readable either.
+    """
+    done, count = 0, table.metadata.row_group(group).num_rows
+    try:
+        for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
+            for index in range(batch.num_rows):
+                done += 1
+                yield batch.slice(index, 1)
+    except OSError:
+        raise  # the file is damaged, whatever its rows are
+    except pa.ArrowException as together:
+        reason = together
+    else:
+        return
+    try:
+        for row in itertools.islice(table.iter_batches(batch_size=1, row_groups=[group]), done, None):
+            done += 1
+            yield row
+    except OSError:
+        raise
+    except pa.ArrowException as alone:
+        reason = alone
+    for _ in range(done, count):
+        yield reason
+
+
+def _decoded_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+    if isinstance(row, pa.ArrowException):
+        raise row
+    return _one_row(row)
 
 
 def _one_row(row: pa.RecordBatch) -> list[Record]:

@@ -2,11 +2,14 @@
 
 import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
 import httpx
+import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from huggingface_hub import HfApi
 
@@ -42,6 +45,41 @@ def test_a_file_that_is_broken_as_a_whole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
     with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
         list(read_each(str(tmp_path), Unusable()))
+
+
+@pytest.mark.parametrize(("more", "lost"), [([], 0), ([60], 0), ([40, 60, 60], 0), ([200], 31)])
+def test_rows_that_arrow_does_not_decode_together_are_decoded_alone(
+    more: list[int], lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow's limit is 2 GiB of nested texts; here it is 100 characters. One row above it hides those of its group."""
+    read = pq.ParquetFile.iter_batches
+
+    def limited(table: pq.ParquetFile, **options: Any) -> Iterator[pa.RecordBatch]:
+        for batch in read(table, **options):
+            if sum(len(row["turns"][0]) for row in batch.to_pylist()) > 100:
+                raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", limited)
+    sizes = [*[1] * 70, *more, *[1] * (200 - 70 - len(more))]
+    rows = [{"n": number, "turns": ["x" * size]} for number, size in enumerate(sizes)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=101)
+    unusable = Unusable()
+    found = list(read_each(str(tmp_path), unusable))
+    assert found == [*rows[:70], *rows[70 + lost :]]
+    assert unusable.left_out.total() == lost
+
+
+def test_a_parquet_file_that_is_damaged_after_its_first_rows_is_refused(tmp_path: Path) -> None:
+    rows = [{"n": number, "text": f"{number:032}" * 4} for number in range(2000)]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=1000)
+    content, middle = bytearray(file.read_bytes()), pq.read_metadata(file).row_group(1).column(1)
+    begin = middle.dictionary_page_offset or middle.data_page_offset
+    content[begin : begin + 40] = bytes(40)
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
+        list(read_each(str(file), Unusable()))
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
