@@ -141,7 +141,8 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write records to a JSONL file, whole or not at all, unsynced; errors as `write_sites`."""
 
     def write(temporary: Path) -> None:
-        with open(temporary, "w", encoding="utf-8") as file:
+        # A surrogate without its pair has no UTF-8; replaced by its escape in JSON it reads as the same text.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             for record in records:
                 file.write(json.dumps(dict(record), ensure_ascii=False, default=str) + "\n")
 
@@ -211,7 +212,7 @@ def _groups(records: Records, field: str, source: str, way: str) -> dict[str, li
 
 
 def _size(record: Mapping[str, Any]) -> int:
-    return len(json.dumps(dict(record), ensure_ascii=False, default=str).encode())
+    return len(json.dumps(dict(record), ensure_ascii=False, default=str).encode(errors="backslashreplace"))
 
 
 def _empty(site: int, why: str, fix: str) -> DataError:

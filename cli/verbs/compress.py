@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.cli.verbs.export import check_new
-from cloister.cli.verbs.tokenizer import check_public
+from cloister.cli.verbs.tokenizer import check_public, places
 from cloister.protocol.errors import CloisterError, DataError
 
 if TYPE_CHECKING:
@@ -159,15 +159,13 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     """
     if plan.privacy.unit == "none" or not files.sites.path.is_dir():
         return
-    given, source = Path(text).expanduser(), Path(plan.simulation.source).expanduser()
+    source = Path(plan.simulation.source).expanduser()
     private = text.partition(":")[0].lower() == plan.simulation.source.partition(":")[0].lower()
     if text.startswith("builtin:"):
         private = text == plan.simulation.source
-    private |= given.exists() and given.resolve().name == source.name
-    for records in (source.resolve(), files.sites.path.resolve()):
-        path = given.resolve()
-        private |= path.is_relative_to(records) or records.is_relative_to(path)
-    private &= given.resolve() != files.sites.public_records.resolve()
+    private |= Path(text).expanduser().exists() and any(
+        _of_sites(place, source, files) for place in places(Path(text))
+    )
     if private:
         raise DataError(
             "--text",
@@ -175,6 +173,15 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
             expected="public text: these are records of the sites, and a loss on them or a model that learns from them "
             "would be a release that no ledger was charged for",
         )
+
+
+def _of_sites(place: Path, source: Path, files: RunFiles) -> bool:
+    """Whether a file or folder is what the sites were given, is in it, or has it."""
+    if files.sites.public_records.resolve() == place.resolve():
+        return False
+    folders = (source.resolve(), files.sites.path.resolve())
+    around = any(place.is_relative_to(each) or each.is_relative_to(place) for each in folders)
+    return around or place.name == source.name
 
 
 def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tuple[Text, Text | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,11 +76,15 @@ def _train(arguments: argparse.Namespace) -> int:
         for file in arguments.files:
             for record in corpus_records(file).records:
                 text = record.get(arguments.field)
-                if not isinstance(text, str):
+                try:
+                    size = len(text.encode()) if isinstance(text, str) else None
+                except UnicodeEncodeError:  # JSON can name half of a surrogate pair
+                    size = None
+                if size is None:
                     raise DataError(f"{file}: field {arguments.field}", text, expected="text in each record")
                 count["records"] += 1
                 count["characters"] += len(text)
-                count["bytes"] += len(text.encode())
+                count["bytes"] += size
                 yield text
 
     trained = train_tokenizer(texts(), arguments.kind, arguments.vocab)
@@ -98,22 +104,33 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_public(file: Path, field: str) -> None:
-    """Check that a file does not lie in a site's folder, where its records are.
+    """Check that text does not lie in a site's folder, where its records are: no file of a folder either, by a link.
 
     Args:
-        file: The file; a name of something else is none.
+        file: The file or folder; a name of something else is none.
         field: The option that named it.
 
     Raises:
         DataError: it does.
     """
-    place = file.expanduser().resolve()
-    if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
-        raise DataError(
-            field,
-            str(file),
-            expected="public text, and this is in a site's folder",
-        )
+    for place in places(file):
+        if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
+            raise DataError(
+                field,
+                str(file),
+                expected="public text, and this is in a site's folder",
+            )
+
+
+def places(file: Path) -> Iterator[Path]:
+    """Where a file or folder is, and each file of the folder: by its name, and where its links lead."""
+    path = file.expanduser()
+    files = [path]
+    if path.is_dir():
+        with contextlib.suppress(PermissionError):  # what cannot be listed is not read either
+            files += [entry for entry in path.iterdir() if not entry.is_dir()]
+    for each in files:
+        yield from (each.absolute(), Path(os.path.realpath(each)))
 
 
 def _show(arguments: argparse.Namespace) -> int:

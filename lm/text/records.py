@@ -3,23 +3,28 @@
 A site reads its own records one by one (`read_each`), because one record must not decide how others are read, or
 whether they are. `Unusable` leaves out what cannot be read, and counts it.
 
-Records that one person owns and divides over sites are read together (`read_records`): `datasets` maps JSONL and
-Parquet from disk as Arrow. This module adds that errors name a file and a line, that no private file leaves a copy in
-the global cache of `datasets`, and that an absent network fails fast.
+Records that one person owns and divides over sites are a collection (`read_records`): lines of JSON stay in their file
+and are parsed one at a time, and `datasets` maps Parquet, whose file declares its types, from disk as Arrow. Refused:
+JSON by `datasets`, which infers one type for a field of all records, so that one record changes what others read as.
+This module adds that errors name a file and a line, that no private file leaves a copy in the global cache of
+`datasets`, and that an absent network fails fast.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
@@ -130,8 +135,9 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
             of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
             `owner/name:configuration`.
         split: Split of a hub data set; files have none.
-        cache: Folder for the Arrow files from which large data is mapped. Without one, local files are read into
-            memory and leave no copy on disk once they are read, and a hub data set uses the hub's own cache.
+        cache: Folder for the Arrow files from which Parquet and hub data sets are mapped. Without one, Parquet files
+            are read into memory and leave no copy on disk once they are read, and a hub data set uses the hub's own
+            cache. Lines of JSON are never copied: their files must stay as they are while their records are used.
 
     Raises:
         DataError: the source is missing, empty, without records, or broken (with file and line); a folder mixes
@@ -147,7 +153,10 @@ def read_records(source: str, *, split: str = "train", cache: Path | None = None
             for file in files:
                 if file.stat().st_size == 0:
                     raise DataError("data", str(file), expected="a file with records, but it is empty")
-            records = _read_texts(files) if kind == "text" else _read_tables(files, kind, cache)
+            if kind == "parquet":
+                records = _read_tables(files, cache)
+            else:
+                records = _read_texts(files) if kind == "text" else _read_json(files)
     if len(records) == 0:
         raise DataError("data", source, expected="at least one record")
     return records
@@ -337,7 +346,7 @@ def _one_line(place: str, line: bytes) -> Record:
         raise DataError(place, len(line), expected=f"a line of at most {LARGEST_RECORD} bytes")
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", str(error))
         raise DataError(place, expected=f"one JSON object ({reason})") from None
     if not isinstance(record, dict):
@@ -350,15 +359,52 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
     try:
         with pq.ParquetFile(file) as table:
             number = 0
-            for batch in table.iter_batches(batch_size=_ROWS):
-                for index in range(batch.num_rows):
+            for group in range(table.num_row_groups):
+                for row in _group_rows(table, group):
                     number += 1
                     unusable.place = f"{file}, record {number}"
-                    rows = unusable.tried(_NOT_READABLE, _one_row, batch.slice(index, 1))
+                    rows = unusable.tried(_NOT_READABLE, _decoded_row, row)
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
+
+
+def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch | pa.ArrowException]:
+    """The rows of a row group, each as a batch of one, or as the reason why it cannot be decoded.
+
+    Rows are decoded `_ROWS` at a time. Arrow refuses several rows whose nested texts have more than 2 GiB together,
+    which each of them alone has not: the rest is then decoded one by one. After a row that it refuses alone, a reader
+    cannot go on, since its columns may stand at different rows: the later rows of the group are not readable either.
+    """
+    done, count = 0, table.metadata.row_group(group).num_rows
+    try:
+        for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
+            for index in range(batch.num_rows):
+                done += 1
+                yield batch.slice(index, 1)
+    except OSError:
+        raise  # the file is damaged, whatever its rows are
+    except pa.ArrowException as together:
+        reason = together
+    else:
+        return
+    try:
+        for row in itertools.islice(table.iter_batches(batch_size=1, row_groups=[group]), done, None):
+            done += 1
+            yield row
+    except OSError:
+        raise
+    except pa.ArrowException as alone:
+        reason = alone
+    for _ in range(done, count):
+        yield reason
+
+
+def _decoded_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+    if isinstance(row, pa.ArrowException):
+        raise row
+    return _one_row(row)
 
 
 def _one_row(row: pa.RecordBatch) -> list[Record]:
@@ -403,26 +449,98 @@ def _read_texts(files: Iterable[Path]) -> Records:
     return texts
 
 
-def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Records:
+class _LineRecords(Sequence[Record]):
+    """The objects of JSONL files, which stay in the files: a record costs 16 bytes of memory until it is asked for.
+
+    Raises:
+        DataError: a line is no JSON object, or has more than `LARGEST_RECORD` bytes.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._begins = [array("q") for _ in files]
+        self._numbers = [array("q") for _ in files]
+        for file, begins, numbers in zip(files, self._begins, self._numbers, strict=True):
+            self._index(file, begins, numbers)
+        self._ends = [*itertools.accumulate(map(len, self._begins))]
+
+    @staticmethod
+    def _index(file: Path, begins: array[int], numbers: array[int]) -> None:
+        begin = 0
+        with open(file, "rb") as lines:
+            for number in itertools.count(1):
+                line = lines.readline(LARGEST_RECORD + 1)
+                if not line:
+                    break
+                if line.strip():
+                    _one_line(f"{file}, line {number}", line)  # a person who owns all records is told at once
+                    begins.append(begin)
+                    numbers.append(number)
+                begin += len(line)
+        if not begins:
+            raise DataError("data", str(file), expected="a file with records, but it has none")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int, /) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice, /) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Iterable[int]) -> list[Record]:
+        """Several records; indices that follow one another are read fastest."""
+        records: list[Record] = []
+        with contextlib.ExitStack() as stack:
+            opened: dict[int, BinaryIO] = {}
+            for index in indices:
+                at = bisect.bisect_right(self._ends, index)
+                file = self._files[at]
+                within = index - (self._ends[at - 1] if at else 0)
+                with _readable(file):
+                    if at not in opened:
+                        stack.close()  # indices are mostly ascending, and a folder may have many files
+                        opened = {at: stack.enter_context(open(file, "rb"))}
+                    opened[at].seek(self._begins[at][within])
+                    line = opened[at].readline(LARGEST_RECORD + 1)
+                records.append(_one_line(f"{file}, line {self._numbers[at][within]}", line))
+        return records
+
+    def __iter__(self) -> Iterator[Record]:
+        for begin in range(0, len(self), _ROWS):
+            yield from self.__getitems__(range(begin, min(begin + _ROWS, len(self))))
+
+
+def _read_json(files: Sequence[Path]) -> Records:
+    """The objects of JSON files, each parsed alone; a `.json` file may be one list of them, which is read whole."""
+    if not any(file.suffix == ".json" and _is_document(file) for file in files):
+        return _LineRecords(files)
+    documents: list[Record] = []
+    for file in files:
+        documents += _check_document(file) if _is_document(file) else _LineRecords([file])
+    return documents
+
+
+def _read_tables(files: Sequence[Path], cache: Path | None) -> Records:
     with contextlib.ExitStack() as stack:
         folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="cloister-")))
         names = [glob.escape(str(file.resolve())) for file in files]
         stack.enter_context(_quiet())
-        # By default invalid UTF-8 fails only when a record is read; with a named encoding it fails here.
-        options = {"encoding": "utf-8-sig"} if kind == "json" else {}
         try:
             records: Records = _datasets().load_dataset(
-                kind,
+                "parquet",
                 data_files=names,
                 split="train",
                 cache_dir=folder,
                 keep_in_memory=cache is None,
-                **options,
             )
-        except Exception as error:  # datasets raises many types for a line that it cannot read
-            if kind == "json":
-                for file in files:
-                    _check_lines(file)
+        except Exception as error:  # datasets raises many types for a file that it cannot read
             root = error
             while root.__cause__ is not None:
                 root = root.__cause__  # type: ignore[assignment]  # only `Exception`s are chained here
@@ -430,40 +548,15 @@ def _read_tables(files: Sequence[Path], kind: str, cache: Path | None) -> Record
                 raise disk_refusal(Path(folder), root) from error
             reason = str(root).strip().partition("\n")[0]
             where = str(files[0]) if len(files) == 1 else str(files[0].parent)
-            raise DataError("data", where, expected=f"readable {kind} records ({reason})") from error
+            raise DataError("data", where, expected=f"readable parquet records ({reason})") from error
     return records
-
-
-def _check_lines(file: Path) -> None:
-    """Refuse a line that is not a JSON object, and a file without records; `.json` may be one document."""
-    objects = 0
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                if number == 1 and file.suffix == ".json":
-                    _check_document(file)
-                    return
-                reason = getattr(error, "msg", str(error))
-                raise DataError(f"{file}, line {number}", expected=f"one JSON object ({reason})") from None
-            if number == 1 and isinstance(record, list) and file.suffix == ".json":
-                _check_document(file)
-                return
-            if not isinstance(record, dict):
-                raise DataError(f"{file}, line {number}", record, expected="one JSON object")
-            objects += 1
-    if not objects:
-        raise DataError("data", str(file), expected="a file with records, but it has none")
 
 
 def _check_document(file: Path) -> list[Record]:
     """The objects of a JSON list; refuses a file that is none."""
     try:
         document = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         reason = getattr(error, "msg", str(error))
         raise DataError(f"{file}, line {line}", expected=f"a JSON list of objects ({reason})") from None

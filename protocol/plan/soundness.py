@@ -69,8 +69,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
     """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
 
-    What the text sets and an override leaves without effect is dropped, but for limits: another optimizer does not need
-    the constants of the one before.
+    What the text sets and an override leaves without effect is dropped, unless it protects: another optimizer does not
+    need the constants of the one before, but an override takes no part of the privacy mechanism away unseen.
 
     Raises:
         PlanError: the text is no TOML, or the plan is not sound.
@@ -89,7 +89,8 @@ def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> 
 
 
 def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
-    """A plan with other values of some fields, checked; what they leave without effect has its default.
+    """A plan with other values of some fields, checked; what they leave without effect has its default, unless it
+    protects.
 
     Args:
         plan: The plan.
@@ -105,8 +106,8 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     return from_json(_effective(json.dumps(tree), list(values), even_given=True))
 
 
-_LIMITS = ("privacy.budget", "privacy.target_epsilon", "simulation.greatest_epsilon", "server.gate.loss")
-"""Fields that protect, which are refused where they have no effect, and never dropped."""
+_PROTECT = ("privacy.", "data.owner", "simulation.greatest_epsilon", "server.gate.loss")
+"""How the fields begin that protect, which are refused where they have no effect, and never dropped."""
 
 
 def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> str:
@@ -114,11 +115,10 @@ def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> 
     have none."""
     plan, tree = _SETTINGS.from_json(text), json.loads(text)
     for field, value, default, tags in _tagged(plan, ""):
-        holds = all(tag.holds(_value(plan, tag.field)) for tag in tags)
         known = any(field == each or each.startswith(f"{field}.") for each in given)
-        if holds or value == default or (known and not even_given) or field in _LIMITS:
+        if value == default or (known and not even_given) or field.startswith(_PROTECT):
             continue
-        if not {tag.field for tag in tags} & set(given):
+        if not _causes(plan, tags) or not {tag.field for tag in tags} & set(given):
             continue
         *path, name = field.split(".")
         reduce(lambda section, key: section.get(key, {}), path, tree).pop(name, None)
@@ -181,14 +181,23 @@ def _value(plan: Plan, field: str) -> Any:
 
 def _of_effect(plan: Plan) -> Iterator[Refusal]:
     """Fields that have no effect, and that would suggest what the run does not do; and those that are needed."""
+    useless: dict[frozenset[str], list[str]] = {}  # the fields to remove, by the fields that leave them so
     for field, value, default, tags in _tagged(plan, ""):
-        condition = " and ".join(tag.words for tag in tags)
-        holds = all(tag.holds(_value(plan, tag.field)) for tag in tags)
-        if not holds and value != default:
+        if value != default and (causes := _causes(plan, tags)):
+            useless.setdefault(causes, []).append(field)
+    for field, value, default, tags in _tagged(plan, ""):
+        condition, causes = " and ".join(tag.words for tag in tags), _causes(plan, tags)
+        if causes and value != default:
             expected = f"no value; only valid with {condition}"
-            yield Refusal(field, expected, f"set {condition}, or remove {field}", "definition")
-        if holds and value in (None, "") and any(tag.required for tag in tags):
+            fix = f"set {condition}, or remove {' and '.join(useless[causes])}"
+            yield Refusal(field, expected, fix, "definition")
+        if not causes and value in (None, "") and any(tag.required for tag in tags):
             yield Refusal(field, f"a value with {condition}", f"set {field}", "definition", value)
+
+
+def _causes(plan: Plan, tags: Sequence[Only]) -> frozenset[str]:
+    """The other fields whose values leave a field without effect; none if it is valid."""
+    return frozenset(tag.field for tag in tags if not tag.holds(_value(plan, tag.field)))
 
 
 def _tagged(section: Section, path: str) -> Iterator[tuple[str, Any, Any, list[Only]]]:

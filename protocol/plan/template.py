@@ -27,8 +27,9 @@ _HEAD = """# The fields of a plan
 A plan is one TOML file with the sections below. `cloister plan new` prints one with every field and its meaning;
 `cloister plan check` prints how a plan will run. Unknown fields, wrong types and combinations that contradict each
 other are refused, with the fix. A section or field that is left out has its default; "not set" is a field without a
-value. An override (`--set`) drops the fields of the file that it leaves without effect. Limits of epsilon and the
-bound of the gate are refused instead.
+value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect are refused
+instead, and the error names the fields to remove: those of `[privacy]`, `data.owner`, a limit of epsilon over runs and
+the bound of the gate.
 
 This page is made from `protocol/plan/plan.py` by `make docs`.
 """

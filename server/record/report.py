@@ -13,7 +13,8 @@ If the plan names a ledger over runs (`privacy/ledger/dataset.py`), the report a
 together; without one it says that epsilon is that of this run alone.
 
 In a simulation the sites' own ledgers are in the run folder as well. If a site's ledger counts more than the
-coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon.
+coordinator's (a site whose process was killed may train a round twice), the report states the site's epsilon. If an
+update is in a sum and its site's own ledger has no charge for it, or is lost, the report claims no guarantee either.
 
 `privacy/accounting/claims.py` puts the plan's guarantee into words. Refused: a report that the run writes as it goes,
 because a reader who doubts it could not compute it again.
@@ -73,6 +74,8 @@ from cloister.server.record.history import RunHistory, run_history
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
 COMPOSED = 16
 """Numbers of charges for which epsilon is composed again although the journal has it."""
+_SITES_HOLD = "the sites' own ledgers hold"
+_NO_LEDGER = "It has no ledger of its own: it never trained, or the ledger is lost."
 _SAME = 1e-6
 """Relative difference that two machines may find between the same epsilons: their transforms round differently."""
 
@@ -240,7 +243,8 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
     counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: curve[len(paid)] for site, paid in mine.items()}
     notes: dict[str, str] = {}
-    for own in _own_ledgers(files, history, terms, compose):
+    owned = list(_own_ledgers(files, history, terms, compose)) if simulated else []
+    for own in owned:
         known = costs.get(own.site)
         if own.paid and (known is None or own.epsilon > known):
             costs[own.site], counted[own.site] = own.epsilon, own.paid
@@ -249,6 +253,9 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
                 f"coordinator's has {len(mine.get(own.site, ()))}."
             )
         problem = problem or own.problem
+    if simulated:
+        problem = problem or _unpaid_by_sites(history, charged if terms.unit == "site" else {}, owned)
+        notes |= dict.fromkeys(mine.keys() - {own.site for own in owned}, _NO_LEDGER)
     top = max(costs, key=lambda site: costs[site], default="")
     most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
     return _Account(
@@ -386,16 +393,18 @@ def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
     """Why the price of a search does not cover a finished trial, in words; empty if it does.
 
     A site that was charged more often than the plan says has trained a round twice, after a crash that lost its update.
+    A site whose ledger is lost may have done so.
 
     Raises:
         LedgerError: a site's ledger is damaged.
     """
-    run = run_history(files).run
+    history, owned = run_history(files), []
     for site, own in files.sites.ledgers().items():
-        paid = [entry for entry in _history(own).entries if entry.charge.run == run]
+        paid = [entry for entry in _history(own).entries if entry.charge.run == history.run]
         if problem := _more_than_a_trial(site, paid, terms):
             return problem
-    return ""
+        owned.append(_OwnLedger(site, paid, 0.0, ""))
+    return _unpaid_by_sites(history, {}, owned)
 
 
 def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
@@ -413,19 +422,38 @@ def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
     )
 
 
-def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]]) -> str:
+def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: str = "it holds") -> str:
     """The first round that was released without its charges, in words; empty if there is none."""
     for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
         missing = sorted(history.survivors.get(number, frozenset()) - paid)
         if missing:
-            return f"it holds no charge for {missing[0]}, whose update is in the sum of round {number}"
+            return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
         if len(paid) < history.done[number]["sites"]:
             return (
-                f"{history.done[number]['sites']} updates are in the sum of round {number}, and it holds "
+                f"{history.done[number]['sites']} updates are in the sum of round {number}, and {holds} "
                 f"charges for {len(paid)}"
             )
     return ""
+
+
+def _unpaid_by_sites(
+    history: RunHistory, opened: Mapping[str, frozenset[int]], owned: Iterable[_OwnLedger]
+) -> str:
+    """The first update of a simulation that its site's own ledger has no charge for, in words; empty if there is none.
+
+    A site that was asked and did not train has no charge, and no ledger if it never trained.
+
+    Args:
+        history: The run.
+        opened: For each site the rounds in whose sums its update is known to be, if the journal does not say so.
+        owned: The ledgers that are there.
+    """
+    paid = {own.site: frozenset(entry.charge.round for entry in own.paid) for own in owned}
+    for site in sorted(opened):
+        if left := opened[site] - paid.get(site, frozenset()):
+            return f"{_SITES_HOLD} no charge for {site}, whose update is in the sum of round {min(left)}"
+    return _unpaid(history, paid, _SITES_HOLD)
 
 
 def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> str:

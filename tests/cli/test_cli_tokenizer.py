@@ -124,12 +124,19 @@ def test_what_is_no_public_text_or_too_small_is_refused(
     site.mkdir()
     (site / "site.toml").touch()
     (site / "records.jsonl").write_text('{"text": "private"}\n')
-    for private in (site / "records.jsonl", site):
+    (site / "away.jsonl").symlink_to(corpus)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "text.jsonl").symlink_to(site / "records.jsonl")
+    for private in (site / "records.jsonl", site, site / "away.jsonl", linked / "text.jsonl", linked):
         said = lone_refusal(capsys, "tokenizer", "train", str(corpus), str(private), *out)
         assert "expected public text, and this is in a site's folder" in said
     assert "field wrong is None: expected text in each record" in lone_refusal(
         capsys, "tokenizer", "train", str(corpus), "--field", "wrong", *out
     )
+    half = tmp_path / "half.jsonl"
+    half.write_text(json.dumps({"text": "a\ud800"}))
+    assert "expected text in each record" in lone_refusal(capsys, "tokenizer", "train", str(half), *out)
     assert not (tmp_path / "made").exists()
 
 

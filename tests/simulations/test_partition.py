@@ -15,7 +15,9 @@ from cloister.lm.text.corpus import corpus_records
 from cloister.lm.text.records import owner_of
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan.plan import SimulationSection
+from cloister.simulations.federation import lay_out_records
 from cloister.simulations.partition import partition, site_name, write_sites
+from cloister.tests.parties.federation import RECORD, tiny
 
 Way = Literal["natural", "iid", "dirichlet", "size"]  # and "auto"
 WAYS: tuple[Way, ...] = ("natural", "iid", "dirichlet", "size")
@@ -189,3 +191,23 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 def test_names_of_sites_sort() -> None:
     assert [site_name(index) for index in (0, 12, 999)] == ["site-000", "site-012", "site-999"]
+
+
+@pytest.mark.parametrize("last", [1000.5, "unknown", "\ud800", None])
+@pytest.mark.parametrize("pid", ["7", '"1910-01-02T00:00:00Z"'])
+def test_no_record_of_a_simulation_decides_how_the_sites_read_the_others(
+    pid: str, last: object, tmp_path: Path
+) -> None:
+    """Otherwise an owner `1000.5` would make every other owner a fraction, which is no owner."""
+    file = tmp_path / "records.jsonl"
+    owner = (*RECORD, "privacy.unit=owner", "data.owner=pid", f"simulation.source={file}")
+    lines = [f'{{"text": "patient {number} was seen", "pid": {pid}}}\n' for number in range(40)]
+    own = json.dumps({"text": "the last", "pid": last}) + "\n"
+    found = []
+    for name, text in (("without", lines), ("with", [*lines, own])):
+        file.write_text("".join(text))
+        lay_out_records(tiny(*owner), tmp_path / name)
+        written = [path.read_text() for path in sorted((tmp_path / name).glob("*/data.jsonl"))]
+        found.append("".join(written).splitlines(keepends=True))
+    assert sorted(found[0]) == sorted(lines)
+    assert sorted(found[1]) == sorted([*lines, own])

@@ -152,6 +152,12 @@ def test_the_records_of_sites_are_refused_under_a_unit(
         assert "expected public text" in lone_refusal(
             capsys, "compress", str(private), *method, "--text", name
         )
+    for target in (source, next(sites.glob("site-000/*.jsonl"))):
+        linked = tmp_path / f"of {target.parent.name}"
+        linked.mkdir()
+        (linked / "text.jsonl").symlink_to(target)
+        said = lone_refusal(capsys, "compress", str(private), *method, "--text", str(linked))
+        assert "expected public text" in said
 
 
 def test_text_may_be_given_and_must_be_where_the_run_has_no_public_records(

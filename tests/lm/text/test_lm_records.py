@@ -2,11 +2,14 @@
 
 import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
 import httpx
+import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from huggingface_hub import HfApi
 
@@ -44,6 +47,41 @@ def test_a_file_that_is_broken_as_a_whole_is_refused(tmp_path: Path) -> None:
         list(read_each(str(tmp_path), Unusable()))
 
 
+@pytest.mark.parametrize(("more", "lost"), [([], 0), ([60], 0), ([40, 60, 60], 0), ([200], 31)])
+def test_rows_that_arrow_does_not_decode_together_are_decoded_alone(
+    more: list[int], lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow's limit is 2 GiB of nested texts; here it is 100 characters. One row above it hides those of its group."""
+    read = pq.ParquetFile.iter_batches
+
+    def limited(table: pq.ParquetFile, **options: Any) -> Iterator[pa.RecordBatch]:
+        for batch in read(table, **options):
+            if sum(len(row["turns"][0]) for row in batch.to_pylist()) > 100:
+                raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", limited)
+    sizes = [*[1] * 70, *more, *[1] * (200 - 70 - len(more))]
+    rows = [{"n": number, "turns": ["x" * size]} for number, size in enumerate(sizes)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=101)
+    unusable = Unusable()
+    found = list(read_each(str(tmp_path), unusable))
+    assert found == [*rows[:70], *rows[70 + lost :]]
+    assert unusable.left_out.total() == lost
+
+
+def test_a_parquet_file_that_is_damaged_after_its_first_rows_is_refused(tmp_path: Path) -> None:
+    rows = [{"n": number, "text": f"{number:032}" * 4} for number in range(2000)]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=1000)
+    content, middle = bytearray(file.read_bytes()), pq.read_metadata(file).row_group(1).column(1)
+    begin = middle.dictionary_page_offset or middle.data_page_offset
+    content[begin : begin + 40] = bytes(40)
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet': expected readable parquet records"):
+        list(read_each(str(file), Unusable()))
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_no_matter_of_a_record(stop: type[BaseException]) -> None:
     def act() -> None:
@@ -73,9 +111,48 @@ def test_no_server_is_told_that_a_file_was_read(tmp_path: Path, monkeypatch: pyt
     asked: list[str] = []
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(httpx.Client, "send", lambda _client, request, **_: asked.append(str(request.url)))
-    (tmp_path / "a.jsonl").write_text('{"text": "private"}\n')
-    assert list(read_records(str(tmp_path / "a.jsonl"))) == [{"text": "private"}]
+    datasets.Dataset.from_list([{"text": "private"}]).to_parquet(tmp_path / "a.parquet")
+    assert list(read_records(str(tmp_path / "a.parquet"))) == [{"text": "private"}]
     assert asked == []
+
+
+LAST: dict[str, tuple[list[Any], Any]] = {
+    "a part of a number": ([{"pid": 7}, {"pid": 8}], {"pid": 1000.5}),
+    "no time": ([{"pid": "1910-01-02T00:00:00Z"}, {"pid": "1911-01-02"}], {"pid": "unknown"}),
+    "text beside numbers": ([{"pid": 7}, {"pid": 2**70}], {"pid": "eight"}),
+    "a field below": ([{"a": {"b": 1}}, {"a": {"b": 2}}], {"a": {"b": 2.5, "c": None}}),
+    "a field of its own": ([{"pid": 7}, {"pid": 8}], {"pid": 9, "note": "x"}),
+    "half a surrogate pair": ([{"text": "x"}, {"text": "y"}], {"text": "\ud800"}),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "list.json"])
+@pytest.mark.parametrize("case", LAST)
+def test_no_record_of_json_decides_how_others_are_read(case: str, suffix: str, tmp_path: Path) -> None:
+    rows, last = LAST[case]
+    file, brackets = tmp_path / f"a.{suffix}", ("[", ",", "]") if suffix == "list.json" else ("", "", "")
+    for number, written in enumerate((rows, [*rows, last])):
+        text = f"{brackets[1]}\n".join(json.dumps(row) for row in written)
+        file.write_text(f"{brackets[0]}{text}{brackets[2]}")
+        read = list(read_records(str(file), cache=tmp_path / f"cache{number}"))
+        assert repr(read) == repr(written)  # `==` would not see that 7 reads as 7.0
+
+
+def test_lines_of_a_folder_are_read_by_their_number(tmp_path: Path) -> None:
+    rows = [{"n": index, "text": "é" * (index % 7)} for index in range(200)]
+    for name, part in (("a.jsonl", rows[:70]), ("b.json", rows[70:71]), ("c.jsonl", rows[71:])):
+        lines = (json.dumps(row, ensure_ascii=False) for row in part)
+        (tmp_path / name).write_bytes("\r\n \n".join(["\ufeff" + next(lines), *lines]).encode())
+    records = read_records(str(tmp_path))
+    assert (len(records), list(records)) == (200, rows)
+    assert [records[index] for index in (199, 0, 70, 71, 69, -1)] == [
+        rows[index] for index in (199, 0, 70, 71, 69, -1)
+    ]
+    with pytest.raises(IndexError):
+        records[200]
+    (tmp_path / "c.jsonl").write_bytes(b"7\n")
+    with pytest.raises(DataError, match=r"c\.jsonl, line 3: expected one JSON object"):
+        records[72]
 
 
 @pytest.mark.parametrize("with_cache", [True, False])
@@ -93,7 +170,8 @@ def test_tables(name: str, with_cache: bool, tmp_path: Path) -> None:
     assert len(records) == 50
     assert records[7] == rows[7]
     assert list(records) == rows
-    assert bool(getattr(records, "cache_files", [])) == with_cache
+    mapped = with_cache and file.suffix == ".parquet"
+    assert bool(getattr(records, "cache_files", [])) == mapped
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
@@ -105,17 +183,17 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
 def test_private_files_stay_out_of_the_global_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "global"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", elsewhere)
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "secret"}\n')
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([{"text": "secret"}]).to_parquet(file)
     for cache in (None, tmp_path / "own"):
         assert read_records(str(file), cache=cache)[0] == {"text": "secret"}
     assert not elsewhere.exists()
 
 
 def test_changed_files_are_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
+    file = tmp_path / "a.parquet"
     for text in ("one", "two", "six"):
-        file.write_text(json.dumps({"text": text}))
+        datasets.Dataset.from_list([{"text": text}]).to_parquet(file)
         assert read_records(str(file), cache=tmp_path / "cache")[0] == {"text": text}
 
 
@@ -191,8 +269,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise datasets.exceptions.DatasetGenerationError("while generating") from error
 
     monkeypatch.setattr(datasets, "load_dataset", full)
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "x"}')
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"cache.*No space left on device"):
         read_records(str(file), cache=tmp_path / "cache")
 

@@ -8,6 +8,7 @@ import pytest
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.soundness import load, parse
+from cloister.protocol.plan.template import to_toml
 
 COMMON = ["aggregation.weighting=uniform", "server.evaluation=none"]
 RECORD = [*COMMON, "privacy.unit=record", "privacy.noise_multiplier=1.0", "privacy.sampling_rate=0.1"]
@@ -284,3 +285,33 @@ def test_a_clipping_norm_that_float32_has_no_room_for_is_refused(clip: str) -> N
     """Rounding could lift a clipped gradient above it, and the failure would tell of the record."""
     with pytest.raises(PlanError, match=r"privacy\.clip"):
         parse("", [*RECORD, f"privacy.clip={clip}"])
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "override", "removed"),
+    [
+        (
+            [*SITE, "privacy.trusted_coordinator=true", "privacy.adaptive.quantile=0.4"],
+            ["privacy.unit=none"],
+            "remove privacy.noise_multiplier and privacy.trusted_coordinator and privacy.adaptive",
+        ),
+        (
+            [*OWNER, "privacy.records=2", "privacy.windows=2"],
+            ["privacy.unit=site"],
+            "remove data.owner and privacy.sampling_rate and privacy.windows and privacy.records",
+        ),
+        ([*OWNER, "privacy.records=2"], ["privacy.unit=record"], "remove data.owner and privacy.records"),
+        (
+            [*RECORD, "privacy.windows=2"],
+            ["data.task=classify", 'data.classes=["a","b"]'],
+            "remove privacy.windows",
+        ),
+    ],
+)
+def test_an_override_drops_no_part_of_the_mechanism(
+    mechanism: list[str], override: list[str], removed: str
+) -> None:
+    text = to_toml(parse("", mechanism), comments=False)
+    with pytest.raises(PlanError, match="only valid with") as refused:
+        parse(text, override)
+    assert refused.value.fix.endswith(removed)

@@ -36,7 +36,7 @@ from cloister.server.record import report as server_report
 from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file, read_plan
 from cloister.server.record.history import identity
 from cloister.server.record.journal import DONE, LEFT_OUT, REFUSED, Journal
-from cloister.server.record.report import COMPOSED, gather
+from cloister.server.record.report import COMPOSED, beyond_a_trial, gather
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
@@ -385,6 +385,53 @@ def test_the_own_ledger_of_a_site_that_counts_more_is_believed(copy: Path) -> No
     assert "its own ledger, which has 3 charges" in row.notes
     edit(own, "UPDATE entries SET round = 9 WHERE number = 1")
     assert "the ledger of site-001 itself does not verify" in no_claim(copy)
+
+
+@pytest.mark.parametrize("unit", ["record", "site"])
+def test_a_site_whose_own_ledger_is_lost_carries_no_claim(
+    unit: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """It may count more than the coordinator's, as the report would otherwise say that it does not."""
+    copy = tmp_path / "lost"
+    shutil.copytree(request.getfixturevalue(unit), copy)
+    assert verdict(gather(copy)).holds or unit == "site"  # whose epsilon is too large
+    terms = terms_of(read_plan(copy), 1000)
+    assert terms is not None
+    assert not beyond_a_trial(RunFiles(copy), terms)
+    (copy / "sites" / "site-001" / "state" / "ledger.sqlite").unlink()
+    problem = gather(copy).ledger.problem
+    assert "the sites' own ledgers hold" in problem
+    assert problem in no_claim(copy)
+    assert beyond_a_trial(RunFiles(copy), terms) == problem
+    row = next(row for row in gather(copy).sites if row.name == "site-001")
+    assert "It has no ledger of its own" in row.notes
+
+
+def test_a_site_that_never_trained_needs_no_ledger(small_plan: Path, tmp_path: Path) -> None:
+    clear = ("aggregation.secure=false", "run.rounds=1", "faults.update=0.3", "run.seed=2")
+    folder = run(small_plan, tmp_path / "run", *RECORD, *clear)
+    report = gather(folder)
+    absent = [row.name for row in report.sites if "It has no ledger of its own" in row.notes]
+    assert len(absent) == 4 - report.rounds[0].sites > 0
+    assert verdict(report).holds
+    next(iter(RunFiles(folder).sites.ledgers().values())).unlink()
+    assert "updates are in the sum of round 1, and the sites' own ledgers hold" in no_claim(folder)
+
+
+def test_the_charge_of_an_update_that_was_lost_stands_for_no_other_site(
+    small_plan: Path, tmp_path: Path
+) -> None:
+    clear = ("run.rounds=1", "faults.update=0.3", "run.seed=2")
+    folder = run(small_plan, tmp_path / "run", *CENTRAL, *clear)
+    owned = RunFiles(folder).sites.ledgers()
+    (asked, *_), (name, lost) = set(RunFiles(folder).sites.names()) - set(owned), owned.popitem()
+    paid = read_history(lost).entries[-1].charge
+    path = RunFiles(folder).sites.ledger(asked)  # it trained, and its update did not arrive
+    Ledger(path, asked, composed).charge(Charge(**{**vars(paid), "dataset": asked}), None)
+    assert not gather(folder).ledger.problem
+    lost.unlink()
+    found = gather(folder).ledger.problem
+    assert found == f"the sites' own ledgers hold no charge for {name}, whose update is in the sum of round 1"
 
 
 # how far a run has come
