@@ -571,16 +571,8 @@ def _of_adapter(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_training(plan: Plan) -> Iterator[Refusal]:
-    """Muon where no parameter would take its steps, and moments that no site would ever use."""
-    local, scheme = plan.local, plan.model.adapter.scheme
-    if local.optimizer == "muon" and scheme != "full":
-        yield Refusal(
-            "local.optimizer",
-            f'"adamw" with model.adapter.scheme = "{scheme}"; Muon is for matrices of hidden layers, and an '
-            "adapter trains factors",
-            'set local.optimizer = "adamw"',
-            "definition",
-        )
+    """Moments that no site would ever use."""
+    local = plan.local
     if local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
         yield Refusal(
             "local.optimizer_state",
