@@ -585,7 +585,7 @@ def _of_training(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_balance(plan: Plan) -> Iterator[Refusal]:
-    """Unequal steps where no site waits for another, or limits of them that expose a site."""
+    """Limits of unequal steps that expose a site, or a list of them that is too long."""
     local = plan.local
     if local.balance == "fixed":
         return
@@ -604,13 +604,6 @@ def _of_balance(plan: Plan) -> Iterator[Refusal]:
                 f"change local.{name}, local.steps or the other limit",
                 "mask",
             )
-    if plan.cohort.mode == "async":
-        yield Refusal(
-            "local.balance",
-            '"fixed" with cohort.mode = "async", where no site waits for slower ones',
-            'set local.balance = "fixed"',
-            "definition",
-        )
     if plan.cohort.size() > LARGEST:
         yield Refusal(
             "local.balance",
