@@ -30,6 +30,10 @@ round over the seconds in which the site took them. Each site times its own trai
 and the answer lie also the start of processes, transfers and, in a simulation, the wait for a worker, which do not
 grow with the steps. A site that reports a wrong time changes its own number of steps, within the plan's limits, as
 it could by being slow.
+
+In asynchronous rounds a site takes the steps of the list that came with its model. Its update is scaled by the mean of
+that list, and its speed is the steps of that list over its seconds, whatever round the update is summed in. The lists
+of two rounds can have different means, and staleness weighs updates too, so the mean is FedNova's step only roughly.
 """
 
 from __future__ import annotations
@@ -216,11 +220,12 @@ class _AtCoordinator(AtCoordinator):
     def cohort(self, told: bytes, cohort: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(site for site, _ in steps_in(told))
 
-    def timed(self, told: bytes, seconds: Mapping[str, float]) -> dict[str, float] | None:
+    def timed(self, trainings: Mapping[str, tuple[bytes, float]]) -> dict[str, float] | None:
         if not self._dynamic:
             return None
-        steps = dict(steps_in(told))
-        speeds = {site: speed_of(steps[site], seconds[site]) for site in seconds}
+        speeds = {
+            site: speed_of(dict(steps_in(told))[site], seconds) for site, (told, seconds) in trainings.items()
+        }
         return {site: speed for site, speed in speeds.items() if speed is not None} or None
 
     def recall(self, noted: Any) -> None:

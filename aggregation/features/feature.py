@@ -264,8 +264,13 @@ class AtCoordinator:
         """The bounds by which a sum's blocks are decoded (`SumLayout.open`); None: the layout has no blocks."""
         return None
 
-    def timed(self, told: bytes, seconds: Mapping[str, float]) -> Any:
-        """What the seconds of a sum's sites say, as JSON, for the journal; None: nothing. Then `recall` gets it."""
+    def timed(self, trainings: Mapping[str, tuple[bytes, float]]) -> Any:
+        """What the times of a sum's sites say, as JSON, for the journal; None: nothing. Then `recall` gets it.
+
+        Args:
+            trainings: By site what `tell` returned for its update, perhaps in an earlier round (asynchronous rounds),
+                and the seconds of its training as the site has told them.
+        """
         return None
 
     def recall(self, noted: Any) -> None:

@@ -172,9 +172,19 @@ class Coordinated:
                 return bounds
         return None
 
-    def timed(self, told: ByFeature, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """What the seconds of a sum's sites say, by feature, for the journal; then `recall` gets it."""
-        found = {name: self._halves[name].timed(each, seconds) for name, each in told}
+    def timed(self, trainings: Mapping[str, tuple[ByFeature, float]]) -> dict[str, Any]:
+        """What the times of a sum's sites say, by feature, for the journal; then `recall` gets it.
+
+        Args:
+            trainings: By site what it was told for its update, and the seconds of its training.
+        """
+        by_site = {site: (dict(told), seconds) for site, (told, seconds) in trainings.items()}
+        found = {
+            name: self._halves[name].timed(
+                {site: (told[name], seconds) for site, (told, seconds) in by_site.items() if name in told}
+            )
+            for name in self._tell
+        }
         return {name: noted for name, noted in found.items() if noted is not None}
 
     def recall(self, noted: Mapping[str, Any]) -> None:

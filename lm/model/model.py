@@ -200,16 +200,16 @@ def device_for(name: str) -> torch.device:
 
 def takes_positions(module: nn.Module) -> bool:
     """Whether the forward pass takes `position_ids`; without them packed records attend to each other."""
-    return "position_ids" in inspect.signature(_plain(module).forward).parameters
+    return "position_ids" in inspect.signature(plain(module).forward).parameters
 
 
 def is_classifier(module: nn.Module) -> bool:
     """Whether a model gives one row of logits for each sequence, and not for each token."""
     # Sharding gives the class a new name, with the old one at its end.
-    return _has_head([type(_plain(module)).__name__])
+    return _has_head([type(plain(module)).__name__])
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def plain(module: nn.Module) -> nn.Module:
     """The model of transformers without its adapter."""
     get_base: Any = getattr(module, "get_base_model", None)
     plain: nn.Module = module if get_base is None else get_base()

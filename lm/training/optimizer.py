@@ -3,8 +3,9 @@
 `local.optimizer = "adamw"` is AdamW (Loshchilov & Hutter 2019) on every parameter. `"muon"` is Muon
 (`lm/training/muon.py`) on the matrices of hidden layers. Jordan et al. and `torch.optim.Muon` keep it to those:
 embeddings, the output layer, gains and biases take AdamW steps, and so do parameters of three or more dimensions.
-Factors of an adapter are not weights of a layer, and neither source covers them: with an adapter a plan cannot ask
-for Muon.
+With an adapter, Muon steps on each factor of a hidden layer, A (rank, in) and B (out, rank), as on a matrix of its own.
+Neither source covers factors: what is orthogonalized is the step of a factor, not the change of the product B A. A head
+that is trained whole beside an adapter takes AdamW steps, as without one.
 
 `"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state.
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cloister.lm.model.model import heads_of, is_classifier
+from cloister.lm.model.model import heads_of, is_classifier, plain
 from cloister.lm.training.muon import Muon, iterations_in
 from cloister.protocol.plan.plan import LocalSection, Plan
 
@@ -102,11 +103,16 @@ def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, 
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
-    """The names of a model's 2-D parameters that belong to no embedding and not to its output layer or head."""
+    """The names of a model's 2-D parameters that belong to no embedding and not to its output layer or head.
+
+    Of a layer with an adapter these are its weight, which is frozen, and both factors. The factors of an adapter of the
+    output layer belong to that layer.
+    """
     causal: Any = module  # transformers leaves the method untyped
     heads = [causal.get_output_embeddings()]
     if is_classifier(module):
-        heads = [getattr(module, name) for name in heads_of(module)]
+        classifier = plain(module)  # the children of an adapter are no heads
+        heads = [getattr(classifier, name) for name in heads_of(classifier)]
     outer = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     outer += [head for head in heads if head is not None]
     excluded = {id(parameter) for layer in outer for parameter in layer.parameters()}

@@ -231,8 +231,9 @@ class LocalSection(Section):
     """Micro-batches whose gradients are averaged for an optimizer step."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """`adamw`: AdamW. `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
-    and biases. Muon orthogonalizes in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is, and
-    needs `model.adapter.scheme = "full"`. `sgd`: SGD without momentum, which keeps no state."""
+    and biases. With an adapter Muon steps on the factors of hidden layers, and AdamW on a classifier's head. Muon
+    orthogonalizes in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is. `sgd`: SGD without
+    momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
     betas: Annotated[

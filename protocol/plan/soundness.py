@@ -580,16 +580,8 @@ def _of_adapter(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_training(plan: Plan) -> Iterator[Refusal]:
-    """Muon where no parameter would take its steps, and moments that no site would ever use."""
-    local, scheme = plan.local, plan.model.adapter.scheme
-    if local.optimizer == "muon" and scheme != "full":
-        yield Refusal(
-            "local.optimizer",
-            f'"adamw" with model.adapter.scheme = "{scheme}"; Muon is for matrices of hidden layers, and an '
-            "adapter trains factors",
-            'set local.optimizer = "adamw"',
-            "definition",
-        )
+    """Moments that no site would ever use."""
+    local = plan.local
     if local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
         yield Refusal(
             "local.optimizer_state",
@@ -602,7 +594,7 @@ def _of_training(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_balance(plan: Plan) -> Iterator[Refusal]:
-    """Unequal steps where no site waits for another, or limits of them that expose a site."""
+    """Limits of unequal steps that expose a site, or a list of them that is too long."""
     local = plan.local
     if local.balance == "fixed":
         return
@@ -621,13 +613,6 @@ def _of_balance(plan: Plan) -> Iterator[Refusal]:
                 f"change local.{name}, local.steps or the other limit",
                 "mask",
             )
-    if plan.cohort.mode == "async":
-        yield Refusal(
-            "local.balance",
-            '"fixed" with cohort.mode = "async", where no site waits for slower ones',
-            'set local.balance = "fixed"',
-            "definition",
-        )
     if plan.cohort.size() > LARGEST:
         yield Refusal(
             "local.balance",

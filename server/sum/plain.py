@@ -13,6 +13,7 @@ from cloister.protocol.errors import CloisterError, TooFewSitesError
 from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import (
     TRAIN,
+    ByFeature,
     Contribute,
     Contribution,
     Inbox,
@@ -56,8 +57,8 @@ class Course:
     """Sites that have answered or failed in step 4."""
     folded: set[str] = field(default_factory=set)
     """Sites whose vectors are folded in."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What those sites have told of the time of their training."""
+    trainings: dict[str, tuple[ByFeature, float]] = field(default_factory=dict)
+    """What sites that answered were told by features, and the seconds of their training as they have told them."""
     noted: dict[str, Any] = field(default_factory=dict)
     """What the attempt tells the plan's features of itself."""
     unopened: frozenset[str] = frozenset()
@@ -157,9 +158,10 @@ class Plain:
         refusal = _not_of(reply, told)
         if refusal is None:
             assert isinstance(reply, Contribution)
+            # Before the update is folded in: the time of one that is too stale tells that its site is slow.
+            self.course.trainings[reply.site] = (told.features, reply.seconds)
             try:
                 fold(reply)
-                self.course.seconds[reply.site] = reply.seconds
             except CloisterError as error:
                 refusal = str(error)
         if refusal is None:

@@ -109,7 +109,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     cohort, shown_group = groups[wanted.group], wanted.group + 1 if len(groups) > 1 else 0
     told = _instructions(party, wanted, model_hash, cohort)
     cohort = party.features.cohort(told.features, cohort)
-    seconds: dict[str, float] = {}
+    trainings: dict[str, tuple[ByFeature, float]] = {}
     noted: Mapping[str, Any] = {}
     earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
     last = failures + plan.cohort.attempts
@@ -139,7 +139,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         except (SecureSumError, UpdateError) as error:
             failures += 1
             apart = course.apart
-            seconds |= course.seconds
+            trainings |= course.trainings
             noted = course.noted
             if course.unopened and course.complained:
                 last += 1  # it tells of a pair with a liar that was not known: this ends before liars are out of pairs
@@ -152,7 +152,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             if isinstance(error, UpdateError):
                 return Failed(failures, bound=True, spoiled=reason)
             continue
-        if timed := party.features.timed(told.features, seconds | course.seconds):
+        if timed := party.features.timed(trainings | course.trainings):
             journal.record(number, attempt.number, steps.MEASURED, timed)
             party.features.recall(timed)
         drawn = len(course.answered) if plan.cohort.mode == "async" else len(cohort)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.aggregation.features.balance import NAME as BALANCE
+from cloister.aggregation.features.balance import steps_in
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT
 from cloister.aggregation.vector.span import manifest_of
@@ -22,11 +24,13 @@ from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import load_model
+from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.protocol.errors import PlanError, QuorumError
-from cloister.protocol.messages.messages import Contribute, Contribution, Reply
+from cloister.protocol.messages.messages import Contribute, Contribution, Reply, Request
 from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
+from cloister.server.record.journal import MEASURED, Journal
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.progress import AttemptFailed, Event, RoundDone, SiteAnswered, SiteFailed
 from cloister.server.record.report import gather
@@ -103,7 +107,6 @@ class Run:
         (["cohort.fraction=0.5"], "cohort.fraction", 'only valid with cohort.mode = "sync"'),
         (["cohort.quorum=0.5"], "cohort.quorum", 'only valid with cohort.mode = "sync"'),
         (["cohort.buffer=5"], "cohort.buffer", "at most 4, the number of sites"),
-        (["local.balance=dynamic"], "local.balance", "no site waits for slower ones"),
         (["server.evaluation="], "server.evaluation", "would wait for the slowest one"),
         (
             ["model.adapter.scheme=rolora"],
@@ -202,6 +205,131 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
     (failed,) = party.of(SiteFailed)
     assert failed.site == slow
     assert "staleness is 3: expected at most 2" in failed.reason
+
+
+class Taken:
+    """The steps that sites take, by what they were told; and answers of one site that come late."""
+
+    def __init__(self, party: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lists: list[tuple[int, dict[str, int]]] = []
+        """Of each training its model's round and the list that came with it."""
+        self.of: list[tuple[str, int]] = []
+        """Of each training its site and its steps."""
+        step = LocalOptimizer.step
+
+        def counted(optimizer: LocalOptimizer, number: float) -> None:
+            site, steps = self.of[-1]
+            self.of[-1] = site, steps + 1
+            step(optimizer, number)
+
+        def asked(site: str, request: Request) -> None:
+            if isinstance(request, Contribute):
+                told = dict(request.told.features)[BALANCE]
+                self.lists.append((request.sum.round, dict(steps_in(told))))
+                self.of.append((site, 0))
+
+        monkeypatch.setattr(LocalOptimizer, "step", counted)
+        party.channel.before = asked
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "tokens"])
+def test_each_site_takes_its_own_steps_of_the_model_that_it_was_asked_for(
+    weighting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One site declares less than half of the others' speed, and no round waits for it."""
+    profiles = "simulation.profiles=[{share = 0.25, speed = 0.4}]"
+    balance = ["local.balance=weighted", "local.steps=4", f"aggregation.weighting={weighting}", profiles]
+    party = Run(tmp_path, *ASYNC, *balance, "cohort.buffer=2", "run.rounds=5")
+    slow, *fast = party.names
+    taken = Taken(party, monkeypatch)
+    party.channel.turn = lambda waiting: (
+        slow
+        if len(party.of(RoundDone)) == 3 and slow in waiting
+        else next(name for name in waiting if name != slow)
+    )
+    assert party.go().rounds == 5
+    assert dict(taken.of) == {slow: 2, **dict.fromkeys(fast, 4)}
+    assert len(set(taken.of)) == 4, "a site takes the same steps in each round, because its speed is the same"
+    stale = [event.figures["staleness"].get(slow) for event in party.of(RoundDone)]
+    assert stale == [None, None, None, [3, 0], None], "one of the first model, and one of the newest"
+    assert {(event.figures["least_steps"], event.figures["most_steps"]) for event in party.of(RoundDone)} == {
+        (2, 4)
+    }
+
+
+DYNAMIC = [
+    *ASYNC,
+    "local.balance=dynamic",
+    "local.steps=4",
+    "aggregation.weighting=uniform",
+    "cohort.buffer=3",
+]
+
+
+def in_rounds(party: Run, first: str, *rounds: int) -> Callable[[list[str]], str]:
+    """The first answer of some rounds is that of one site; all its others come after those of other sites."""
+    left = set(rounds)
+
+    def turn(waiting: list[str]) -> str:
+        if (number := len(party.of(RoundDone)) + 1) in left and first in waiting:
+            left.remove(number)
+            return first
+        return next((name for name in waiting if name != first), first)
+
+    return turn
+
+
+def timed(taken: Taken, seconds: Callable[[str], float]) -> Callable[[str, Reply], Reply]:
+    """Sites report so many seconds for each step that they took."""
+
+    def tamper(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution):
+            return dataclasses.replace(reply, seconds=taken.of[-1][1] * seconds(reply.site))
+        return reply
+
+    return tamper
+
+
+def measured(party: Run) -> list[dict[str, float]]:
+    """The speeds of each round in the journal."""
+    with Journal(party.folder / "journal.sqlite") as journal:
+        return [entry.detail[BALANCE] for entry in journal.entries() if entry.step == MEASURED]
+
+
+def test_a_speed_is_measured_by_the_list_that_the_update_was_made_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of the round in which a stale update arrives has another number of steps for its site."""
+    party = Run(tmp_path, *DYNAMIC, "cohort.staleness=9", "run.rounds=5")
+    slow = party.names[0]
+    taken = Taken(party, monkeypatch)
+    party.channel.turn = in_rounds(party, slow, 1, 5)
+    # From round 2 on the others are as slow.
+    party.channel.tamper = timed(taken, lambda site: 4.0 if site == slow or party.of(RoundDone) else 1.0)
+    party.go()
+    told = dict(taken.lists)
+    assert [told[number][slow] for number in sorted(told)] == [4, 2, 2, 4, 4]
+    assert [steps for site, steps in taken.of if site == slow] == [4, 2], "of the models 1 and 2"
+    assert party.of(RoundDone)[4].figures["staleness"][slow] == [3]
+    assert [speeds[slow] for speeds in measured(party) if slow in speeds] == [0.25, 0.25]
+    assert all(steps == told[site] for (site, steps), (_, told) in zip(taken.of, taken.lists, strict=True))
+
+
+def test_an_update_that_is_too_stale_tells_that_its_site_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a site whose updates are all too stale would never take fewer steps."""
+    party = Run(tmp_path, *DYNAMIC, "cohort.staleness=1", "run.rounds=5")
+    slow = party.names[0]
+    taken = Taken(party, monkeypatch)
+    party.channel.turn = in_rounds(party, slow, 3)
+    party.channel.tamper = timed(taken, lambda site: 4.0 if site == slow else 1.0)
+    party.go()
+    assert [event.figures["too_stale"] for event in party.of(RoundDone)] == [0, 0, 1, 0, 0]
+    assert not any(slow in event.figures["staleness"] for event in party.of(RoundDone))
+    assert [speeds.get(slow) for speeds in measured(party)] == [None, None, 0.25, None, None]
+    told = {number: steps[slow] for number, steps in taken.lists}
+    assert told == {1: 4, 2: 4, 3: 4, 4: 2, 5: 2}
 
 
 def test_a_weight_that_a_site_cannot_have_is_refused(tmp_path: Path) -> None:

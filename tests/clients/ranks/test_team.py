@@ -271,6 +271,12 @@ def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
         ),
         (["local.optimizer=muon"], MeshSection(shard=2), ModelError, "Muon needs whole matrices"),
         (
+            ["local.optimizer=muon", "model.adapter.scheme=ffa-lora"],
+            MeshSection(tensor=2),
+            ModelError,
+            "Muon needs whole matrices",
+        ),
+        (
             ["model.adapter.scheme=ffa-lora", "model.adapter.base_precision=bfloat16"],
             MeshSection(replicate=2),
             ModelError,

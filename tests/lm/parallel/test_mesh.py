@@ -55,7 +55,7 @@ PIPELINES = [Mesh(1, 1, 1, 2), Mesh(2, 1, 1, 2), Mesh(1, 2, 1, 2), Mesh(1, 1, 2,
 MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), *PIPELINES]
 DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
 TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
-KEEP = "local.optimizer_state=keep"
+KEEP, MUON = "local.optimizer_state=keep", "local.optimizer=muon"
 DIVIDED = ("local.batch_size=5", "local.accumulation=2", "local.proximal=30")
 """Rows that two ranks do not share equally, in several micro-batches. The penalty shows a gradient of the loss that has
 another length, which clipping hides."""
@@ -90,7 +90,7 @@ WITH_DATA = [
 UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
 """Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
 WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
-    Mesh(1, 1, 1, 2): [UNEQUAL, FFA, ("mistral", "local.optimizer=muon")],
+    Mesh(1, 1, 1, 2): [UNEQUAL, FFA, (*FFA, MUON), ("mistral", MUON)],
     Mesh(2, 1, 1, 2): [FFA],
     Mesh(1, 2, 1, 2): [UNEQUAL, FFA],
     Mesh(1, 1, 2, 2): [("qwen3",)],

@@ -407,6 +407,10 @@ def test_muon_leaves_the_head_to_adamw() -> None:
     names = hidden_matrices(loaded().module)
     assert "score.weight" not in names
     assert "model.layers.0.mlp.up_proj.weight" in names
+    model = loaded(*FFA)
+    trained = {name for name, _ in model.trainable_in_round(1)}
+    head = "base_model.model.score.modules_to_save.default.weight"
+    assert trained - hidden_matrices(model.module) == {head}
 
 
 def test_a_head_gets_no_adapter_and_no_low_precision() -> None:

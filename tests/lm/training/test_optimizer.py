@@ -15,7 +15,7 @@ from cloister.lm.model.weights import Whole
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry, Moments
 from cloister.lm.training.muon import Muon, iterations_in
-from cloister.lm.training.optimizer import LocalOptimizer, learning_rate, moment_elements
+from cloister.lm.training.optimizer import LocalOptimizer, hidden_matrices, learning_rate, moment_elements
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.plan.plan import Plan, PrivacySection
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 MUON = "local.optimizer=muon"
 KEEP = "local.optimizer_state=keep"
+FACTORS = ("model.adapter.rank=4", "model.adapter.base_precision=bfloat16")
+"""Of an adapter over a base in lower precision."""
 Matrix = npt.NDArray[np.float64]
 
 
@@ -175,6 +177,50 @@ def test_muon_steps_on_the_matrices_of_hidden_layers_and_adamw_on_the_rest(
     assert stepped[torch.optim.AdamW] == set(run.model.layout.names) - (matrices - by_adamw)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "number", "factors"),
+    [
+        ("ffa-lora", 1, {"B"}),
+        ("lora", 1, {"A", "B"}),
+        ("rolora", 1, {"B"}),
+        ("rolora", 2, {"A"}),
+    ],
+)
+def test_muon_steps_on_the_factors_that_a_round_trains(scheme: str, number: int, factors: set[str]) -> None:
+    plan = plan_of(
+        MUON, *FACTORS, f"model.adapter.scheme={scheme}", 'model.adapter.targets=["q_proj", "lm_head"]'
+    )
+    model = load_model(plan)
+    by_muon = hidden_matrices(model.module) & {name for name, _ in model.trainable_in_round(number)}
+    assert {name.partition(".lora_")[2][0] for name in by_muon} == factors
+    assert all("q_proj" in name for name in by_muon), "the factors of the output layer are AdamW's"
+    assert len(by_muon) == len(factors)
+
+
+def test_a_step_of_a_factor_from_zero_has_orthonormal_columns_up_to_its_scale() -> None:
+    """The iterations move singular values near 1, to 0.6 at least and 1.3 at most."""
+    run = Run(
+        plan_of(MUON, *FACTORS, "model.adapter.scheme=ffa-lora", "local.steps=1", "local.learning_rate=0.02")
+    )
+    moved = run.model.layout.split(run.train().vector)
+    before = run.model.layout.split(run.start)
+    assert len(moved) == 7
+    for name, step in moved.items():
+        assert ".lora_B." in name
+        assert not before[name].any()
+        scale = learning_rate(run.plan.local, 0, 9) * 0.2 * np.sqrt(max(step.shape))
+        values = np.linalg.svd(step.astype(np.float64) / scale, compute_uv=False)
+        assert len(values) == 4, "one for each column"
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+
+
+def test_an_adapter_learns_by_muon() -> None:
+    settings = ("model.adapter.scheme=lora", *FACTORS, "local.learning_rate=0.05")
+    _, losses = Run(plan_of(MUON, *settings)).rounds(1, 2, 3)
+    assert losses[0] > losses[1] > losses[2]
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +248,19 @@ def test_the_rate_of_both_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert rates == [learning_rate(run.plan.local, step, 9) for step in (3, 3, 4, 4, 5, 5)]
 
 
-def test_private_steps_are_muons_too() -> None:
-    plan = plan_of(MUON, "local.steps=1")
+@pytest.mark.parametrize(
+    ("settings", "matrix"),
+    [
+        ((), "model.layers.0.self_attn.q_proj.weight"),
+        (
+            ("model.adapter.scheme=ffa-lora", "model.adapter.rank=4"),
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight",
+        ),
+    ],
+    ids=["full", "ffa-lora"],
+)
+def test_private_steps_are_muons_too(settings: tuple[str, ...], matrix: str) -> None:
+    plan = plan_of(MUON, *settings, "local.steps=1")
     section = {"unit": "record", "sampling_rate": 0.5, "clip": 0.3}
     private = plan.model_copy(update={"privacy": PrivacySection.model_validate(section)})
     model = load_model(private)
@@ -212,7 +269,7 @@ def test_private_steps_are_muons_too() -> None:
     update = PrivateTrainer(private, model, CPU).train(
         start, some(), round=1, noise=noise, noise_multiplier=1.0
     )
-    moved = model.layout.split(update.vector)["model.layers.0.self_attn.q_proj.weight"]
+    moved = model.layout.split(update.vector)[matrix]
     values = np.linalg.svd(moved.astype(np.float64), compute_uv=False)
     assert values.min() > 0.3 * values.max(), "all alike, where those of noise go down to 1/50"
 
@@ -220,9 +277,10 @@ def test_private_steps_are_muons_too() -> None:
 # --- kept state -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scheme", ["full", "lora"])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_a_kept_state_continues_as_if_there_were_no_rounds(kind: str, tmp_path: Path) -> None:
-    plan = plan_of(f"local.optimizer={kind}", "local.weight_decay=0.1")
+def test_a_kept_state_continues_as_if_there_were_no_rounds(kind: str, scheme: str, tmp_path: Path) -> None:
+    plan = plan_of(f"local.optimizer={kind}", "local.weight_decay=0.1", f"model.adapter.scheme={scheme}")
     whole, cut = load_model(plan), load_model(plan)
     moments = Moments(Carry(tmp_path, tmp_path), cut.layout, Whole(cut))
     optimizers = {id(model): optimizer_of(plan, model) for model in (whole, cut)}

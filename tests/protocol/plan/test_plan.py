@@ -138,7 +138,6 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
             'local.balance = "fixed"',
         ),
         (["model.adapter.scheme=rolora", "server.optimizer=adam"], "model.adapter.scheme", '"ffa-lora"'),
-        (["model.adapter.scheme=lora", "local.optimizer=muon"], "local.optimizer", '= "adamw"'),
         (["local.momentum=0.9"], "local.momentum", '= "muon"'),
         (["local.optimizer=sgd", "local.betas=[0.8, 0.9]"], "local.betas", '= "adamw"'),
         (["local.optimizer=sgd", "local.optimizer_state=keep"], "local.optimizer_state", '= "adamw"'),
