@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cloister.aggregation.features.feature import Basis
@@ -15,6 +15,7 @@ from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.average import Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring
 from cloister.lm.model.layout import Layout
+from cloister.lm.model.schedule import Schedule
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
@@ -44,6 +45,10 @@ class Sums(Basis):
 
     model: str = ""
     """Digest of the trained parameters' names and shapes, and of what is frozen; part of each contract."""
+    schedule: Schedule | None = None
+    """What each round trains; None: no layout is known, and every round trains all."""
+    part: Layout | None = None
+    """The layout of what a sum of updates has; None: that of all trained parameters."""
 
     @classmethod
     def over(cls, plan: Plan, layout: Layout, base_hash: bytes) -> Sums:
@@ -54,7 +59,27 @@ class Sums(Basis):
             layout: The layout of its trained parameters.
             base_hash: Hash of the frozen parameters that the run has made; empty: those of the plan.
         """
-        return cls(plan, layout.size, layout.digest() + layout.source + base_hash.hex())
+        model = layout.digest() + layout.source + base_hash.hex()
+        return cls(plan, layout.size, model, Schedule.of(plan, layout))
+
+    def of_round(self, purpose: Purpose, number: int) -> Sums:
+        """The sums of one purpose in a round: those of updates have what the round trains."""
+        if purpose != TRAIN or self.schedule is None:
+            return self
+        part = self.schedule.of_round(number)
+        if part is self.schedule.layout:
+            return self
+        known = self._parts.get(part.digest())
+        if known is None:
+            self._parts.clear()  # a round asks for its own again and again
+            model = self.model + part.digest()
+            known = replace(self, parameters=part.size, most=self.parameters, model=model, part=part)
+            self._parts[part.digest()] = known
+        return known
+
+    @cached_property
+    def _parts(self) -> dict[str, Sums]:
+        return {}
 
     @cached_property
     def training(self) -> SumLayout:
@@ -83,9 +108,9 @@ class Sums(Basis):
         if sequences is not None:  # otherwise no party knows how many records a site holds out
             most = sequences if plan.data.task == "classify" else sequences * plan.data.sequence_length
         cells = (BYTES, *confusion_counters(plan))
-        counters = Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)
-        counters += tuple(Counter(name, _LARGEST_COUNT) for name in cells)
-        return SumLayout(ring, 0, counters)
+        counters = [Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)]
+        counters += [Counter(name, _LARGEST_COUNT) for name in cells]
+        return SumLayout(ring, 0, tuple(counters))
 
     def layout(self, purpose: Purpose) -> SumLayout:
         """The layout of a sum of that purpose, `train` or `evaluate`."""

@@ -23,7 +23,7 @@ from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
 from cloister.aggregation.secure.keys import Agreements
 from cloister.aggregation.secure.secure_site import SecureSite
-from cloister.aggregation.sums import BYTES, CORRECT, confusion_counters
+from cloister.aggregation.sums import BYTES, CORRECT, Sums, confusion_counters
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
@@ -206,7 +206,8 @@ class Site:
         demands.check_round(plan, purpose, request.sum.round)
         told, digest = request.told, instructions_digest(request.told)
         check_sent("global model", request.model, told.model)
-        orders, seconds = _orders(loaded, told, Me(self.name, partial(demands.cohort, plan, told.sum))), 0.0
+        sums = loaded.sums.of_round(purpose, told.sum.round)
+        orders, seconds = _orders(sums, told, Me(self.name, partial(demands.cohort, plan, told.sum))), 0.0
 
         def make(history: bytes) -> list[Piece]:
             nonlocal seconds
@@ -219,7 +220,8 @@ class Site:
             if purpose == EVALUATE:
                 return masking(digest)(site, pieces)
             path = self._kept.update_path(told.sum.round)
-            return loaded.work.mask(site, pieces, path, instructions=digest, threads=plan.local.threads)
+            size, threads = sums.training.size, plan.local.threads
+            return loaded.work.mask(site, pieces, path, size=size, instructions=digest, threads=threads)
 
         statement: Masked | None = None
         if plan.aggregation.secure:
@@ -279,7 +281,7 @@ class Site:
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
-        purpose, sums = sum_id.purpose, loaded.sums
+        purpose, sums = sum_id.purpose, loaded.sums.of_round(sum_id.purpose, sum_id.round)
         demands = self._demands(sum_id.run)
         roster = demands.roster()
         group = sums.draw(purpose).group_of(self.name, roster.names, sum_id.round)
@@ -389,7 +391,7 @@ class Site:
             StepError: what the site carries is no longer what it has advertised.
         """
         plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
-        layout = loaded.sums.layout(purpose)
+        layout = loaded.sums.of_round(purpose, round_number).layout(purpose)
         facts = {
             "plan": plan.digest(),
             "run": told.sum.run,
@@ -442,9 +444,11 @@ class Site:
             noise = self._simulated.noise(round_number)
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
-        code = orders.code(loaded.sums.training, Secrets(rounding, noise, carry))
+        sums = loaded.sums.of_round(TRAIN, round_number)
+        code, part = orders.code(sums.training, Secrets(rounding, noise, carry)), sums.part
         steps, sequences = orders.steps(plan.local.steps), self._opener(loaded)
-        task = Task(round_number, sequences, carry, steps, orders.factor, seed, code, noise)
+        part = loaded.model.layout if part is None else part
+        task = Task(round_number, part, sequences, carry, steps, orders.factor, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(self._simulated.task(task), weights, path)
         return replace(written, seconds=self._clock() - started)
@@ -475,14 +479,14 @@ def preparation_of(config: SiteConfig, plan: Plan, tokenizer: PreTrainedTokenize
     return Preparation(plan, tokenizer, config.data, config.split, config.folder / "data")
 
 
-def _orders(loaded: Loaded, told: Instructions, me: Me) -> Orders:
+def _orders(sums: Sums, told: Instructions, me: Me) -> Orders:
     """What the features of the plan tell the site to do for an update; an evaluation has none.
 
     Raises:
         CloisterError: the plan does not allow what they tell.
     """
     if told.sum.purpose == TRAIN:
-        return Orders.read(loaded.sums, told.features, me)
+        return Orders.read(sums, told.features, me)
     if told.features:
         raise UpdateError("instructions of features", len(told.features), expected="none for an evaluation")
     return Orders(())

@@ -142,7 +142,7 @@ def run(
         with phases.during(Phase.CHECKPOINT):
             weights, state = _begin(party, checkpoints, model, None if base is not None else public)
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
-        optimizer = ServerOptimizer(plan.server, weights, state)
+        optimizer = ServerOptimizer(plan.server, weights, state, model.layout)
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))

@@ -13,7 +13,7 @@ What a feature tells is in the instructions of the sum: the same bytes for all i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -47,7 +47,9 @@ class Basis:
 
     plan: Plan
     parameters: int
-    """Number of trained parameters."""
+    """Number of parameters that the sum has."""
+    most: int = field(default=0, kw_only=True)
+    """Number of parameters that the run trains, by which privacy is accounted for; 0: those of the sum."""
 
     @cached_property
     def terms(self) -> Terms | None:
@@ -58,7 +60,7 @@ class Basis:
         """
         from cloister.privacy.accounting.terms import terms_of
 
-        return terms_of(self.plan, self.parameters)
+        return terms_of(self.plan, self.most or self.parameters)
 
 
 # At a site.

@@ -50,11 +50,11 @@ _FLOAT = struct.Struct(">d")
 
 
 def mechanism_of(basis: Basis) -> SiteMechanism:
-    """The mechanism of a plan with the unit `site`."""
+    """The mechanism of a plan with the unit `site`, on the parameters of a sum."""
     terms = basis.terms
     assert terms is not None, "a plan with a unit has terms"
     assert terms.mechanism is not None, "unit site has a mechanism"
-    return terms.mechanism
+    return terms.mechanism.on(basis.parameters)
 
 
 def layout(basis: Basis) -> SumLayout:
@@ -131,13 +131,14 @@ class _AtCoordinator(AtCoordinator):
         return told_clip(self._clip)
 
     def decode(self, summed: Summed) -> Floats:
-        noise, sites = self._noise(summed.round), summed.counters[WEIGHT]
+        noise, sites, whole = self._noise(summed.round), summed.counters[WEIGHT], self._mechanism
+        mechanism = whole.on(summed.mean.size - (whole.size - whole.dimension))
         if isinstance(noise, NoiseStream):
             if self.plan.aggregation.groups > 1:
                 noise = noise.child(f"group {summed.group}")
             if not self._mechanism.variance:
                 noise = of_sum(noise, summed.mean, self._clip, sites, summed.names)
-        mean, clip = self._mechanism.decode(summed.mean, sites, self._clip, noise)
+        mean, clip = mechanism.decode(summed.mean, sites, self._clip, noise)
         self._next.append(clip)
         return mean
 

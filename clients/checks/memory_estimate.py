@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cloister.aggregation.sums import Sums
 from cloister.lm.model import frozen
 from cloister.lm.model.model import outline
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.parallel.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.parallel.shards import gathered_at_once
@@ -30,6 +31,8 @@ from cloister.protocol.messages.blocks import Span, tile
 from cloister.protocol.plan.plan import Plan
 
 _T = TypeVar("_T")
+_ROUNDS = 16
+"""Rounds whose parts of a model are looked at: about as much is trained in all of them."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> 
     """What this process has of the model."""
     model = outline(plan)
     bytes_of = frozen.element_bytes(model.module, plan.model.adapter.base_precision)
-    rounds = [
-        model.trainable_in_round(number) for number in (1, 2)
-    ]  # some adapters train one factor in odd ones
-    names = [{name for name, _ in trained} for trained in rounds]
+    schedule = Schedule.of(plan, model.layout)
+    rounds = range(1, min(plan.run.rounds, _ROUNDS) + 1)
+    names = [set(layout.names) for layout in {schedule.of_round(number) for number in rounds}]
+    model.trainable()
     parallelize(model, ranks, torch.device("meta"), sum_replicas=not plan.privacy.dpsgd)
     own = {name: nn.Parameter(_local(each)) for name, each in model.module.named_parameters()}
     sizes = {name: each.numel() for name, each in own.items()}

@@ -76,6 +76,13 @@ def mesh_for(
             expected="shard 1 and tensor 1, because Muon needs whole matrices",
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
         )
+    if plan.aggregation.part < 1 and mesh.pipeline > 1:
+        raise ModelError(
+            "mesh.pipeline",
+            mesh.pipeline,
+            expected="1 with aggregation.part below 1: a stage may have nothing that a round trains",
+            fix="set mesh.shard or mesh.replicate instead",
+        )
     if plan.privacy.method == "opacus" and (
         mesh.size > mesh.replicate or section.checkpointing or section.compile
     ):

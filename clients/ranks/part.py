@@ -168,7 +168,7 @@ class Part:
     def _train(self, command: Train) -> Trained:
         task = command.task
         finished = train(self._trainer, self._terms, task, command.start.array, task.sequences())
-        span = self._trainer.weights.span
+        span = self._trainer.weights.span(task.part)
         coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
         blocks = task.code.layout.blocks
         self._coded = coded

@@ -158,7 +158,7 @@ class Resident:
                 plan.to_json(), base_path, base_hash, source, section.checkpointing, section.compile
             )
             over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
-            work = Team(built, mesh, sums.training.size, devices, plan.local.threads, over)
+            work = Team(built, mesh, devices, plan.local.threads, over)
         return Loaded(plan, base_hash, model, work, sums)
 
     def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:

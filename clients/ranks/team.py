@@ -38,7 +38,6 @@ class Team:
     Args:
         model: What each of them builds.
         mesh: Their mesh.
-        size: Elements of a coded update, without its counters.
         devices: The torch device of each rank.
         threads: Threads of torch in each rank.
         timeout_s: Seconds after which ranks that have not done a command are ended.
@@ -47,9 +46,8 @@ class Team:
     elsewhere = True
 
     def __init__(
-        self, model: Model, mesh: Mesh, size: int, devices: Sequence[str], threads: int, timeout_s: float
+        self, model: Model, mesh: Mesh, devices: Sequence[str], threads: int, timeout_s: float
     ) -> None:
-        self._size = size
         self._timeout_s = timeout_s
         self._ranks: Ranks[Command, Any] = Ranks(
             partial(Part, model),
@@ -75,11 +73,17 @@ class Team:
         return _written(pieces, [*(each.digest for each in answers), vector_hash(tail)])
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
+        self,
+        site: SecureSite,
+        pieces: list[Piece],
+        path: Path,
+        *,
+        size: int,
+        instructions: bytes,
+        threads: int,
     ) -> Written:
         """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
         length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
-        size = self._size
         spans, seeds = tile(size, len(self._ranks)), site.take_seeds(instructions=instructions)
         command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
         answers: list[Masked] = self._call(command)

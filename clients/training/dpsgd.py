@@ -62,6 +62,7 @@ from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Passes
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named, Weights, Whole, whole
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences
@@ -398,6 +399,7 @@ class PrivateTrainer:
         round: int,
         noise: NoiseStream,
         noise_multiplier: float,
+        part: Layout | None = None,
         carry: Carry | None = None,
         steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
@@ -416,6 +418,7 @@ class PrivateTrainer:
                 trainings with the same noise, such as a retry of a round from other data or another model, is free of
                 noise.
             noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
+            part: As in `Trainer.train`.
             carry: As in `Trainer.train`. The kept state depends on noised gradients only.
             steps_before: As in `Trainer.train`.
             progress: Called with the number of steps taken so far, after each one.
@@ -441,8 +444,9 @@ class PrivateTrainer:
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
-        return LocalUpdate(update, tokens, loss, steps, self.weights.span.start)
+        part = part or Schedule.of(self._plan, self._bench.model.layout).of_round(round)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, part=part, carry=carry)
+        return LocalUpdate(update, tokens, loss, steps, self.weights.span(part).start)
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:

@@ -21,7 +21,7 @@ from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.clients.training.release import MUST_STAY, Finished, contribution
-from cloister.lm.model.layout import Vector
+from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.tasks.evaluate import HeldOut, held_out
 from cloister.lm.text.data import Prepared
@@ -41,6 +41,8 @@ class Task:
 
     round: int
     """The round, from 1."""
+    part: Layout
+    """The part of the model's layout that the round trains."""
     sequences: Callable[[], Prepared]
     """Opens the site's sequences; picklable."""
     carry: Carry | None
@@ -77,7 +79,14 @@ class Work(Protocol):
         """
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
+        self,
+        site: SecureSite,
+        pieces: list[Piece],
+        path: Path,
+        *,
+        size: int,
+        instructions: bytes,
+        threads: int,
     ) -> Written:
         """Mask a finished update; each element once.
 
@@ -85,6 +94,7 @@ class Work(Protocol):
             site: The site's side of the attempt, which has the seeds.
             pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
             path: The file in which it is kept.
+            size: Elements of it without what follows the coded update.
             instructions: Digest of those that the update was made by, to which the masks are bound.
             threads: Threads that mask.
 
@@ -127,16 +137,18 @@ def train(
                 round=task.round,
                 noise=task.noise,
                 noise_multiplier=terms.noise_multiplier,
+                part=task.part,
                 carry=task.carry,
             )
         elif protected and not len(sequences):
-            return _nothing(trainer)  # its code adds the noise
+            return _nothing(trainer, task.part)  # its code adds the noise
         else:
             local = trainer.train(
                 start,
                 sequences,
                 round=task.round,
                 site_seed=task.seed,
+                part=task.part,
                 carry=task.carry,
                 steps=task.steps,
             )
@@ -144,15 +156,15 @@ def train(
         if not protected:
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
-        return _nothing(trainer)
+        return _nothing(trainer, task.part)
     if task.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite
             np.multiply(local.vector, np.float32(task.factor), out=local.vector)
     return Finished(local.vector, local.tokens, local.loss)
 
 
-def _nothing(trainer: Trainer | PrivateTrainer) -> Finished:
-    return Finished(np.full(trainer.weights.span.size, np.nan, np.float32), 0, 0.0)
+def _nothing(trainer: Trainer | PrivateTrainer, part: Layout) -> Finished:
+    return Finished(np.full(trainer.weights.span(part).size, np.nan, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,14 @@ class Here:
         return write_pieces(path, [(0, contribution(task.code, finished))])
 
     def mask(
-        self, site: SecureSite, pieces: list[Piece], path: Path, *, instructions: bytes, threads: int
+        self,
+        site: SecureSite,
+        pieces: list[Piece],
+        path: Path,
+        *,
+        size: int,
+        instructions: bytes,
+        threads: int,
     ) -> Written:
         """As `Work.mask`, in place."""
         return masking(instructions, threads)(site, pieces)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from cloister.protocol.errors import UpdateError
+from cloister.protocol.messages.blocks import Span
 
 Vector = npt.NDArray[np.float32]
 
@@ -67,6 +68,39 @@ class Layout:
     def _digest(self) -> str:
         listed = json.dumps(list(zip(self.names, self.shapes, strict=True)), separators=(",", ":"))
         return hashlib.sha256(listed.encode()).hexdigest()
+
+    def only(self, names: Iterable[str]) -> Layout:
+        """The layout of some of the parameters, in the same order."""
+        chosen = set(names)
+        kept = [each for each in zip(self.names, self.shapes, strict=True) if each[0] in chosen]
+        return Layout(tuple(name for name, _ in kept), tuple(shape for _, shape in kept), self.source)
+
+    def spans(self, part: Layout) -> tuple[Span, ...]:
+        """Where the parameters of a part lie in this layout's vector: increasing spans, none next to another."""
+        if part.names == self.names:
+            return (Span(0, self.size),)
+        chosen, found = set(part.names), list[Span]()
+        for name, (begin, end) in zip(self.names, itertools.pairwise(self.offsets), strict=True):
+            if name in chosen and found and found[-1].stop == begin:
+                found[-1] = Span(found[-1].start, end)
+            elif name in chosen:
+                found.append(Span(begin, end))
+        return tuple(found)
+
+    def pick(self, vector: Vector, part: Layout) -> Vector:
+        """The elements of a part of this layout, as the vector of the part; of the whole the vector itself."""
+        spans = self.spans(part)
+        return (
+            vector if spans == (Span(0, self.size),) else np.concatenate([span.of(vector) for span in spans])
+        )
+
+    def spread(self, vector: Vector, part: Layout) -> Vector:
+        """The vector of a part of this layout at its places in one of the whole, and zeros elsewhere."""
+        whole, begin = np.zeros(self.size, np.float32), 0
+        for span in self.spans(part):
+            span.of(whole)[:] = vector[begin : begin + span.size]
+            begin += span.size
+        return whole
 
     def flatten(self, module: nn.Module) -> Vector:
         """Copy the trained parameters of `module`, on any device, to a float32 vector of shape (size,)."""

@@ -7,8 +7,7 @@ error, never silently initialised. The plan's adapter scheme selects what is tra
 - `full`: every parameter.
 - `ffa-lora`: LoRA with A frozen at its public initial value, so that the mean of the B's is exact (Sun et al. 2024,
   "Improving LoRA in privacy-preserving federated learning").
-- `rolora`: B in odd rounds, A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated finetuning
-  of LLMs via alternating optimization of LoRA").
+- `rolora`: B and A in alternate rounds (`schedule.py`).
 - `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
 
 A classifier (`data.task`) is the same with a head in the place of the output layer. The head is new where the
@@ -40,6 +39,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from cloister.lm.model import frozen, saved
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
+from cloister.lm.model.schedule import HEAD
 from cloister.lm.text.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
@@ -57,8 +57,6 @@ SMALL = {
     "num_key_value_heads": 4,
 }
 """Configuration of a `builtin:` model whose plan has none, of the fields that its type knows."""
-HEAD = ".modules_to_save."
-"""In the name of each parameter of a head that is trained beside an adapter."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +75,20 @@ class LanguageModel:
     own_base: bool = False
     """Whether the weights under its adapter are not those of a named checkpoint."""
 
-    def trainable_in_round(self, round: int) -> list[tuple[str, nn.Parameter]]:
-        """Set `requires_grad` for the round (from 1); return its names and parameters in layout order.
+    def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
+        """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
 
-        The rest of the layout is frozen in this round, so its update is exactly zero. A stage of a pipeline
-        (`parallelize`) has some of the layout's parameters.
+        A stage of a pipeline (`parallelize`) has some of the layout's parameters.
+
+        Args:
+            part: The part of the layout that the round trains (`schedule.py`), the rest of which is frozen; None: all.
         """
         parameters = dict(self.module.named_parameters())
-        scheme = self.section.adapter.scheme
-        half = "" if scheme != "rolora" else ".lora_B." if round % 2 else ".lora_A."
+        chosen = set((self.layout if part is None else part).names)
         names = [name for name in self.layout.names if name in parameters]
         for name in names:
-            parameters[name].requires_grad_(half in name or HEAD in name)
-        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
+            parameters[name].requires_grad_(name in chosen)
+        return [(name, parameters[name]) for name in names if name in chosen]
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:

@@ -67,9 +67,8 @@ def whole(layout: Layout) -> tuple[Held, ...]:
 class Weights(Protocol):
     """The parameters of a model in one process; every rank calls the same methods in the same order."""
 
-    @property
-    def span(self) -> Span:
-        """This process's part of the flat vector."""
+    def span(self, part: Layout) -> Span:
+        """This process's part of the vector of what a round trains."""
 
     @property
     def draws(self) -> tuple[str, ...]:
@@ -86,8 +85,8 @@ class Weights(Protocol):
             UpdateError: the vector does not have the model's layout.
         """
 
-    def trained(self, round: int) -> Named:
-        """What the optimizer steps on in a round (from 1): plain tensors on the device, in layout order."""
+    def trained(self, part: Layout) -> Named:
+        """What the optimizer steps on in a round that trains a part: plain tensors on the device, in layout order."""
 
     def rows(self, batch_size: int) -> slice:
         """This process's rows of a micro-batch; there may be none."""
@@ -113,8 +112,8 @@ class Weights(Protocol):
     def least(self, number: int) -> int:
         """The smallest of the numbers that the processes give."""
 
-    def update(self, start: Vector) -> Vector:
-        """The parameters minus the global model, float32 (span.size,): this process's span of the update."""
+    def update(self, start: Vector, part: Layout) -> Vector:
+        """The part's parameters minus those of the global model, float32: this process's span of the update."""
 
     @property
     def held(self) -> tuple[Held, ...]:
@@ -147,15 +146,18 @@ class Whole:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self.span = Span(0, model.layout.size)
 
     def place(self, start: Vector) -> None:
         """See `Weights`."""
         self._model.layout.scatter(start, self._model.module)
 
-    def trained(self, round: int) -> Named:
+    def span(self, part: Layout) -> Span:
         """See `Weights`."""
-        return self._model.trainable_in_round(round)
+        return Span(0, part.size)
+
+    def trained(self, part: Layout) -> Named:
+        """See `Weights`."""
+        return self._model.trainable(part)
 
     def rows(self, batch_size: int) -> slice:
         """See `Weights`."""
@@ -186,10 +188,10 @@ class Whole:
         """See `Weights`."""
         return number
 
-    def update(self, start: Vector) -> Vector:
+    def update(self, start: Vector, part: Layout) -> Vector:
         """See `Weights`."""
-        update = self._model.layout.flatten(self._model.module)
-        update -= start
+        update = part.flatten(self._model.module)
+        update -= self._model.layout.pick(start, part)
         return update
 
     @property

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from cloister.lm.model.layout import Vector
+from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.passes import Direct, Forward, Passes
 from cloister.lm.model.weights import Held, Named, matrix
@@ -173,11 +173,9 @@ class Shards:
         self._rank = dist.get_rank()
         self._mesh = degrees(ranks)
         self._at = self._mesh.coordinates(self._rank)
-        self._spans = tile(model.layout.size, self._mesh.size)
         self._sharded = sharded_modules(model.module)
         self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._uncounted: set[int] = set()
-        self.span = self._spans[self._rank]
         self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
         if self._mesh.pipeline > 1:
@@ -190,14 +188,22 @@ class Shards:
     @cached_property
     def _parts(self) -> dict[str, _Part]:
         """Every trained parameter, in layout order."""
-        parameters, layout = dict(self._model.module.named_parameters()), self._model.layout
-        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in layout.names])
+        return self._parts_of(self._model.layout)
+
+    def _parts_of(self, layout: Layout) -> dict[str, _Part]:
+        """The parameters of a layout, in its order, with their places in its vector."""
+        parameters, spans = dict(self._model.module.named_parameters()), tile(layout.size, self._mesh.size)
         return {
-            name: self._part(parameters.get(name), [each[place] for each in held], shape, offset)
-            for place, (name, shape, offset) in enumerate(
-                zip(layout.names, layout.shapes, layout.offsets, strict=False)
-            )
+            name: self._part(parameters.get(name), self._held[name], shape, offset, spans)
+            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
         }
+
+    @cached_property
+    def _held(self) -> dict[str, list[Cuts]]:
+        """How each rank has each trained parameter."""
+        parameters, names = dict(self._model.module.named_parameters()), self._model.layout.names
+        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in names])
+        return {name: [each[place] for each in held] for place, name in enumerate(names)}
 
     def _cuts_of_all(self, mine: list[Cuts]) -> list[list[Cuts]]:
         """How each rank has each parameter, given how this one does; between stages it travels as numbers."""
@@ -213,8 +219,10 @@ class Shards:
         cuts: Sequence[Cuts],
         shape: tuple[int, ...],
         offset: int,
+        spans: Sequence[Span],
     ) -> _Part:
-        """A parameter, which is cut in this way in each rank; None in a rank that does not have it."""
+        """A parameter, which is cut in this way in each rank; None in a rank that does not have it. `spans` are those
+        of the ranks in the vector in which it begins at `offset`."""
         holders: dict[Region, list[int]] = {}
         for rank, cut in enumerate(cuts):
             if cut.held:
@@ -230,7 +238,7 @@ class Shards:
         replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
         counts, counts_in_replica = (having[:1] == [self._rank] for having in (own, replica))
         part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
-        for to, span in enumerate(self._spans):
+        for to, span in enumerate(spans):
             begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
             for each, having in holders.items():
                 pieces = list(between(each, columns, begin, end))
@@ -262,11 +270,15 @@ class Shards:
             else:  # torch has no read-only tensors
                 part.local.copy_(torch.from_numpy(source.copy()))
 
-    def trained(self, round: int) -> Named:
+    def span(self, part: Layout) -> Span:
+        """One of spans of equal size."""
+        return tile(part.size, self._mesh.size)[self._rank]
+
+    def trained(self, part: Layout) -> Named:
         """Tensors that share the memory of this rank's parts of the round's parameters."""
         named = [
             (name, each, nn.Parameter(_local(each)) if isinstance(each, DTensor) else each)
-            for name, each in self._model.trainable_in_round(round)
+            for name, each in self._model.trainable(part)
         ]
         self._steps_on = [(parameter, local) for _, parameter, local in named]
         self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
@@ -346,18 +358,19 @@ class Shards:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least.item())
 
-    def update(self, start: Vector) -> Vector:
+    def update(self, start: Vector, part: Layout) -> Vector:
         """Exchange the parameters, one after the other, so that each rank gets those elements that lie in its span."""
-        update: Vector = torch.empty(self.span.size).numpy()  # torch aligns it for every processor
-        for part in self._parts.values():
-            for each in part.kept:
-                _lay(update, part, each, part.local[each.within(part.mine)], self.span.start)
-            if part.moves:
-                self._exchange(part, update)
-        update -= self.span.of(start)
+        whole, span = part.names == self._model.layout.names, self.span(part)
+        update: Vector = torch.empty(span.size).numpy()  # torch aligns it for every processor
+        for each in (self._parts if whole else self._parts_of(part)).values():
+            for place in each.kept:
+                _lay(update, each, place, each.local[place.within(each.mine)], span.start)
+            if each.moves:
+                self._exchange(each, update, span.start)
+        update -= span.of(self._model.layout.pick(start, part))
         return update
 
-    def _exchange(self, part: _Part, update: Vector) -> None:
+    def _exchange(self, part: _Part, update: Vector, start: int) -> None:
         ranks = range(self._mesh.size)
         pieces = [each for rank in ranks for each in part.sent.get(rank, ())]
         sent = [part.local[each.within(part.mine)].reshape(-1) for each in pieces]
@@ -370,7 +383,7 @@ class Shards:
         for rank in ranks:
             for each in part.received.get(rank, ()):
                 values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
-                _lay(update, part, each, values, self.span.start)
+                _lay(update, part, each, values, start)
                 begin += each.size
 
     @property

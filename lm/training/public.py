@@ -57,7 +57,7 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
     ).train
     start = model.layout.flatten(model.module)
     update = Trainer(alone, model, device_for("auto")).train(
-        start, sequences, round=1, site_seed=(_PUBLIC,), progress=progress
+        start, sequences, round=1, site_seed=(_PUBLIC,), part=model.layout, progress=progress
     )
     trained: Vector = start + update.vector
     return trained

@@ -32,9 +32,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cloister.lm.model.layout import Vector
+from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, MicroBatch
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights, Whole
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
@@ -57,8 +58,8 @@ class LocalUpdate:
     """The result of one site's round."""
 
     vector: Vector
-    """Local minus global, finite float32; zero where the round trains nothing. Of one process the whole vector, shape
-    (layout.size,); of a rank its span, whose elements begin at `offset`."""
+    """Local minus global, finite float32, of the part of the layout that the round trains. Of one process the part's
+    whole vector; of a rank its span, whose elements begin at `offset`."""
     tokens: int
     """Number of labels learned from; a label counts each time it is used."""
     loss: float
@@ -102,6 +103,7 @@ class Bench:
         take_steps: Callable[[Named, LocalOptimizer], _T],
         *,
         round: int,
+        part: Layout,
         carry: Carry | None,
     ) -> tuple[Vector, _T]:
         """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
@@ -111,6 +113,7 @@ class Bench:
             take_steps: Takes the round's steps; called with the parameters that the round trains and their
                 optimizer.
             round: The round, from 1.
+            part: The part of the model's layout that it trains.
             carry: Where the optimizer's moments are, as in `Trainer.train`.
 
         Raises:
@@ -121,7 +124,7 @@ class Bench:
         local, layout, weights = self.plan.local, self.model.layout, self.weights
         torch.set_num_threads(local.threads)
         self._reset(start)
-        trained = weights.trained(round)
+        trained = weights.trained(part)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
         kept = None
         if carry is not None and local.optimizer_state == "keep":
@@ -139,7 +142,7 @@ class Bench:
         finally:
             self.module.zero_grad(set_to_none=True)
         with np.errstate(invalid="ignore", over="ignore"):  # a non-finite update is refused below
-            update = weights.update(start)
+            update = weights.update(start, part)
         if not weights.least(all_finite(update)):
             raise _not_finite(round, "non-finite")
         if kept is not None:
@@ -186,6 +189,7 @@ class Trainer:
         *,
         round: int,
         site_seed: tuple[int, ...],
+        part: Layout | None = None,
         carry: Carry | None = None,
         steps: int | None = None,
         steps_before: int | None = None,
@@ -198,6 +202,8 @@ class Trainer:
             sequences: The site's training sequences.
             round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
             site_seed: Separates this site's random choices from those of other sites.
+            part: The part of the model's layout that is trained; None: that of the round by the plan's schedule
+                (`lm/model/schedule.py`).
             carry: The folders that the optimizer's moments are read from and written to, used when
                 `local.optimizer_state` is `keep`; without moments they start at zero.
             steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
@@ -228,8 +234,9 @@ class Trainer:
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, carry=carry)
-        return LocalUpdate(update, tokens, loss, taken, self.weights.span.start)
+        part = part or Schedule.of(self._plan, self._bench.model.layout).of_round(round)
+        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, part=part, carry=carry)
+        return LocalUpdate(update, tokens, loss, taken, self.weights.span(part).start)
 
     def _steps(
         self,

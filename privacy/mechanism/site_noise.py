@@ -97,6 +97,15 @@ class SiteMechanism:
         """Integers in a site's vector: the update's, and adaptive clipping's coordinate after them."""
         return self.dimension + (1 if self.count_step else 0)
 
+    def on(self, dimension: int) -> SiteMechanism:
+        """The same mechanism on an update of as many coordinates or fewer, which moves the sum no further: the
+        sensitivity of rounded updates grows with their coordinates.
+
+        Args:
+            dimension: Its coordinates.
+        """
+        return self if dimension == self.dimension else dataclasses.replace(self, dimension=dimension)
+
     def bound(self, levels: int) -> float:
         """The value, in clipping norms, of the largest integer that a ring carries without wrapping.
 

@@ -57,6 +57,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("groups", {"aggregation.groups": "3"}, {"cohort.sites": "24", "aggregation.colluders": "0.0"}),
     Feature("compression", {"aggregation.compression": "{}"}, {"aggregation.ring_bits": "16"}),
     Feature("rolora", {"model.adapter.scheme": "rolora"}, {}),
+    Feature("sparse rounds", {"aggregation.part": "0.5"}, {}),
     Feature("ffa-lora", {"model.adapter.scheme": "ffa-lora"}, {}),
     Feature("balance by declared speed", {"local.balance": "weighted"}, {}),
     Feature("balance by measured speed", {"local.balance": "dynamic"}, {}),

@@ -360,6 +360,10 @@ class AggregationSection(Section):
     this is the largest bound of a block."""
     compression: CompressionSection | None = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
+    part: Fraction = 1.0
+    """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
+    parameters keep their values. The parameters outside of the layers are one more block. A round then costs that
+    fraction of the bytes, and of the noise. 1: every round trains all."""
     groups: Count = 1
     """Groups into which the cohort of a round is divided by a public draw, 3 to 100 and better odd. Each group has a
     sum of its own, and the model moves by the coordinate-wise median of the groups' means, which have equal weights.
@@ -691,6 +695,11 @@ class Plan(Section):
     def most_tokens(self) -> int:
         """Largest number of tokens on which one site can train in one round."""
         return self._most_sequences() * self.data.sequence_length
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether rounds train different parts of the model (`lm/model/schedule.py`)."""
+        return self.model.adapter.scheme == "rolora" or self.aggregation.part < 1
 
     @property
     def carries(self) -> bool:

@@ -551,7 +551,7 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
 
 
 def _of_adapter(plan: Plan) -> Iterator[Refusal]:
-    """Alternating factors with what would change the one that is frozen; precisions that exclude each other."""
+    """Precisions that exclude each other; parts of a model for each round beside what goes over several rounds."""
     adapter = plan.model.adapter
     if adapter.base_precision != "float32" and plan.local.precision == "float32":
         yield Refusal(
@@ -561,21 +561,34 @@ def _of_adapter(plan: Plan) -> Iterator[Refusal]:
             'set local.precision = "auto", or model.adapter.base_precision = "float32"',
             "definition",
         )
-    if adapter.scheme != "rolora":
+    if not plan.scheduled:
         return
-    for changes, what in (
-        (plan.privacy.unit == "site", 'privacy.unit = "site", whose noise'),
-        (plan.aggregation.compression is not None, "[aggregation.compression], whose rounding of blocks"),
-        (plan.server.optimizer != "fedavg", f'server.optimizer = "{plan.server.optimizer}", whose momentum'),
-        (plan.cohort.mode == "async", 'cohort.mode = "async", whose stale updates'),
-        (plan.local.optimizer_state == "keep", 'local.optimizer_state = "keep", whose moments'),
-    ):
-        if changes:
+    none = "no part of the model for each round with "
+    pairs: tuple[tuple[bool, str, Because], ...] = (
+        (
+            plan.privacy.correlated is not None,
+            f"{none}privacy.correlated: later rounds cancel the noise of a parameter only if they train it",
+            "charge",
+        ),
+        (
+            plan.aggregation.compression is not None,
+            f"{none}[aggregation.compression]: bounds and residuals are those of the blocks of one vector",
+            "definition",
+        ),
+        (
+            plan.cohort.mode == "async",
+            f'{none}cohort.mode = "async": a buffer has updates of several rounds',
+            "definition",
+        ),
+    )
+    drawn = plan.aggregation.part < 1
+    for refused, expected, because in pairs:
+        if refused:
             yield Refusal(
-                "model.adapter.scheme",
-                f"another scheme with {what} would change the factor that a round keeps frozen",
-                'set model.adapter.scheme = "ffa-lora"',
-                "definition",
+                "aggregation.part" if drawn else "model.adapter.scheme",
+                expected,
+                "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
+                because,
             )
 
 

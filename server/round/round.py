@@ -189,7 +189,8 @@ def _step(context: RoundContext, number: int, sums: Sequence[Summed]) -> tuple[f
         return norm, refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
-    optimizer.step(mean)
+    part = context.party.sums.of_round(TRAIN, number).part
+    optimizer.step(mean, part)
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)
     if refused:  # the step was made in the only copy of the model

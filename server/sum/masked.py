@@ -52,7 +52,7 @@ class Masked(Plain):
         """
         party, wanted = self.party, self.wanted
         assert party.roster is not None, "a plan that sums securely needs a roster"
-        contract = party.sums.contract(wanted.purpose, party.run, party.roster, wanted.group)
+        contract = self.sums.contract(wanted.purpose, party.run, party.roster, wanted.group)
         coordinator = SecureCoordinator(
             contract,
             wanted.round,

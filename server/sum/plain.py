@@ -83,7 +83,8 @@ class Plain:
         self.attempt = attempt
         self.course = Course()
         self.party, self.wanted, self.told = attempt.party, attempt.wanted, attempt.told
-        self.sum_layout = self.party.sums.layout(self.wanted.purpose)
+        self.sums = self.party.sums.of_round(self.wanted.purpose, self.wanted.round)
+        self.sum_layout = self.sums.layout(self.wanted.purpose)
         self.bounds = self.party.features.bounds(self.told.features)
 
     def run(self, needed: int) -> Asks[Opened]:

@@ -91,6 +91,13 @@ def audit(
             "none",
             expected="record, owner or site, because without a unit there is no claim to audit",
         )
+    if plan.privacy.unit == "site" and plan.scheduled:
+        raise CloisterError(
+            "aggregation.part" if plan.aggregation.part < 1 else "model.adapter.scheme",
+            plan.aggregation.part if plan.aggregation.part < 1 else plan.model.adapter.scheme,
+            expected="rounds that train all parameters, because an audit of unit site puts its canaries along all",
+            fix="audit a run of the same plan with aggregation.part = 1, or with another adapter scheme",
+        )
     if not 0 < confidence < 1:
         raise CloisterError("--confidence", confidence, expected="between 0 and 1")
     if canaries is not None and canaries < 1:

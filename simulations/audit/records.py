@@ -43,6 +43,7 @@ from cloister.clients.setup.config import SiteConfig
 from cloister.clients.site import Simulated, Site
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.schedule import Schedule
 from cloister.privacy.accounting.accountant import composed, epsilon_of
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, Draws, change, counted, enough_noise, problem
@@ -213,7 +214,8 @@ class RecordGame:
         base = np.empty(0, np.float32) if self.base is None else self.base
         join = Join(run, plan.to_json(), bytes(32), base_hash, base)
         different = int(differ([site.join(join) for site in sites]))
-        sums, weights, names = Sums(plan, self.start.size), self.start, tuple(site.name for site in sites[:1])
+        sums, weights = Sums.over(plan, self.model.layout, base_hash), self.start
+        names = tuple(site.name for site in sites[:1])
         features = Coordinated(sums, Given())
         for number in range(1, rounds + 1):
             about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
@@ -223,13 +225,14 @@ class RecordGame:
             asked = Contribute(told, 1, None, weights)
             sent = [site.contribute(asked) for site in sites]
             different += not observed.forget() or differ(sent)
-            total = PlainSum(sums.training)
+            part = sums.of_round(TRAIN, number)
+            total = PlainSum(part.training)
             total.add([(0, np.concatenate(sent[0].spans))])
             opened = total.open(features.bounds(by_feature))
             summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {})
             mean = features.combine([features.decode(summed)])
             features.before_step(mean, [summed])
-            weights = weights + mean
+            weights = weights + (mean if part.part is None else self.model.layout.spread(mean, part.part))
             features.after_step()
         return different
 
@@ -241,8 +244,9 @@ class RecordGame:
 
     def _canaries(self, wanted: int | None) -> int:
         """The number of canaries; each needs its own coordinate in every round."""
-        rounds = range(1, min(2, self.plan.run.rounds) + 1)
-        most = min(sum(p.numel() for _, p in self.model.trainable_in_round(number)) for number in rounds)
+        rounds = range(1, self.plan.run.rounds + 1)
+        schedule = Schedule.of(self.plan, self.model.layout)
+        most = min(schedule.of_round(number).size for number in rounds)
         if wanted is None:
             return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
         if wanted > most:

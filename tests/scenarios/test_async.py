@@ -111,7 +111,7 @@ class Run:
         (
             ["model.adapter.scheme=rolora"],
             "model.adapter.scheme",
-            "change the factor that a round keeps frozen",
+            "a buffer has updates of several rounds",
         ),
         (["cohort.mode=sync", "cohort.buffer=2"], "cohort.buffer", 'only valid with cohort.mode = "async"'),
         (

@@ -419,7 +419,8 @@ SITE = [
             "aggregation.compression",
             "scales are those of one round",
         ),
-        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "change the factor"),
+        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "blocks of one vector"),
+        ([*EIGHT_BITS, "aggregation.part=0.5"], "aggregation.part", "blocks of one vector"),
         (
             [*EIGHT_BITS, "aggregation.compression.first_scale=0"],
             "aggregation.compression.first_scale",

@@ -126,7 +126,7 @@ def test_private_gradients_by_hooks_are_those_of_the_reference() -> None:
         trainer = PrivateTrainer(plan, model, CPU)
         assert trainer.method.name == method
         model.module.train()
-        with trainer.per_unit_gradients(model.trainable_in_round(1)) as of:
+        with trainer.per_unit_gradients(model.trainable()) as of:
             gradients.append(
                 [
                     torch.cat([g[at].flatten().float() for g in each.gradients])

@@ -22,6 +22,7 @@ from cloister.lm.model.model import (
     save_pretrained,
     seeded,
 )
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.output.generate import generate
 from cloister.protocol.errors import ModelError, StorageError, UpdateError
 from cloister.protocol.plan.plan import Plan
@@ -180,10 +181,11 @@ def test_ffa_lora_trains_b_alone() -> None:
 
 
 def test_rolora_alternates() -> None:
-    model = load_model(plan_of("llama", "rolora"))
+    plan = plan_of("llama", "rolora")
+    model = load_model(plan)
     assert len(model.layout.names) == 2 * 2 * 7
     for round, half in [(1, "lora_B"), (2, "lora_A"), (3, "lora_B")]:
-        trained = model.trainable_in_round(round)
+        trained = model.trainable(Schedule.of(plan, model.layout).of_round(round))
         assert len(trained) == 14
         assert all(half in name and p.requires_grad for name, p in trained)
         assert sum(p.requires_grad for p in model.module.parameters()) == 14
@@ -191,9 +193,11 @@ def test_rolora_alternates() -> None:
 
 @pytest.mark.parametrize("scheme", ["full", "ffa-lora", "lora"])
 def test_other_schemes_train_all_of_the_layout_in_every_round(scheme: str) -> None:
-    model = load_model(plan_of("llama", scheme))
+    plan = plan_of("llama", scheme)
+    model = load_model(plan)
     for round in (1, 2):
-        assert tuple(name for name, _ in model.trainable_in_round(round)) == model.layout.names
+        assert Schedule.of(plan, model.layout).of_round(round) is model.layout
+    assert tuple(name for name, _ in model.trainable()) == model.layout.names
 
 
 def test_named_targets() -> None:
@@ -238,7 +242,7 @@ def test_an_adapter_of_a_fresh_model_is_read_by_peft(kind: str, scheme: str, tmp
     assert not torch.equal(logits(base), expected)
     assert torch.equal(logits(PeftModel.from_pretrained(base, moved_folder)), expected)
     generate(moved_folder, "The", max_new_tokens=2)
-    model.trainable_in_round(1)
+    model.trainable()
     assert torch.equal(logits(model.module), expected), "saving disturbed the model"
 
 

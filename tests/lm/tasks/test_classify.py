@@ -28,6 +28,7 @@ from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.training.dpsgd import PrivateTrainer, method_for
 from cloister.lm.model.model import LanguageModel, load_model, load_saved
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.evaluate import HeldOut, evaluate
 from cloister.lm.text.data import Prepared, Sequences, prepare, unit_rule
@@ -393,8 +394,9 @@ def test_the_head_is_trained_whole_beside_every_adapter(tmp_path: Path) -> None:
         ("lora", (("A", "B"), ("A", "B"))),
     ):
         model = loaded(name, f"model.adapter.scheme={scheme}", "model.adapter.rank=2")
+        schedule = Schedule.of(parse("", [f"model.adapter.scheme={scheme}"]), model.layout)
         for number, factors in enumerate(rounds, 1):
-            names = [each for each, _ in model.trainable_in_round(number)]
+            names = schedule.of_round(number).names
             heads = [each for each in names if "lora_" not in each]
             assert len(heads) == 4
             assert all("classifier.modules_to_save.default." in each for each in heads)
@@ -408,7 +410,7 @@ def test_muon_leaves_the_head_to_adamw() -> None:
     assert "score.weight" not in names
     assert "model.layers.0.mlp.up_proj.weight" in names
     model = loaded(*FFA)
-    trained = {name for name, _ in model.trainable_in_round(1)}
+    trained = {name for name, _ in model.trainable()}
     head = "base_model.model.score.modules_to_save.default.weight"
     assert trained - hidden_matrices(model.module) == {head}
 
@@ -431,7 +433,7 @@ def test_the_gradients_of_opacus_are_those_of_single_backward_passes(settings: t
     assert method_for(plan, model).name == "opacus"
     sequences = Sequences(data.tokens, data.labels, None, 0, np.arange(8))
     trainer = PrivateTrainer(plan, model, CPU)
-    trained = model.trainable_in_round(1)
+    trained = model.trainable()
     parameters = [parameter for _, parameter in trained]
     units = np.arange(7)
     model.module.train()
@@ -499,7 +501,7 @@ def test_a_weight_does_not_change_what_one_record_changes(method: str) -> None:
     model, data = loaded(), some(7)
     weights = [plan.data.class_weights[int(label)] for label in data.labels[:, 0]]
     trainer = PrivateTrainer(plan, model, CPU)
-    trained = model.trainable_in_round(1)
+    trained = model.trainable()
     parameters = [parameter for _, parameter in trained]
     total = trainer.new_sum([name for name, _ in trained])
     sequences = Sequences(data.tokens, data.labels, None, 0, np.arange(8))

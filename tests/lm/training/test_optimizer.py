@@ -11,6 +11,7 @@ import torch
 
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import LanguageModel, load_model
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Whole
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry, Moments
@@ -100,7 +101,7 @@ def muon_by_hand(W: Matrix, gradients: list[Matrix], rates: list[float], m: floa
 def test_a_step_is_that_of_the_papers(m: float) -> None:
     plan = plan_of(MUON, f"local.momentum={m}", "local.weight_decay=0.5", "local.learning_rate=0.02")
     model = load_model(plan)
-    trained = dict(model.trainable_in_round(1))
+    trained = dict(model.trainable())
     optimizer = LocalOptimizer(plan, model.module, list(trained.items()), CPU)
     random = np.random.default_rng(0)
     rates = [learning_rate(plan.local, step, 9) for step in range(3)]
@@ -191,7 +192,9 @@ def test_muon_steps_on_the_factors_that_a_round_trains(scheme: str, number: int,
         MUON, *FACTORS, f"model.adapter.scheme={scheme}", 'model.adapter.targets=["q_proj", "lm_head"]'
     )
     model = load_model(plan)
-    by_muon = hidden_matrices(model.module) & {name for name, _ in model.trainable_in_round(number)}
+    by_muon = hidden_matrices(model.module) & {
+        name for name, _ in model.trainable(Schedule.of(plan, model.layout).of_round(number))
+    }
     assert {name.partition(".lora_")[2][0] for name in by_muon} == factors
     assert all("q_proj" in name for name in by_muon), "the factors of the output layer are AdamW's"
     assert len(by_muon) == len(factors)
@@ -291,17 +294,17 @@ def test_a_kept_state_continues_as_if_there_were_no_rounds(kind: str, scheme: st
             moments.load(optimizers[id(cut)])
         for model in (whole, cut):
             random = torch.Generator().manual_seed(step)
-            for _, parameter in model.trainable_in_round(1):
+            for _, parameter in model.trainable():
                 parameter.grad = torch.randn(parameter.shape, generator=random)
             optimizers[id(model)].step(step)
     np.testing.assert_array_equal(cut.layout.flatten(cut.module), whole.layout.flatten(whole.module))
     assert (tmp_path / "moments").stat().st_size == 4 * len(cut.layout.names) + 8 * cut.layout.size
     elements = sum(each.numel() for _, kept in optimizers[id(cut)].states().values() for each in kept)
-    assert moment_elements(plan, cut.module, cut.trainable_in_round(1)) == elements
+    assert moment_elements(plan, cut.module, cut.trainable()) == elements
 
 
 def optimizer_of(plan: Plan, model: LanguageModel) -> LocalOptimizer:
-    return LocalOptimizer(plan, model.module, model.trainable_in_round(1), CPU)
+    return LocalOptimizer(plan, model.module, model.trainable(), CPU)
 
 
 def test_a_trainer_keeps_muons_momentum(tmp_path: Path) -> None:

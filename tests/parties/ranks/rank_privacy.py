@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import load_model
+from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.text.data import NOT_LEARNED, Sequences
@@ -105,7 +106,8 @@ def _train(ranks: DeviceMesh | None, private: PrivateJob) -> PrivateRound:
             carry=job.carry,
         )
     expected = np.float32(plan.local.batch_size * plan.local.accumulation)
-    held, trained = {each.name: each for each in trainer.weights.held}, trainer.weights.trained(job.round)
+    part = Schedule.of(plan, model.layout).of_round(job.round)
+    held, trained = {each.name: each for each in trainer.weights.held}, trainer.weights.trained(part)
     sums = [[(held[name], each * expected) for name, each in _named(step, trained)] for step in steps]
     return PrivateRound(trainer.method.name, update, sums)
 

@@ -146,9 +146,10 @@ def short_blocks() -> Iterator[None]:
 def change(ranks: DeviceMesh, *, job: Job, end: Path) -> tuple[int, Vector]:
     """Offset and elements of this rank's span of the update between two models."""
     with short_blocks():
-        weights = Shards(model_of(ranks, job), ranks)
+        model = model_of(ranks, job)
+        weights, layout = Shards(model, ranks), model.layout
         weights.place(np.load(end, mmap_mode="r"))
-        return weights.span.start, weights.update(start_of(job))
+        return weights.span(layout).start, weights.update(start_of(job), layout)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,6 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
         (["aggregation.dropouts=0.5"], "aggregation.dropouts", "lower aggregation.dropouts"),
         (["aggregation.colluders=0.9", "aggregation.dropouts=0.2"], "aggregation.dropouts", "lower"),
         (["model.name=gpt2", "model.config={hidden_size=3}"], "model.config", "remove model.config"),
-        (["model.adapter.scheme=rolora", "local.optimizer_state=keep"], "model.adapter.scheme", '"ffa-lora"'),
         (
             ["cohort.sites=40", "cohort.fraction=0.5", "local.optimizer_state=keep"],
             "local.optimizer_state",
@@ -137,7 +136,6 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
             "local.optimizer_state",
             'local.balance = "fixed"',
         ),
-        (["model.adapter.scheme=rolora", "server.optimizer=adam"], "model.adapter.scheme", '"ffa-lora"'),
         (["local.momentum=0.9"], "local.momentum", '= "muon"'),
         (["local.optimizer=sgd", "local.betas=[0.8, 0.9]"], "local.betas", '= "adamw"'),
         (["local.optimizer=sgd", "local.optimizer_state=keep"], "local.optimizer_state", '= "adamw"'),

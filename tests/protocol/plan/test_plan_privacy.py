@@ -85,12 +85,6 @@ UNSOUND = [
         'only valid with privacy.unit = "record" or "owner"; set',
     ),
     (
-        SITE,
-        ["model.adapter.scheme=rolora"],
-        "model.adapter.scheme is 'rolora'",
-        'adapter.scheme = "ffa-lora"',
-    ),
-    (
         RECORD,
         ["privacy.trusted_coordinator=true"],
         "privacy.trusted_coordinator",
