@@ -19,6 +19,7 @@ from cloister.lm.model.schedule import Schedule
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
+from cloister.protocol.messages.blocks import Span
 from cloister.protocol.messages.cohort import Draw, draw_of
 from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
@@ -47,7 +48,7 @@ class Sums(Basis):
     """Digest of the trained parameters' names and shapes, and of what is frozen; part of each contract."""
     schedule: Schedule | None = None
     """What each round trains; None: no layout is known, and every round trains all."""
-    part: Layout | None = None
+    trained: Layout | None = None
     """The layout of what a sum of updates has; None: that of all trained parameters."""
 
     @classmethod
@@ -66,16 +67,22 @@ class Sums(Basis):
         """The sums of one purpose in a round: those of updates have what the round trains."""
         if purpose != TRAIN or self.schedule is None:
             return self
-        part = self.schedule.of_round(number)
-        if part is self.schedule.layout:
+        trained = self.schedule.of_round(number)
+        if trained is self.schedule.layout:
             return self
-        known = self._parts.get(part.digest())
+        known = self._parts.get(trained.digest())
         if known is None:
             self._parts.clear()  # a round asks for its own again and again
-            model = self.model + part.digest()
-            known = replace(self, parameters=part.size, most=self.parameters, model=model, part=part)
-            self._parts[part.digest()] = known
+            model = self.model + trained.digest()
+            known = replace(self, parameters=trained.size, most=self.parameters, model=model, trained=trained)
+            self._parts[trained.digest()] = known
         return known
+
+    def part(self, number: int) -> tuple[Span, ...]:
+        """As `Basis.part`."""
+        if self.schedule is None:
+            return super().part(number)
+        return self.schedule.layout.spans(self.schedule.of_round(number))
 
     @cached_property
     def _parts(self) -> dict[str, Sums]:

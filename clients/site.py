@@ -445,7 +445,7 @@ class Site:
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         sums = loaded.sums.of_round(TRAIN, round_number)
-        code, part = orders.code(sums.training, Secrets(rounding, noise, carry)), sums.part
+        code, part = orders.code(sums.training, Secrets(rounding, noise, carry)), sums.trained
         steps, sequences = orders.steps(plan.local.steps), self._opener(loaded)
         part = loaded.model.layout if part is None else part
         task = Task(round_number, part, sequences, carry, steps, orders.factor, seed, code, noise)

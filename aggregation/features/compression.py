@@ -30,6 +30,11 @@ Error feedback: the code of an update leaves a residual, which the site carries 
 file of the bounds of the blocks (float32), then the residual, as wide as the ring. It counts once where each round's
 update is summed. The residual of an update that was lost is added all the same: mostly less than a step of each value.
 
+Where rounds train different parts of a model (`lm/model/schedule.py`), the blocks of a round's vector have other
+parameters in each round. The bounds are then kept for blocks of the whole vector. A block of a round has the root mean
+square of the bounds of its elements, and the blocks that the round has trained get theirs in the same way. A residual,
+which is a residual of rotated values, is not kept.
+
 Refused: bounds from the sites' own norms, which would be totals of their own, or a round trip before each round.
 """
 
@@ -42,9 +47,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +97,8 @@ LEAST_SHARE = 1 / 8
 SMALLEST = 2.0**-24
 """Smallest bound of a block, in `aggregation.bound`."""
 
+Indices: TypeAlias = npt.NDArray[np.int64]
+
 _FALL, _RISE = 0.75, 2.0
 _RAREST = 1e-7
 """Fraction of clipped values below which the bounds are only known to be far too large."""
@@ -136,7 +144,7 @@ class Scales:
             mean_weight: Their mean weight over the largest weight.
             clipped: Values that they clipped; None where that is not released, or one site would decide it for all.
         """
-        blocks = len(self.bounds)
+        blocks = rotated_blocks(mean.size)
         squares = np.zeros(blocks)
         for block in range(blocks):
             part = mean[block * ROTATED : (block + 1) * ROTATED].astype(np.float64)
@@ -153,6 +161,28 @@ class Scales:
         rms = np.sqrt(np.maximum(squares, everywhere * LEAST_SHARE**2))
         return Scales(_within(multiple * rms, plan.aggregation.bound), multiple)
 
+    def within(self, spans: Sequence[Span]) -> Scales:
+        """Those of the blocks of a round's vector, which has these spans of the whole."""
+        size = sum(span.size for span in spans)
+        if len(spans) == 1 and not spans[0].start and rotated_blocks(size) == len(self.bounds):
+            return self
+        own, whole, count = _overlaps(spans)
+        squares = np.bincount(own, count * self.bounds[whole].astype(np.float64) ** 2) / np.bincount(
+            own, count
+        )
+        return Scales(np.sqrt(squares).astype(np.float32), self.multiple)
+
+    def spread(self, spans: Sequence[Span], made: Scales) -> Scales:
+        """These, where a round with these spans of the whole vector has made the bounds of its own blocks."""
+        if len(spans) == 1 and not spans[0].start and len(made.bounds) == len(self.bounds):
+            return made
+        own, whole, count = _overlaps(spans)
+        blocks = len(self.bounds)
+        squares = np.bincount(whole, count * made.bounds[own].astype(np.float64) ** 2, blocks)
+        elements = np.bincount(whole, count, blocks)
+        bounds = np.sqrt(squares / np.maximum(elements, 1)).astype(np.float32)
+        return Scales(np.where(elements > 0, bounds, self.bounds), made.multiple)
+
     def to_bytes(self) -> bytes:
         """The bounds as a message carries them: float32, little-endian."""
         return self.bounds.astype("<f4").tobytes()
@@ -168,6 +198,21 @@ class Scales:
     def restored(cls, state: Mapping[str, npt.NDArray[np.float64]]) -> Scales:
         """From what `state` returned."""
         return cls(state["bounds"].astype(np.float32), float(state["multiple"][0]))
+
+
+def _overlaps(spans: Sequence[Span]) -> tuple[Indices, Indices, Indices]:
+    """Which blocks of a vector that has these spans of a whole one have elements of which blocks of the whole: block,
+    block of the whole, and the number of elements."""
+    found: list[tuple[int, int, int]] = []
+    own = 0
+    for span in spans:
+        at = span.start
+        while at < span.stop:
+            count = min(span.stop - at, ROTATED - at % ROTATED, ROTATED - own % ROTATED)
+            found.append((own // ROTATED, at // ROTATED, count))
+            at, own = at + count, own + count
+    columns = np.array(found, np.int64).T
+    return columns[0], columns[1], columns[2]
 
 
 def bounds_in(sent: bytes, plan: Plan, parameters: int) -> Floats:
@@ -220,8 +265,6 @@ _FLOAT = np.dtype("<f4")
 class Residuals(NamedTuple):
     """What a compressed update is coded with."""
 
-    bounds: npt.NDArray[np.float32]
-    """(blocks,) float32: the bound of each block of the whole update in this round."""
     before: Path | None
     """The residual that the site carries; None: there is none."""
     after: Path
@@ -272,7 +315,7 @@ def residuals(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) ->
     """
     after = carry.after / _RESIDUAL
     _make(after, bounds, code)
-    return Residuals(bounds, carry.before / _RESIDUAL if carry.before else None, after)
+    return Residuals(carry.before / _RESIDUAL if carry.before else None, after)
 
 
 @contextmanager
@@ -350,8 +393,10 @@ def layout(basis: Basis) -> SumLayout:
 class Compressed(InClear):
     """A `Code` of rotated blocks, with what the site's last code has left out."""
 
-    residuals: Residuals = field(kw_only=True)
-    """The bounds of the round, and the files of what is left out."""
+    bounds: Floats = field(kw_only=True)
+    """(blocks,) float32: the bound of each block of the whole update in this round."""
+    residuals: Residuals | None = field(kw_only=True)
+    """The files of what is left out; None where that is not kept."""
 
     def release(
         self,
@@ -366,20 +411,15 @@ class Compressed(InClear):
         assert code is not None, "a compressed layout has blocks"
         span = code.coded(Span(offset, offset + values.size))
         factor = self.weight(tokens) / self.layout.heaviest
+        encode = partial(code.encode, values, self.bounds, self.rounding, offset, factor=factor, out=out)
+        if self.residuals is None:
+            coded, clipped = encode()
+            return coded, Clipped(values=clipped)
         with (
             kept_in(self.residuals.before, code, span) as kept,
             stored(self.residuals.after, code, span, os.O_WRONLY) as residual,
         ):
-            coded, clipped = code.encode(
-                values,
-                self.residuals.bounds,
-                self.rounding,
-                offset,
-                factor=factor,
-                kept=kept,
-                out=out,
-                residual=residual,
-            )
+            coded, clipped = encode(kept=kept, residual=residual)
         return coded, Clipped(values=clipped)
 
 
@@ -394,30 +434,42 @@ class _AtSite(AtSite):
 
     def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Compressed:
         assert layout.blocks is not None, "a compressed layout has blocks"
-        assert secrets.carry is not None, "a plan with compression carries residuals"
-        left, aggregation = residuals(secrets.carry, self.bounds, layout.blocks), self.plan.aggregation
-        weighted = aggregation.weighting == "tokens"
-        return Compressed(layout, secrets.rounding, weighted, aggregation.temperature, factor, residuals=left)
+        left, aggregation = None, self.plan.aggregation
+        if self.plan.keeps_residuals:
+            assert secrets.carry is not None, "a plan that keeps residuals carries them"
+            left = residuals(secrets.carry, self.bounds, layout.blocks)
+        weighted, temperature = aggregation.weighting == "tokens", aggregation.temperature
+        return Compressed(
+            layout,
+            secrets.rounding,
+            weighted,
+            temperature,
+            factor,
+            bounds=self.bounds,
+            residuals=left,
+        )
 
 
 class _AtCoordinator(AtCoordinator):
     def __init__(self, basis: Basis, given: Given) -> None:
         super().__init__(basis, given)
         self._heaviest = layout(basis).heaviest
-        self._parameters = basis.parameters
+        self._part = basis.part
         self._scales = self._next = Scales.first(basis.plan, basis.parameters)
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
-        return self._scales.to_bytes()
+        return self._scales.within(self._part(number)).to_bytes()
 
     def bounds(self, told: bytes) -> Floats:
-        return bounds_in(told, self.plan, self._parameters)
+        return bounds_in(told, self.plan, len(told) // 4 * ROTATED)
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
         sites = sum(len(summed.names) for summed in sums)
         weights = [summed.counters[WEIGHT] / self._heaviest / len(summed.names) for summed in sums]
         clipped = sums[0].counters.get(CLIPPED) if self.plan.aggregation.groups == 1 else None
-        self._next = self._scales.after(self.plan, mean, sites, statistics.median(weights), clipped)
+        spans = self._part(sums[0].round)
+        made = self._scales.within(spans).after(self.plan, mean, sites, statistics.median(weights), clipped)
+        self._next = self._scales.spread(spans, made)
 
     def after_step(self) -> None:
         self._scales = self._next

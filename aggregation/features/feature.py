@@ -28,6 +28,7 @@ from cloister.privacy.mechanism.correlated import CorrelatedRow
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.figure import Figure
+from cloister.protocol.messages.blocks import Span
 from cloister.protocol.messages.messages import ByFeature
 from cloister.protocol.plan.plan import Plan
 
@@ -50,6 +51,10 @@ class Basis:
     """Number of parameters that the sum has."""
     most: int = field(default=0, kw_only=True)
     """Number of parameters that the run trains, by which privacy is accounted for; 0: those of the sum."""
+
+    def part(self, number: int) -> tuple[Span, ...]:
+        """Where the parameters of a round's sum lie in the vector of all that the run trains."""
+        return (Span(0, self.parameters),)
 
     @cached_property
     def terms(self) -> Terms | None:

@@ -704,7 +704,13 @@ class Plan(Section):
     @property
     def carries(self) -> bool:
         """Whether a site carries something from one of its updates into the next (`clients/state/carried.py`)."""
-        return self.local.optimizer_state == "keep" or self.aggregation.compression is not None
+        return self.local.optimizer_state == "keep" or self.keeps_residuals
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a compressed update leaves a residual for the next: not where rounds train different parts, whose
+        rotated blocks have other values."""
+        return self.aggregation.compression is not None and not self.scheduled
 
     @property
     def drawn(self) -> bool:

@@ -571,11 +571,6 @@ def _of_adapter(plan: Plan) -> Iterator[Refusal]:
             "charge",
         ),
         (
-            plan.aggregation.compression is not None,
-            f"{none}[aggregation.compression]: bounds and residuals are those of the blocks of one vector",
-            "definition",
-        ),
-        (
             plan.cohort.mode == "async",
             f'{none}cohort.mode = "async": a buffer has updates of several rounds',
             "definition",

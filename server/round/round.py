@@ -189,7 +189,7 @@ def _step(context: RoundContext, number: int, sums: Sequence[Summed]) -> tuple[f
         return norm, refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
-    part = context.party.sums.of_round(TRAIN, number).part
+    part = context.party.sums.of_round(TRAIN, number).trained
     optimizer.step(mean, part)
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)

@@ -232,7 +232,9 @@ class RecordGame:
             summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {})
             mean = features.combine([features.decode(summed)])
             features.before_step(mean, [summed])
-            weights = weights + (mean if part.part is None else self.model.layout.spread(mean, part.part))
+            weights = weights + (
+                mean if part.trained is None else self.model.layout.spread(mean, part.trained)
+            )
             features.after_step()
         return different
 

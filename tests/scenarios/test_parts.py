@@ -24,7 +24,7 @@ from cloister.server.record.progress import RoundDone
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.simulations.audit.audit import audit
 from cloister.tests.parties.federation import CENTRAL, RECORD, SKELLAM, tiny
-from cloister.tests.scenarios.test_compressed_run import Run
+from cloister.tests.scenarios.test_compressed_run import EIGHT_BITS, Run
 
 PART = ["aggregation.part=0.5", "model.config.num_hidden_layers=3", "run.rounds=4", "server.evaluation=none"]
 HALVES = ["model.adapter.scheme=rolora", "model.adapter.rank=2", "run.rounds=4", "server.evaluation=none"]
@@ -89,7 +89,11 @@ def test_a_site_sends_what_the_round_trains(settings: list[str], tmp_path: Path)
     assert (folder / "update-00004.ring").stat().st_size == 4 * (part.size + limbs)
 
 
-@pytest.mark.parametrize("settings", [[*PART, *KEEP], [*HALVES, *KEEP]], ids=["sparse", "rolora"])
+@pytest.mark.parametrize(
+    "settings",
+    [[*PART, *KEEP], [*HALVES, *KEEP], [*PART, *EIGHT_BITS], [*HALVES, *EIGHT_BITS]],
+    ids=["sparse", "rolora", "sparse compressed", "rolora compressed"],
+)
 def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(settings: list[str], tmp_path: Path) -> None:
     """With kept moments and a server that has moments of its own."""
     masked = finished(tmp_path / "masked", *settings)
@@ -98,10 +102,14 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(settings: list[str
     assert len(set(digests(masked))) == 4
 
 
-@pytest.mark.parametrize("settings", [PART, HALVES], ids=["sparse", "rolora"])
+@pytest.mark.parametrize(
+    "settings",
+    [[*PART, *KEEP], [*HALVES, *KEEP], [*PART, *EIGHT_BITS]],
+    ids=["sparse", "rolora", "sparse compressed"],
+)
 def test_a_run_that_was_stopped_ends_with_the_same_model(settings: list[str], tmp_path: Path) -> None:
-    through = finished(tmp_path / "through", *settings, *KEEP)
-    stopped = Run(tmp_path / "stopped", *settings, *KEEP, "server.keep_checkpoints=9")
+    through = finished(tmp_path / "through", *settings)
+    stopped = Run(tmp_path / "stopped", *settings, "server.keep_checkpoints=9")
     last = stopped.stop_at(*(_done(number) for number in (1, 2, 3)))
     assert digests(last)[-1] == digests(through)[-1]
 
@@ -154,7 +162,9 @@ def test_masks_of_other_parts_do_not_cancel(settings: list[str]) -> None:
     layout = load_model(plan).layout
     sums = Sums.over(plan, layout, b"")
     rounds = [sums.of_round(TRAIN, number) for number in (1, 2, 3, 4)]
-    assert len({each.model for each in rounds}) == len({each.part.names for each in rounds if each.part})
+    assert len({each.model for each in rounds}) == len(
+        {each.trained.names for each in rounds if each.trained}
+    )
     assert all(each.model != sums.model for each in rounds)
 
 

@@ -31,7 +31,7 @@ from cloister.aggregation.vector.compression import BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring
 from cloister.aggregation.vector.rotation import ROTATED, hadamard_transform, rotated_blocks, signs
 from cloister.protocol.errors import PlanError, UpdateError
-from cloister.protocol.messages.blocks import BLOCK, tile
+from cloister.protocol.messages.blocks import BLOCK, Span, tile
 from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import TRAIN, Instructions, SumId
 from cloister.protocol.plan.plan import Plan
@@ -375,6 +375,22 @@ def test_no_group_decides_the_bounds_of_all_by_its_counters(groups: int, followe
     assert (told[0] != told[1]) == followed
 
 
+def test_bounds_of_a_part_of_a_vector_are_those_of_its_elements() -> None:
+    """A block of the part has the root mean square of the bounds of its elements; what is not in it stays."""
+    whole = Scales(np.array([1.0, 2.0, 4.0, 8.0], np.float32), 3.0)
+    half = ROTATED // 2
+    spans = (Span(half, 2 * ROTATED), Span(3 * ROTATED, 3 * ROTATED + half))
+    part = whole.within(spans)
+    np.testing.assert_allclose(part.bounds, np.sqrt([(1 + 4) / 2, (4 + 64) / 2]), rtol=1e-6)
+    back = whole.spread(spans, Scales(np.array([3.0, 5.0], np.float32), 7.0))
+    np.testing.assert_allclose(back.bounds, [3.0, np.sqrt((9 + 25) / 2), 4.0, 5.0], rtol=1e-6)
+    assert back.multiple == 7.0
+    everything = (Span(0, 4 * ROTATED - 1),)
+    assert whole.within(everything) is whole
+    made = Scales(np.arange(4, dtype=np.float32), 1.0)
+    assert whole.spread(everything, made) is made
+
+
 def test_scales_out_of_bounds_are_refused() -> None:
     plan = scales_plan("aggregation.bound=0.5")
     good = np.full(2, 0.1, np.float32)
@@ -419,8 +435,6 @@ SITE = [
             "aggregation.compression",
             "scales are those of one round",
         ),
-        ([*EIGHT_BITS, "model.adapter.scheme=rolora"], "model.adapter.scheme", "blocks of one vector"),
-        ([*EIGHT_BITS, "aggregation.part=0.5"], "aggregation.part", "blocks of one vector"),
         (
             [*EIGHT_BITS, "aggregation.compression.first_scale=0"],
             "aggregation.compression.first_scale",
