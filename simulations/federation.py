@@ -218,7 +218,7 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
         CloisterError: the run is refused.
     """
     plan = folder.plan
-    parameters, trained = count_parameters(plan)
+    parameters, trained, _ = count_parameters(plan)
     terms = terms_of(plan, trained)
     if not folder.sites.path.exists():
         check_corpus(plan.simulation.source, field="simulation.source", split=plan.simulation.split)

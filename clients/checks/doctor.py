@@ -206,7 +206,7 @@ def site_bytes(plan: Plan) -> int:
     from cloister.aggregation.sums import Sums
     from cloister.lm.model.model import count_parameters
 
-    _, trained = count_parameters(plan)
-    update = Sums(plan, trained).update_bytes
+    _, trained, summed = count_parameters(plan)
+    update = Sums(plan, summed, most=trained).update_bytes
     kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
     return 8 * trained + 2 * update + kept

@@ -45,7 +45,7 @@ def mesh_for(
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
     elif len(here) > 1 and precision == "float32":
-        everything, trained = count_parameters(plan)
+        everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
         if mesh.shard > 1 and plan.local.optimizer == "muon":

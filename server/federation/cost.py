@@ -44,15 +44,16 @@ class Cost:
     """The most tokens on which the updates in a round were trained."""
 
 
-def cost(plan: Plan, parameters: int, trained: int) -> Cost:
+def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -> Cost:
     """The cost of a plan.
 
     Args:
         plan: The plan.
         parameters: Parameters of its model, as `lm.model.Counts` has them, like what follows.
         trained: Those that are trained.
+        summed: Those that a round trains and sums; None: all of them.
     """
-    layout = Sums(plan, trained).training
+    layout = Sums(plan, trained if summed is None else summed, most=trained).training
     up = layout.length * plan.aggregation.ring_bits // 8
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0

@@ -171,7 +171,7 @@ def coordinator_bytes(plan: Plan) -> int:
     from cloister.aggregation.sums import Sums
     from cloister.lm.model.model import count_parameters
 
-    everything, trained = count_parameters(plan)
-    update = Sums(plan, trained).update_bytes
+    everything, trained, summed = count_parameters(plan)
+    update = Sums(plan, summed, most=trained).update_bytes
     kept = plan.server.keep_checkpoints + 2
     return 12 * trained * kept + 4 * everything + plan.cohort.size() * update

@@ -158,12 +158,13 @@ def test_parameters_are_counted_without_weights(kind: str, scheme: str) -> None:
     plan = plan_of(kind, scheme)
     model = load_model(plan)
     everything = sum(p.numel() for p in model.module.parameters())
-    assert count_parameters(plan) == Counts(everything, model.layout.size)
+    assert count_parameters(plan) == Counts(everything, model.layout.size, model.layout.size)
 
 
 def test_counting_a_model_larger_than_memory() -> None:
     plan = plan_of(config={"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126})
-    total, trained = count_parameters(plan)
+    total, trained, summed = count_parameters(plan)
+    assert summed == trained
     assert total == trained > 10**11
 
 
@@ -225,7 +226,9 @@ def test_a_full_model_is_read_by_transformers(kind: str, tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["final"]
     again = load_model(plan_of(str(tmp_path / "deep" / "final")))
     np.testing.assert_array_equal(again.layout.flatten(again.module), vector)
-    assert count_parameters(plan_of(str(tmp_path / "deep" / "final"))) == Counts(vector.size, vector.size)
+    assert count_parameters(plan_of(str(tmp_path / "deep" / "final"))) == Counts(
+        vector.size, vector.size, vector.size
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -84,6 +84,7 @@ CLASSES = (
 WITH_DATA = [
     FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
+    ("llama", "aggregation.part=0.5", *DIVIDED),
     ("gpt2",),
     CLASSES,
 ]
@@ -206,7 +207,7 @@ def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], fold
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
-@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "tied", "classes"])
+@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes"])
 @on_data
 def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
     """Rank 1 of two shards has nothing of an A of rank 1."""
