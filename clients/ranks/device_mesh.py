@@ -69,20 +69,7 @@ def mesh_for(
                 expected="1 with data.task = 'classify': the head of a classifier is not divided",
                 fix="set mesh.shard or mesh.replicate instead",
             )
-    if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
-        raise ModelError(
-            "mesh",
-            mesh.degrees(),
-            expected="shard 1 and tensor 1, because Muon needs whole matrices",
-            fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
-        )
-    if plan.aggregation.part < 1 and mesh.pipeline > 1:
-        raise ModelError(
-            "mesh.pipeline",
-            mesh.pipeline,
-            expected="1 with aggregation.part below 1: a stage may have nothing that a round trains",
-            fix="set mesh.shard or mesh.replicate instead",
-        )
+    _check_optimizer(plan, mesh)
     if plan.privacy.method == "opacus" and (
         mesh.size > mesh.replicate or section.checkpointing or section.compile
     ):
@@ -97,6 +84,24 @@ def mesh_for(
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def _check_optimizer(plan: Plan, mesh: Mesh) -> None:
+    """Refuse a mesh whose ranks would have too little of the model to step on."""
+    if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected="shard 1 and tensor 1, because Muon needs whole matrices",
+            fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
+        )
+    if plan.aggregation.part < 1 and mesh.pipeline > 1:
+        raise ModelError(
+            "mesh.pipeline",
+            mesh.pipeline,
+            expected="1 with aggregation.part below 1: a stage may have nothing that a round trains",
+            fix="set mesh.shard or mesh.replicate instead",
+        )
 
 
 def devices_of(device: str, *, elsewhere: bool = False) -> list[str]:

@@ -401,7 +401,6 @@ class PrivateTrainer:
         noise_multiplier: float,
         part: Layout | None = None,
         carry: Carry | None = None,
-        steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
         """Train `local.steps` private steps from `start` and return the change.
@@ -420,7 +419,6 @@ class PrivateTrainer:
             noise_multiplier: z, the standard deviation of the noise on S in units of `privacy.clip`.
             part: As in `Trainer.train`.
             carry: As in `Trainer.train`. The kept state depends on noised gradients only.
-            steps_before: As in `Trainer.train`.
             progress: Called with the number of steps taken so far, after each one.
 
         Raises:
@@ -435,7 +433,7 @@ class PrivateTrainer:
         if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise ValueError(f"noise_multiplier is {noise_multiplier}: expected a positive, finite number")
         steps = self._plan.local.steps
-        before = (round - 1) * steps if steps_before is None else steps_before
+        before = (round - 1) * steps
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             mine = noise.child(f"dpsgd/round-{round}")

@@ -192,7 +192,6 @@ class Trainer:
         part: Layout | None = None,
         carry: Carry | None = None,
         steps: int | None = None,
-        steps_before: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> LocalUpdate:
         """Train from `start` and return the update.
@@ -208,8 +207,6 @@ class Trainer:
                 `local.optimizer_state` is `keep`; without moments they start at zero.
             steps: Optimizer steps; by default local.steps. With another number the learning rate still goes through
                 that of local.steps steps: step s of n has the rate of step s local.steps / n.
-            steps_before: Local steps of the run before this round, for the learning rate; by default
-                (round - 1) * local.steps.
             progress: Called after each step with the number of steps launched so far.
 
         Raises:
@@ -224,7 +221,7 @@ class Trainer:
             )
         nominal = self._plan.local.steps
         taken = nominal if steps is None else steps
-        before = (round - 1) * nominal if steps_before is None else steps_before
+        before = (round - 1) * nominal
         seeds = (self._plan.run.seed, round, *site_seed)
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:

@@ -45,6 +45,7 @@ from cloister.privacy.ledger.ledger import read_history
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import CloisterError, RunFolderError
 from cloister.protocol.machine.storage import without_syncs, write_bytes
+from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.public import base_of, public_model
@@ -85,26 +86,7 @@ def audit(
         CloisterError: the plan has no privacy unit, an option is out of range, or the run is missing.
     """
     plan = folder.plan
-    if plan.privacy.unit == "none":
-        raise CloisterError(
-            "privacy.unit",
-            "none",
-            expected="record, owner or site, because without a unit there is no claim to audit",
-        )
-    if plan.privacy.unit == "site" and plan.scheduled:
-        raise CloisterError(
-            "aggregation.part" if plan.aggregation.part < 1 else "model.adapter.scheme",
-            plan.aggregation.part if plan.aggregation.part < 1 else plan.model.adapter.scheme,
-            expected="rounds that train all parameters, because an audit of unit site puts its canaries along all",
-            fix="audit a run of the same plan with aggregation.part = 1, or with another adapter scheme",
-        )
-    if not 0 < confidence < 1:
-        raise CloisterError("--confidence", confidence, expected="between 0 and 1")
-    if canaries is not None and canaries < 1:
-        raise CloisterError("--canaries", canaries, expected="1 or more")
-    if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
-        expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
-        raise CloisterError("--steps", steps, expected=expected)
+    _check(plan, canaries, steps, confidence)
     coins = streams or NoiseStream.fresh
     noises = (lambda _who, _round: streams()) if streams else partial(noise_of, plan)
     rounds = _rounds_paid_for(folder)
@@ -136,6 +118,30 @@ def audit(
     }
     write_bytes(folder.audit, (json.dumps(shown, indent=1) + "\n").encode())
     return found
+
+
+def _check(plan: Plan, canaries: int | None, steps: int | None, confidence: float) -> None:
+    """Refuse what cannot be audited, and options that are out of range; as for `audit`."""
+    if plan.privacy.unit == "none":
+        raise CloisterError(
+            "privacy.unit",
+            "none",
+            expected="record, owner or site, because without a unit there is no claim to audit",
+        )
+    if plan.privacy.unit == "site" and plan.scheduled:
+        raise CloisterError(
+            "aggregation.part" if plan.aggregation.part < 1 else "model.adapter.scheme",
+            plan.aggregation.part if plan.aggregation.part < 1 else plan.model.adapter.scheme,
+            expected="rounds that train all parameters, because an audit of unit site puts its canaries along all",
+            fix="audit a run of the same plan with aggregation.part = 1, or with another adapter scheme",
+        )
+    if not 0 < confidence < 1:
+        raise CloisterError("--confidence", confidence, expected="between 0 and 1")
+    if canaries is not None and canaries < 1:
+        raise CloisterError("--canaries", canaries, expected="1 or more")
+    if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
+        expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
+        raise CloisterError("--steps", steps, expected=expected)
 
 
 def _rounds_paid_for(folder: RunFolder) -> int:

@@ -193,8 +193,10 @@ def test_8_the_disk_is_full(parties: Rehearsal, small_disk: Path, monkeypatch: p
     fault = parties.doctor().fault("disk")
     assert f"1.0 MB at {small_disk}" in fault
     assert "free space" in fault
-    monkeypatch.setattr("cloister.lm.model.model.count_parameters", lambda _plan: (10**4, 10**4))
-    monkeypatch.setattr("cloister.clients.ranks.device_mesh.count_parameters", lambda _plan: (10**4, 10**4))
+    monkeypatch.setattr("cloister.lm.model.model.count_parameters", lambda _plan: (10**4, 10**4, 10**4))
+    monkeypatch.setattr(
+        "cloister.clients.ranks.device_mesh.count_parameters", lambda _plan: (10**4, 10**4, 10**4)
+    )
     assert parties.doctor("--plan", "private-code").states("disk") == {"ok"}  # it needs less
     with (small_disk / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(2**20))
@@ -499,7 +501,7 @@ def test_wrong_paths_are_refused(parties: Rehearsal, tmp_path: Path) -> None:
 
 
 def test_the_space_that_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.lm.model.model.count_parameters", lambda _plan: (3000, 1000))
+    monkeypatch.setattr("cloister.lm.model.model.count_parameters", lambda _plan: (3000, 1000, 1000))
     plan = parse('local.optimizer_state = "keep"')
     coded = Sums(plan, 1000).training.length * plan.aggregation.ring_bits // 8
     assert coded >= 4000

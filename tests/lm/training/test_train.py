@@ -238,9 +238,6 @@ def test_the_schedule_counts_the_steps_of_the_whole_run(monkeypatch: pytest.Monk
     for round in (1, 2, 3):
         run.train(round=round)
     assert rates == [learning_rate(run.plan.local, step, 12) for step in range(12)]
-    rates.clear()
-    run.train(round=2, steps_before=1)
-    assert rates == [learning_rate(run.plan.local, step, 12) for step in range(1, 5)]
 
 
 # --- independence -----------------------------------------------------------------------------------------------------
