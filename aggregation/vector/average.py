@@ -17,6 +17,9 @@ A site may lie in its counters, and the mean is divided by one of them. So each 
 number of sites. With others a site that lies can move it anywhere between the number of sites and as many times
 `heaviest`.
 
+In clear each value of an update is checked too: a site that lies in its integers moves no value further than the bound
+times the weight that it states (`SumLayout.check`). Under masks no party can check it.
+
 The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
 weighted by its own staleness (`BufferedSum`).
 """
@@ -80,6 +83,7 @@ class SumLayout:
         heaviest: The largest weight a site can have.
         extra: Values that a mechanism sums beside the update, coded as the update is.
         blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
+        noised: Whether a site adds noise, which may take a value beyond the bound.
     """
 
     ring: Ring
@@ -88,6 +92,7 @@ class SumLayout:
     heaviest: int = 1
     extra: int = 0
     blocks: BlockCode | None = None
+    noised: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,6 +180,37 @@ class SumLayout:
                 raise UpdateError(f"total of {name}", total, expected=f"{expected} for {sites} updates")
         return dict(zip(self.names, totals, strict=True))
 
+    def check(self, pieces: Sequence[Piece]) -> dict[str, int]:
+        """Check one site's vector in clear, and return its counters.
+
+        An honest site of weight w sends values of at most L w / w_max steps, rounded up. With `blocks` it adds a
+        residual, and sends at most L steps. If the sites add noise, values are not checked.
+
+        Args:
+            pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
+
+        Raises:
+            UpdateError: the pieces have another type or do not tile it, or a counter or a value is out of range.
+        """
+        check_pieces(pieces, self.length, self.ring.dtype)
+        counters = self.counted(_tail(self, pieces), 1)
+        if not self.noised and self.size:
+            self._check_values(pieces, counters[WEIGHT])
+        return counters
+
+    def _check_values(self, pieces: Sequence[Piece], weight: int) -> None:
+        levels = self.ring.levels
+        most = levels if self.blocks is not None else -(-levels * weight // self.heaviest)
+        for offset, vector in pieces:
+            steps = vector[: max(0, self.size - offset)].view(self.ring.signed_dtype)
+            for furthest in (int(steps.min()), int(steps.max())) if steps.size else ():
+                if abs(furthest) > most:
+                    raise UpdateError(
+                        "steps of a value of the update",
+                        furthest,
+                        expected=f"at most {most} in either direction",
+                    )
+
     def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
         """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
 
@@ -226,11 +262,10 @@ class PlainSum:
         """Fold in one contribution, in pieces that tile the vector.
 
         Raises:
-            UpdateError: the pieces have another type or do not tile it, a counter is out of range, or the sum already
-                has as many contributions as the ring holds; the sum is unchanged.
+            UpdateError: the pieces have another type or do not tile it, a counter or a value is out of range, or the
+                sum already has as many contributions as the ring holds; the sum is unchanged.
         """
-        check_pieces(pieces, self._layout.length, self._layout.ring.dtype)
-        self._layout.counted(_tail(self._layout, pieces), 1)
+        self._layout.check(pieces)
         if self.terms >= self._layout.ring.terms:
             raise UpdateError(
                 "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
@@ -282,12 +317,11 @@ class BufferedSum:
             staleness: Server steps since its model, 0 or more.
 
         Raises:
-            UpdateError: the pieces have another type or do not tile it, or a counter is out of range; the sum is
-                unchanged.
+            UpdateError: the pieces have another type or do not tile it, or a counter or a value is out of range; the
+                sum is unchanged.
         """
         layout = self._layout
-        check_pieces(pieces, layout.length, layout.ring.dtype)
-        counters = layout.counted(_tail(layout, pieces), 1)
+        counters = layout.check(pieces)
         counts = 1 / math.sqrt(1 + staleness)
         for offset, vector in pieces:
             for begin, end, _, _ in cut(0, max(0, min(vector.size, layout.size - offset))):

@@ -17,8 +17,11 @@ class Buffered(Plain):
     Each site trains at most one update of each model, and a request outlives the round in which it was sent:
 
     - At the start of the round each site that is not asked is asked for an update of its model.
-    - An update of an earlier round counts by its staleness, or is dropped, and its site is asked for one of this round.
-    - A site whose update of this round has arrived, or that has failed, is asked again at the start of the next round.
+    - An update of an earlier round counts by its staleness.
+    - A site whose update is in the buffer is asked again at the start of the next round. So a buffer has at most one
+      update of each site: otherwise a fast site, or one that chooses when it answers, could fill the buffer alone.
+    - A site whose request of an earlier round brought no update, or one that is too stale, is asked for one of this
+      round. If that fails too, it is asked again at the start of the next round.
 
     So the round does not wait for a slow, failed or silent site while there are enough others. Where no request is
     left and too few updates have arrived, the attempt has failed; the next one asks all sites again, which have kept
@@ -56,7 +59,7 @@ class Buffered(Plain):
             while total.terms < needed and (answer := outstanding.next()) is not None:
                 site, asked, reply = answer
                 self.take(reply, asked.told, fold)
-                if asked.sum.round < number:
+                if asked.sum.round < number and site not in staleness:
                     outstanding.ask([site], request)
         if total.terms < needed:
             raise TooFewSitesError(

@@ -42,12 +42,45 @@ def liars(complaints: Iterable[Complaint], cohort: Collection[str], most: int) -
     return found
 
 
-def suspects(complaints: Iterable[Complaint], present: Collection[str]) -> set[str]:
-    """Sites without which no complaint is left among those present, few of them: always the one in most complaints.
+def suspects(
+    complaints: Iterable[Complaint],
+    cohort: Collection[str],
+    present: Collection[str],
+    *,
+    turn: int,
+    least: int,
+) -> set[str]:
+    """Sites without which no complaint is left among those present, few of them.
 
-    Where two sites are in as many, the one that the other complains of.
+    An honest site is in complaints with liars only. So if the other sites of its complaints are left out instead of it,
+    at most A sites are, and all of them lied. Nobody knows which site is honest. So the sites in complaints of the
+    cohort take turns to stay: without the turns a liar that complains of one honest site, once in each round, would
+    keep it out of all sums.
+
+    Of the complaints that are left, always the site in most of them is left out; where two sites are in as many, the
+    one that the other complains of. The same is done with all complaints if the site whose turn it is is absent, or if
+    too few sites were left with it.
+
+    Args:
+        complaints: Those of the run.
+        cohort: The sites that could be in sums, present or not: absence must not change whose turn it is.
+        present: The sites that can be asked, all in the cohort.
+        turn: Counts the turns.
+        least: The fewest sites that a sum needs.
     """
-    left, found = _within(complaints, present), set[str]()
+    turns = sorted({site for pair in _within(complaints, cohort) for site in pair})
+    left = _within(complaints, present)
+    if turns and (stays := turns[turn % len(turns)]) in present:
+        others = _others(left, stays)
+        found = others | _covering({pair for pair in left if others.isdisjoint(pair)})
+        if len(present) - len(found) >= least:
+            return found
+    return _covering(left)
+
+
+def _covering(left: set[Complaint]) -> set[str]:
+    """The sites that are in most of some complaints, one after the other, until none of these is left."""
+    found = set[str]()
     while (worst := _worst(left)) is not None:
         found.add(worst)
         left = _without(left, worst)

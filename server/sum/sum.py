@@ -115,6 +115,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     last = failures + plan.cohort.attempts
     out: set[str] = set()
     doubted: set[str] = set()
+    turn = number  # of the sites in complaints: whose it is changes from round to round
     apart = False
     begun = _begun(journal, wanted)
     while True:
@@ -141,11 +142,13 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             apart = course.apart
             trainings |= course.trainings
             noted = course.noted
-            if course.unopened and course.complained:
-                last += 1  # it tells of a pair with a liar that was not known: this ends before liars are out of pairs
+            before, doubted = doubted, _doubted(party, wanted, cohort, turn := turn + bool(doubted))
+            if course.unopened and (course.complained or (doubted and not before)):
+                # It tells of a pair with a liar that was not known: this ends before liars are out of pairs. Or it is
+                # the first of the round: the next one leaves out a site of each known pair, perhaps another one.
+                last += 1
             else:
                 out |= course.unopened
-            doubted = suspects(party.complaints, party.present(cohort))
             reason = f"group {shown_group}: {error}" if shown_group else str(error)
             journal.record(number, attempt.number, wanted.step(steps.FAILED), {"reason": reason})
             party.observe(AttemptFailed(number, attempt.number, reason))
@@ -158,6 +161,13 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         drawn = len(course.answered) if plan.cohort.mode == "async" else len(cohort)
         took, names = party.clock() - started, tuple(sorted(course.folded))
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
+
+
+def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], turn: int) -> set[str]:
+    """The sites that the next attempt at a sum leaves out because of complaints."""
+    could = [site for site in cohort if site not in party.left_out]
+    least = party.sums.quorum(wanted.purpose, wanted.group)
+    return suspects(party.complaints, could, party.present(could), turn=turn, least=least)
 
 
 def _kind(plan: Plan) -> type[Plain]:

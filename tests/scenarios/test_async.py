@@ -166,7 +166,7 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
     arrived: list[tuple[int, Contribution]] = []
 
     def turn(waiting: list[str]) -> str:
-        return slow if len(arrived) in (4, 11) else next(name for name in waiting if name != slow)
+        return slow if len(arrived) in (4, 13) else next(name for name in waiting if name != slow)
 
     def keep(_step: str, reply: Reply) -> Reply:
         if isinstance(reply, Contribution):
@@ -201,10 +201,27 @@ def test_a_mean_weighs_each_update_by_tokens_and_staleness(tmp_path: Path) -> No
         np.testing.assert_allclose(party.model(event.round), expected, atol=1e-7)
     assert every_age == {0, 1, 2}
     assert len(every_weight) > 1
-    assert [event.figures["too_stale"] for event in party.of(RoundDone)] == [0, 0, 0, 0, 0, 1, 0]
+    assert [event.figures["too_stale"] for event in party.of(RoundDone)] == [0, 0, 0, 0, 0, 0, 1]
     (failed,) = party.of(SiteFailed)
     assert failed.site == slow
     assert "staleness is 3: expected at most 2" in failed.reason
+
+
+def test_a_buffer_has_at_most_one_update_of_each_site(tmp_path: Path) -> None:
+    """One site answers its stale request in every second round, and would answer the next request at once."""
+    party = Run(tmp_path, *ASYNC, "cohort.buffer=2", "run.rounds=6")
+    eager = party.names[0]
+
+    def turn(waiting: list[str]) -> str:
+        stale = len(party.of(RoundDone)) % 2
+        return next((name for name in waiting if (name == eager) == stale), waiting[0])
+
+    party.channel.turn = turn
+    party.go()
+    buffers = [event.figures["staleness"] for event in party.of(RoundDone)]
+    assert [buffer.get(eager) for buffer in buffers] == [None, [1]] * 3
+    assert all(len(ages) == 1 for buffer in buffers for ages in buffer.values())
+    assert [len(buffer) for buffer in buffers] == [2] * 6
 
 
 class Taken:
@@ -251,7 +268,7 @@ def test_each_site_takes_its_own_steps_of_the_model_that_it_was_asked_for(
     assert dict(taken.of) == {slow: 2, **dict.fromkeys(fast, 4)}
     assert len(set(taken.of)) == 4, "a site takes the same steps in each round, because its speed is the same"
     stale = [event.figures["staleness"].get(slow) for event in party.of(RoundDone)]
-    assert stale == [None, None, None, [3, 0], None], "one of the first model, and one of the newest"
+    assert stale == [None, None, None, [3], None], "one of the first model, and no second one in that buffer"
     assert {(event.figures["least_steps"], event.figures["most_steps"]) for event in party.of(RoundDone)} == {
         (2, 4)
     }

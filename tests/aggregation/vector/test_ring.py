@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.aggregation.vector.average import Counter, PlainSum, SumLayout
+from cloister.aggregation.vector.average import BufferedSum, Counter, PlainSum, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
 from cloister.tests.tools.seeds import seed_of
@@ -178,6 +178,50 @@ def test_contributions_that_do_not_fit_are_refused_and_change_nothing() -> None:
     with pytest.raises(UpdateError, match="at most 2"):
         total.add([(0, good)])
     np.testing.assert_allclose(total.open().mean, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [PlainSum, BufferedSum])
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("weight", [1, 3, 10])
+def test_a_value_beyond_a_sites_weight_is_refused_in_clear(
+    kind: type[PlainSum | BufferedSum], bits: Bits, weight: int
+) -> None:
+    """Wherever it is in the pieces; the counters after it may have any bits."""
+    layout = SumLayout(Ring(bits, 1.0, 4), 6, (Counter("weight", 10, 1), Counter("clipped", 2**63)), 10)
+    most = -(-layout.ring.levels * weight // 10)
+    total = kind(layout)
+    add = total.add if isinstance(total, PlainSum) else lambda pieces: total.add(pieces, 1)
+    tail = layout.tail({"weight": weight, "clipped": 2**63 - 1})
+
+    def vector(step: int, at: int) -> RingVector:
+        values = np.zeros(6, layout.ring.signed_dtype)
+        values[at] = step
+        whole: RingVector = np.concatenate([values.view(layout.ring.dtype), tail])
+        return whole
+
+    for step in (most + 1, -most - 1, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
+        for at in (0, 3, 5):
+            bad = vector(step, at)
+            for pieces in ([(0, bad)], [(0, bad[:4]), (4, bad[4:])], [(0, bad[:6]), (6, bad[6:])]):
+                with pytest.raises(UpdateError, match=f"at most {most} in either direction"):
+                    add(pieces)
+    for step in (most, -most):
+        add([(0, vector(step, 5))])
+    assert total.terms == 2
+
+
+@given(
+    bits=BITS,
+    weight=st.integers(1, 97),
+    terms=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_no_honest_vector_is_refused_in_clear(bits: Bits, weight: int, terms: int, seed: int) -> None:
+    layout = SumLayout(Ring(bits, 0.3, terms), 400, (Counter("weight", 97, 1), Counter("clipped", 400)), 97)
+    values = rng(seed).choice(np.array([-9, -0.3, -0.29999998, 0, 0.3, 9], np.float32), 400)
+    total = PlainSum(layout)
+    total.add([(0, contribution(layout, values, weight, seed))])
 
 
 def test_an_empty_sum_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,11 +28,19 @@ def test_no_honest_site_is_called_a_liar(run: tuple[set[str], set[tuple[str, str
     assert lying.issuperset(liars(complaints, SITES, len(lying)))
 
 
-@given(run=runs())
+@given(
+    run=runs(),
+    present=st.sets(st.sampled_from(SITES)),
+    turn=st.integers(0, 9),
+    least=st.integers(0, 9),
+)
 @settings(max_examples=300, deadline=None)
-def test_without_the_suspects_there_is_no_complaint(run: tuple[set[str], set[tuple[str, str]]]) -> None:
+def test_without_the_suspects_there_is_no_complaint(
+    run: tuple[set[str], set[tuple[str, str]]], present: set[str], turn: int, least: int
+) -> None:
     _, complaints = run
-    doubted = suspects(complaints, SITES)
+    doubted = suspects(complaints, SITES, present, turn=turn, least=least)
+    complaints = {pair for pair in complaints if set(pair) <= present}
     assert all(doubted.intersection(pair) for pair in complaints)
     assert not doubted.difference(itertools.chain.from_iterable(complaints))
 
@@ -56,6 +65,46 @@ def test_two_bad_senders_do_not_make_liars_of_those_who_complain_of_both() -> No
     assert set(liars(complaints, SITES, 1)) == {"a", "b"}
 
 
-def test_of_two_the_accused_is_doubted() -> None:
-    assert suspects({("a", "b")}, SITES) == {"b"}
-    assert suspects({("a", "b")}, "ac") == set()
+@given(run=runs(), present=st.sets(st.sampled_from(SITES)))
+@settings(max_examples=300, deadline=None)
+def test_each_honest_site_has_a_turn_in_which_it_stays(
+    run: tuple[set[str], set[tuple[str, str]]], present: set[str]
+) -> None:
+    """Whoever is absent: a liar that is absent in some rounds must not take the turn of another site."""
+    lying, complaints = run
+    turns = sorted({site for pair in complaints for site in pair})
+    for turn, site in enumerate(turns):
+        if site in present - lying:
+            assert site not in suspects(complaints, SITES, present, turn=turn, least=0)
+
+
+@pytest.mark.parametrize(
+    "complaints",
+    [
+        {("h", "a")},
+        {("h", "a"), ("a", "h")},
+        {("h", "a"), ("a", "g")},
+        {("h", "a"), ("g", "a")},
+        {("h", "a"), ("b", "g"), ("c", "g")},
+    ],
+    ids=["one", "mutual", "of another", "two", "two, and shares that two others cannot open"],
+)
+def test_liars_do_not_keep_a_site_out_of_all_sums(complaints: set[tuple[str, str]]) -> None:
+    """The liars are h and g: a stays in the turn of its own, and then no honest site is left out."""
+    turns = len({site for pair in complaints for site in pair})
+    doubted = [suspects(complaints, SITES, SITES, turn=turn, least=6) for turn in range(turns)]
+    assert any(left_out <= {"g", "h"} for left_out in doubted)
+    if len(set(map(frozenset, complaints))) == 1:
+        assert sorted(map(sorted, doubted)) == [["a"], ["h"]]
+
+
+def test_no_site_stays_if_too_few_others_were_left_with_it() -> None:
+    complaints = {(by, "h") for by in "abc"}
+    assert suspects(complaints, SITES, SITES, turn=3, least=5) == set("abc")
+    assert suspects(complaints, SITES, SITES, turn=3, least=6) == {"h"}
+
+
+def test_of_two_the_accused_is_doubted_if_it_is_not_the_turn_of_either() -> None:
+    complaints = {("a", "b"), ("c", "d")}
+    assert suspects(complaints, SITES, "abc", turn=3, least=0) == {"b"}
+    assert suspects({("a", "b")}, SITES, "ac", turn=0, least=0) == set()

@@ -256,8 +256,9 @@ def test_where_sums_are_in_clear_no_answer_is_signed() -> None:
     assert party.heard == [Failure("node 3", "a name that is not printable")]
 
 
-def test_a_site_that_cannot_join_is_named_as_it_names_itself_but_not_as_one_that_has_joined() -> None:
-    for said, named in (("site-003", "site-003"), ("site-000", "node 3"), ("", "node 3")):
+def test_a_node_that_cannot_join_is_not_named_as_a_site_because_nothing_proves_its_name() -> None:
+    named_as = {name: f"node 3 (calls itself {name})" for name in ("site-003", "site-000")}
+    for said, named in (*named_as.items(), ("", "node 3")):
         party = Party()
         party.replies("site-003", Failed(said, "its data is gone"))
         assert party.join().sites == NAMES[:3]
@@ -270,7 +271,8 @@ def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
     assert party.join().sites == ["site-000", "site-002", "site-003"]
     party.replies("site-003", Failed("site-003", "its key is lost"))
     with pytest.raises(
-        EngineError, match=r"sites is 2: expected at least 3 of 4 to join \(site-001: its disk is full\)"
+        EngineError,
+        match=r"sites is 2: expected at least 3 of 4 to join \(node 1 \(calls itself site-001\): its disk is full\)",
     ):
         party.join()
 

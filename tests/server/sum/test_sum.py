@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import threading
@@ -864,6 +865,26 @@ def test_a_site_that_lies_in_a_counter_spoils_its_round_and_nothing_else(
     assert isinstance(run.sum(2), Total)
 
 
+@pytest.mark.parametrize("step", [2**31 - 1, -(2**31)])
+def test_a_site_that_sends_a_value_beyond_the_bound_in_clear_is_a_dropout(
+    open_run: Callable[..., Run], step: int
+) -> None:
+    run = open_run(6, "aggregation.secure=false")
+    honest = run.vector
+
+    def vector(name: str) -> RingVector:
+        sent = honest(name)
+        if name == run.names[0]:
+            sent[7] = np.uint32(step % 2**32)
+        return sent
+
+    run.vector = vector  # type: ignore[method-assign]  # what its sites send
+    found = run.sum()
+    assert isinstance(found, Total)
+    assert found.names == tuple(run.names[1:])
+    assert f"steps of a value of the update is {step}: expected at most" in run.reasons()[0]
+
+
 @pytest.mark.parametrize("total", [5, 7, 1, 0, 600])
 def test_with_uniform_weights_the_total_weight_is_the_number_of_sites(
     open_run: Callable[..., Run], total: int
@@ -1036,6 +1057,41 @@ def test_false_complaints_stop_no_round_and_no_honest_site_is_left_out(
         assert isinstance(run.sum(number), Total)
     assert set(run.party.left_out) <= set(accused)
     assert len(run.party.complaints) <= few * (sites - few)
+
+
+def victims(liars: int, attempts: int, rounds: int, open_run: Callable[..., Run]) -> list[bool]:
+    """By round, whether the first site is in the sum, while a quarter of the sites complains of it in each attempt."""
+    quarter = ("aggregation.colluders=0.25", "aggregation.dropouts=0.25")
+    run = open_run(4 * liars, f"cohort.attempts={attempts}", *quarter)
+    assert run.contract.tolerance.parameters(4 * liars, 4 * liars).colluders == liars
+    victim, liars_ = run.names[0], run.names[-liars:]
+    run.channel.tamper = Accuser(
+        run, liars_, lambda _liar, present: (victim,) if victim in present else tuple[str, ...]()
+    )
+    summed: list[bool] = []
+    for number in range(1, rounds + 1):
+        total = run.sum(number)
+        assert isinstance(total, Total)
+        assert total.attempts == 2
+        summed.append(victim in total.names)
+    assert run.party.left_out == {}
+    return summed
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+@pytest.mark.usefixtures("unsynced")
+def test_a_liar_that_complains_of_a_site_in_each_round_keeps_it_out_of_every_second_sum_at_most(
+    open_run: Callable[..., Run], attempts: int
+) -> None:
+    summed = victims(1, attempts, 6, open_run)
+    assert all(first or second for first, second in itertools.pairwise(summed))
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+@pytest.mark.usefixtures("unsynced")
+def test_two_liars_do_not_keep_a_site_out_of_all_sums(open_run: Callable[..., Run], attempts: int) -> None:
+    summed = victims(2, attempts, 6, open_run)
+    assert summed.count(True) >= 2
 
 
 def test_a_resumed_run_knows_the_complaints(open_run: Callable[..., Run]) -> None:
