@@ -183,8 +183,9 @@ class SumLayout:
     def check(self, pieces: Sequence[Piece]) -> dict[str, int]:
         """Check one site's vector in clear, and return its counters.
 
-        An honest site of weight w sends values of at most L w / w_max steps, rounded up. With `blocks` it adds a
-        residual, and sends at most L steps. If the sites add noise, values are not checked.
+        An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
+        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. If the sites add noise,
+        values are not checked.
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
@@ -200,7 +201,9 @@ class SumLayout:
 
     def _check_values(self, pieces: Sequence[Piece], weight: int) -> None:
         levels = self.ring.levels
-        most = levels if self.blocks is not None else -(-levels * weight // self.heaviest)
+        most = levels
+        if self.blocks is None:
+            most = min(levels, -(-levels * weight // self.heaviest) + 1)
         for offset, vector in pieces:
             steps = vector[: max(0, self.size - offset)].view(self.ring.signed_dtype)
             for furthest in (int(steps.min()), int(steps.max())) if steps.size else ():

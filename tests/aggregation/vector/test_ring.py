@@ -188,7 +188,7 @@ def test_a_value_beyond_a_sites_weight_is_refused_in_clear(
 ) -> None:
     """Wherever it is in the pieces; the counters after it may have any bits."""
     layout = SumLayout(Ring(bits, 1.0, 4), 6, (Counter("weight", 10, 1), Counter("clipped", 2**63)), 10)
-    most = -(-layout.ring.levels * weight // 10)
+    most = min(layout.ring.levels, -(-layout.ring.levels * weight // 10) + 1)
     total = kind(layout)
     add = total.add if isinstance(total, PlainSum) else lambda pieces: total.add(pieces, 1)
     tail = layout.tail({"weight": weight, "clipped": 2**63 - 1})
