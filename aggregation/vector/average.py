@@ -184,8 +184,8 @@ class SumLayout:
         """Check one site's vector in clear, and return its counters.
 
         An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
-        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. If the sites add noise,
-        values are not checked.
+        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. Values to which the
+        sites have added noise are not checked.
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
