@@ -1060,13 +1060,14 @@ def test_false_complaints_stop_no_round_and_no_honest_site_is_left_out(
 
 
 def victims(liars: int, attempts: int, rounds: int, open_run: Callable[..., Run]) -> list[bool]:
-    """By round, whether the first site is in the sum, while a quarter of the sites complains of it in each attempt."""
+    """By round, whether the last site is in the sum, while a quarter of the sites complains of it in each attempt."""
     quarter = ("aggregation.colluders=0.25", "aggregation.dropouts=0.25")
     run = open_run(4 * liars, f"cohort.attempts={attempts}", *quarter)
     assert run.contract.tolerance.parameters(4 * liars, 4 * liars).colluders == liars
-    victim, liars_ = run.names[0], run.names[-liars:]
+    *others, victim = run.names
+    accusers = others[:liars]
     run.channel.tamper = Accuser(
-        run, liars_, lambda _liar, present: (victim,) if victim in present else tuple[str, ...]()
+        run, accusers, lambda _liar, present: (victim,) if victim in present else tuple[str, ...]()
     )
     summed: list[bool] = []
     for number in range(1, rounds + 1):
