@@ -63,7 +63,7 @@ TAIL = "privacy.mechanism.site_noise:SiteMechanism.tail"
 DECODE = "privacy.mechanism.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
 RELEASE = "aggregation.features.site_unit:_AtCoordinator.decode"
-DECODED = "mean, clip = self._mechanism.decode(summed.mean, sites, self._clip, noise)"
+DECODED = "mean, clip = mechanism.decode(summed.mean, sites, self._clip, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -121,7 +121,7 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     ),
     Mutant(
         RELEASE,
-        "self._mechanism.decode(",
+        "mechanism.decode(",
         '__import__("dataclasses").replace(self._mechanism, deviation=0.5 * self._mechanism.deviation).decode(',
     ),
     Mutant(DECODE, ADD, "pass"),

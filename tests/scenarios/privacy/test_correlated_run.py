@@ -20,7 +20,7 @@ from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.spending import Spending as SiteSpending
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.kept import Written
-from cloister.lm.model.layout import Vector
+from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import count_parameters, load_model
 from cloister.privacy.accounting import claims
 from cloister.privacy.accounting import terms as privacy_terms
@@ -417,11 +417,11 @@ def test_a_sum_that_is_opened_again_gets_the_same_noise(
     seen: list[Vector] = []
     right = ServerOptimizer.step
 
-    def step(self: ServerOptimizer, mean: Vector) -> None:
+    def step(self: ServerOptimizer, mean: Vector, part: Layout | None) -> None:
         seen.append(mean.copy())
         if len(seen) == 2:
             raise CrashError
-        right(self, mean)
+        right(self, mean, part)
 
     monkeypatch.setattr(ServerOptimizer, "step", step)
     with pytest.raises(CrashError):
