@@ -28,7 +28,7 @@ from cloister.tests.parties.ranks.rank_privacy import (
     teaches_nothing,
     train_privately,
 )
-from cloister.tests.parties.ranks.rank_rounds import Job, several
+from cloister.tests.parties.ranks.rank_rounds import Job, several, start_of
 from cloister.tests.parties.ranks.ranks import run_ranks
 from cloister.tests.tools.mutants import Mutant
 
@@ -209,7 +209,7 @@ EACH = [pytest.param(mesh, name, id=f"{by_degrees(mesh)}-{name}") for mesh in ME
 def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, folder: Path) -> None:
     job, found = jobs_for(mesh, folder)[name], on(mesh, folder).rounds[name]
     one = by_one(job)
-    size = one.update.vector.size
+    size = start_of(job.job).size
     assert one.update.tokens > 0 or "nothing" in name
     for together, alone in zip(summed(found, size), summed([one], size), strict=True):
         # The noise is the same to the bit; the gradients are rounded in another order.
