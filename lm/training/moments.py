@@ -11,6 +11,7 @@ is part of what a site carries (`clients/state/carried.py`): so it is of one run
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,11 +46,13 @@ class Moments:
         carry: Their folders.
         layout: The model's layout.
         weights: Where its parameters are.
+        part: What the round trains: the moments of other parameters stay what they were.
     """
 
-    def __init__(self, carry: Carry, layout: Layout, weights: Weights) -> None:
+    def __init__(self, carry: Carry, layout: Layout, weights: Weights, part: Layout) -> None:
         self._carry = carry
         self._layout = layout
+        self._whole = part.names == layout.names
         self._weights = weights
 
     def load(self, optimizer: LocalOptimizer) -> None:
@@ -85,7 +88,12 @@ class Moments:
         path, weights = self._carry.after / _NAME, self._weights
         try:
             if weights.leads:
-                allocate(path, self._size * _FLOAT.itemsize)
+                before = self._carry.before / _NAME if self._carry.before else None
+                if self._whole or before is None or not before.exists():
+                    allocate(path, self._size * _FLOAT.itemsize)
+                else:
+                    shutil.copyfile(before, path)
+                    path.chmod(0o600)
             weights.least(0)  # the file is there
             stored = np.memmap(path, _FLOAT, "r+")
             for part, tensor, first in self._parts(stored, optimizer):

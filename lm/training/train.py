@@ -128,7 +128,7 @@ class Bench:
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
         kept = None
         if carry is not None and local.optimizer_state == "keep":
-            kept = Moments(carry, layout, weights)
+            kept = Moments(carry, layout, weights, part)
             kept.load(optimizer)
         try:
             taken = take_steps(trained, optimizer)

@@ -114,6 +114,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_model(settings: list[str], tm
     assert digests(last)[-1] == digests(through)[-1]
 
 
+def test_moments_outlive_the_rounds_that_do_not_train_their_parameters(tmp_path: Path) -> None:
+    """The halves of RoLoRA alternate, so moments of the round before would never be used."""
+    kept = finished(tmp_path / "kept", *HALVES, "local.optimizer_state=keep")
+    reset = finished(tmp_path / "reset", *HALVES)
+    assert digests(kept)[:2] == digests(reset)[:2]
+    assert digests(kept)[2] != digests(reset)[2]
+
+
 def _done(number: int) -> Callable[[Any], bool]:
     return lambda event: isinstance(event, RoundDone) and event.round == number
 
