@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cloister.aggregation.sums import Sums
 from cloister.lm.model import frozen
 from cloister.lm.model.model import outline
-from cloister.lm.model.schedule import Schedule
+from cloister.lm.model.schedule import LOOKED_AT, Schedule
 from cloister.lm.parallel.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.parallel.shards import gathered_at_once
@@ -31,8 +31,6 @@ from cloister.protocol.messages.blocks import Span, tile
 from cloister.protocol.plan.plan import Plan
 
 _T = TypeVar("_T")
-_ROUNDS = 16
-"""Rounds whose parts of a model are looked at: about as much is trained in all of them."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,8 @@ def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> 
     """What this process has of the model."""
     model = outline(plan)
     bytes_of = frozen.element_bytes(model.module, plan.model.adapter.base_precision)
-    schedule = Schedule.of(plan, model.layout)
-    rounds = range(1, min(plan.run.rounds, _ROUNDS) + 1)
-    names = [set(layout.names) for layout in {schedule.of_round(number) for number in rounds}]
+    parts = Schedule.of(plan, model.layout).layouts(min(plan.run.rounds, LOOKED_AT))
+    names = [set(part.names) for part in parts]
     model.trainable()
     parallelize(model, ranks, torch.device("meta"), sum_replicas=not plan.privacy.dpsgd)
     own = {name: nn.Parameter(_local(each)) for name, each in model.module.named_parameters()}

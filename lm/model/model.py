@@ -39,7 +39,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from cloister.lm.model import frozen, saved
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
-from cloister.lm.model.schedule import HEAD, Schedule
+from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.text.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
@@ -57,10 +57,6 @@ SMALL = {
     "num_key_value_heads": 4,
 }
 """Configuration of a `builtin:` model whose plan has none, of the fields that its type knows."""
-
-
-_ROUNDS = 16
-"""Rounds of which the parts of a model are counted: all train about as much."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,8 @@ def count_parameters(plan: Plan) -> Counts:
     """
     model = outline(plan)
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    schedule = Schedule.of(plan, model.layout)
-    rounds = range(1, min(plan.run.rounds, _ROUNDS) + 1)
-    return Counts(parameters, model.layout.size, max(schedule.of_round(number).size for number in rounds))
+    parts = Schedule.of(plan, model.layout).layouts(min(plan.run.rounds, LOOKED_AT))
+    return Counts(parameters, model.layout.size, max(part.size for part in parts))
 
 
 def outline(plan: Plan) -> LanguageModel:

@@ -6,7 +6,7 @@ values, moments included. The schedule is public and follows from the plan and t
 and no coordinator chooses it.
 
 - `rolora`: B in odd rounds and A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated
-  finetuning of LLMs via alternating optimization of LoRA"); a new head in every round.
+  finetuning of LLMs via alternating optimization of LoRA"); a new head in both.
 - `aggregation.part` below 1: that share of the blocks of layers, drawn anew for each round. What is outside of the
   layers (embeddings, output layer, last norm) is one more block. Training a random part of a model in each round is
   studied by Pfeiffer et al. 2023 ("Aggregating capacity in FL through successive layer training") and, for random
@@ -28,6 +28,8 @@ from cloister.lm.model.layout import Layout
 from cloister.protocol.encoding import pack
 from cloister.protocol.plan.plan import Plan
 
+LOOKED_AT = 16
+"""Rounds of which the parts are looked at for an estimate: about as much is trained in all of them."""
 HEAD = ".modules_to_save."
 """In the name of each parameter of a head that is trained beside an adapter."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|layer)\.(\d+)\.")
@@ -60,6 +62,12 @@ class Schedule:
         if not self.rolora and self.part == 1:
             return self.layout
         return _drawn(self, number if self.part < 1 else number % 2)
+
+    def layouts(self, rounds: int) -> set[Layout]:
+        """What the first rounds train, each layout once; a round of a plan without `part` trains one of two at most."""
+        return {
+            self.of_round(number) for number in range(1, 1 + (rounds if self.part < 1 else min(rounds, 2)))
+        }
 
 
 @lru_cache(maxsize=4)

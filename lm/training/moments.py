@@ -88,12 +88,10 @@ class Moments:
         path, weights = self._carry.after / _NAME, self._weights
         try:
             if weights.leads:
+                allocate(path, self._size * _FLOAT.itemsize)
                 before = self._carry.before / _NAME if self._carry.before else None
-                if self._whole or before is None or not before.exists():
-                    allocate(path, self._size * _FLOAT.itemsize)
-                else:
-                    shutil.copyfile(before, path)
-                    path.chmod(0o600)
+                if not self._whole and before is not None and before.exists():
+                    shutil.copyfile(before, path)  # into the file that only its owner may read
             weights.least(0)  # the file is there
             stored = np.memmap(path, _FLOAT, "r+")
             for part, tensor, first in self._parts(stored, optimizer):

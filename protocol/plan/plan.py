@@ -362,8 +362,9 @@ class AggregationSection(Section):
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
     part: Fraction = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
-    parameters keep their values. The parameters outside of the layers are one more block. A round then costs that
-    fraction of the bytes, and of the noise. 1: every round trains all."""
+    parameters keep their values. The parameters outside of the layers are one more block. A round sends, and adds noise
+    to, what it trains: about that fraction of the parameters if the blocks are of one size. 1: every round trains
+    all."""
     groups: Count = 1
     """Groups into which the cohort of a round is divided by a public draw, 3 to 100 and better odd. Each group has a
     sum of its own, and the model moves by the coordinate-wise median of the groups' means, which have equal weights.

@@ -68,7 +68,7 @@ def suspects(
         turn: Counts the turns.
         least: The fewest sites that a sum needs.
     """
-    turns = sorted({site for pair in _within(complaints, cohort) for site in pair})
+    turns = sorted(involved(complaints, cohort))
     left = _within(complaints, present)
     if turns and (stays := turns[turn % len(turns)]) in present:
         others = _others(left, stays)
@@ -76,6 +76,11 @@ def suspects(
         if len(present) - len(found) >= least:
             return found
     return _covering(left)
+
+
+def involved(complaints: Iterable[Complaint], cohort: Collection[str]) -> set[str]:
+    """The sites of a cohort that are in complaints with others of it."""
+    return {site for pair in _within(complaints, cohort) for site in pair}
 
 
 def _covering(left: set[Complaint]) -> set[str]:

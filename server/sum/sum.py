@@ -46,7 +46,7 @@ from cloister.server.record.journal import Entry, Journal
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import AttemptFailed, RoundStarted
 from cloister.server.sum.buffered import Buffered
-from cloister.server.sum.complaints import suspects
+from cloister.server.sum.complaints import involved, suspects
 from cloister.server.sum.masked import Masked
 from cloister.server.sum.party import Party
 from cloister.server.sum.plain import Attempt, Plain
@@ -115,7 +115,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     last = failures + plan.cohort.attempts
     out: set[str] = set()
     doubted: set[str] = set()
-    turn = number  # of the sites in complaints: whose it is changes from round to round
+    turns = 0  # that sites in complaints have had in this sum
     apart = False
     begun = _begun(journal, wanted)
     while True:
@@ -142,7 +142,8 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             apart = course.apart
             trainings |= course.trainings
             noted = course.noted
-            before, doubted = doubted, _doubted(party, wanted, cohort, turn := turn + bool(doubted))
+            turns += bool(doubted)
+            before, doubted = doubted, _doubted(party, wanted, cohort, turns)
             if course.unopened and (course.complained or (doubted and not before)):
                 # It tells of a pair with a liar that was not known: this ends before liars are out of pairs. Or it is
                 # the first of the round: the next one leaves out a site of each known pair, perhaps another one.
@@ -163,11 +164,25 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
 
 
-def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], turn: int) -> set[str]:
-    """The sites that the next attempt at a sum leaves out because of complaints."""
+def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], turns: int) -> set[str]:
+    """The sites that the next attempt at a sum leaves out because of complaints, after some turns in this sum."""
     could = [site for site in cohort if site not in party.left_out]
     least = party.sums.quorum(wanted.purpose, wanted.group)
+    turn = 1 + turns + _sums_before(party, wanted, involved(party.complaints, could))
     return suspects(party.complaints, could, party.present(could), turn=turn, least=least)
+
+
+def _sums_before(party: Party, wanted: Wanted, sites: set[str]) -> int:
+    """The earlier sums of the same purpose for which all of some sites were drawn together, by the plan.
+
+    The number of the round would not do: where cohorts take turns, or evaluations are due every second round, it gives
+    the turn to the same site each time.
+    """
+    purpose, number = wanted.purpose, wanted.round
+    if not sites:
+        return 0
+    due = range(1, number) if purpose == TRAIN else filter(party.plan.evaluates, range(number))
+    return sum(any(sites.issubset(group) for group in party.groups(purpose, each)) for each in due)
 
 
 def _kind(plan: Plan) -> type[Plain]:

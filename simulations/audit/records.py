@@ -246,9 +246,8 @@ class RecordGame:
 
     def _canaries(self, wanted: int | None) -> int:
         """The number of canaries; each needs its own coordinate in every round."""
-        rounds = range(1, self.plan.run.rounds + 1)
-        schedule = Schedule.of(self.plan, self.model.layout)
-        most = min(schedule.of_round(number).size for number in rounds)
+        parts = Schedule.of(self.plan, self.model.layout).layouts(self.plan.run.rounds)
+        most = min(part.size for part in parts)
         if wanted is None:
             return max(1, min(_MOST_CANARIES, most, int(0.1 / self.terms.delta)))
         if wanted > most:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from cloister.clients.checks.memory_estimate import estimated_memory
+from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.lm.model.model import load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.parallel.mesh import SUM_BYTES, Mesh, build
+from cloister.protocol.errors import ModelError
+from cloister.protocol.plan.plan import MeshSection
 from cloister.tests.parties.federation import RECORD, TINY, tiny
 from cloister.tests.tools.command import found, lone_refusal, ran, refusal, set_options
 
@@ -179,6 +182,17 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(
     assert refused in lone_refusal(capsys, *check(device=device, tensor=4))
     assert "mesh.shard is 0" in lone_refusal(capsys, *check(device=device, shard=0))
     assert "device is 'gpu'" in lone_refusal(capsys, *check(device="gpu"))
+
+
+def test_a_pipeline_is_refused_where_a_stage_may_train_nothing() -> None:
+    section = MeshSection(pipeline=2)
+    two = "model.config.num_hidden_layers=2"
+    for settings in ((two,), (two, "model.adapter.scheme=rolora")):
+        mesh, _ = mesh_for(tiny(*settings), section, "cpu")
+        assert mesh.pipeline == 2
+    with pytest.raises(ModelError) as refused:
+        mesh_for(tiny(two, "aggregation.part=0.5"), section, "cpu")
+    assert (refused.value.field, refused.value.value) == ("mesh.pipeline", 2)
 
 
 def test_a_wrong_mesh_is_refused_before_data_is_prepared(

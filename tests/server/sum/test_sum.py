@@ -43,6 +43,7 @@ from cloister.protocol.errors import (
 from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import (
+    EVALUATE,
     TRAIN,
     Advertise,
     Agree,
@@ -1093,6 +1094,44 @@ def test_a_liar_that_complains_of_a_site_in_each_round_keeps_it_out_of_every_sec
 def test_two_liars_do_not_keep_a_site_out_of_all_sums(open_run: Callable[..., Run], attempts: int) -> None:
     summed = victims(2, attempts, 6, open_run)
     assert summed.count(True) >= 2
+
+
+class Evaluations(Run):
+    """The same for evaluations at the sites."""
+
+    def attempts(self, name: str) -> Attempts:
+        contract = Sums.over(self.plan, LAYOUT, b"").contract(EVALUATE, RUN, self.roster)
+        return Attempts(self.folder / name, contract, Member(name, IDENTITIES[name], self.minimum), {})
+
+    def vector(self, name: str) -> RingVector:
+        layout = Sums(self.plan, LAYOUT.size).evaluation
+        return layout.tail(dict.fromkeys(layout.names, 1))
+
+    def sum(self, number: int = 1) -> Total | SumFailed:
+        return sum_over(self.party, Wanted(EVALUATE, number, MODEL))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("victim_first", [False, True])
+@pytest.mark.usefixtures("unsynced")
+def test_turns_go_on_where_a_sum_is_due_every_few_rounds(
+    tmp_path: Path, every: int, victim_first: bool
+) -> None:
+    """By the number of the round, one of the two would have each turn."""
+    quarter = ("aggregation.colluders=0.25", "aggregation.dropouts=0.25")
+    run = Evaluations(tmp_path, 4, "run.rounds=100", f"server.evaluate_every={every}", *quarter)
+    liar, victim = (run.names[-1], run.names[0]) if victim_first else (run.names[0], run.names[-1])
+    run.channel.tamper = Accuser(
+        run, [liar], lambda _liar, present: (victim,) if victim in present else tuple[str, ...]()
+    )
+    summed: list[bool] = []
+    for number in range(0, 6 * every, every):
+        total = run.sum(number)
+        assert isinstance(total, Total)
+        summed.append(victim in total.names)
+    run.journal.__exit__()
+    assert all(first or second for first, second in itertools.pairwise(summed))
+    assert run.party.left_out == {}
 
 
 def test_a_resumed_run_knows_the_complaints(open_run: Callable[..., Run]) -> None:
