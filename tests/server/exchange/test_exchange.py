@@ -182,6 +182,12 @@ def connected_again(channel: ExchangeChannel, site: Answering, folder: Path, ide
     return connected(channel, site, folder / "second", identity=identity, more=0)
 
 
+def spooled(folder: Path) -> int:
+    """Bytes of a reply's vectors that the channel of a folder has on disk."""
+    files = [path for path in (folder / "spool").rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
 def test_a_coordinator_that_starts_again_goes_on_from_its_spool(tmp_path: Path) -> None:
     site = Answering(vector=random_vector(32))
     asker: Any = None
@@ -194,7 +200,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_its_spool(tmp_path: Path) 
                 asking = channel.ask({1: contribute(MODEL)}, WAIT_S, group="1")
                 thread = threading.Thread(target=lambda: next(asking, None))
                 thread.start()
-                while relay.moved["up"] < 24 * CHUNK:
+                while (held := spooled(tmp_path)) < 8 * CHUNK:  # not what the relay moved: a busy disk lags
                     assert thread.is_alive()
                 channel.close()
                 thread.join(WAIT_S)
@@ -206,7 +212,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_its_spool(tmp_path: Path) 
                     assert (ask(restarted, contribute(MODEL)) == site.vector).all()
                     (known,) = restarted.connected()
     assert len(site.asked) == 1
-    assert known.received < 24 * CHUNK, "the upload began again"
+    assert known.received <= 32 * CHUNK - held, "the upload began again"
 
 
 def test_a_reply_that_was_not_taken_outlives_other_requests(tmp_path: Path) -> None:
