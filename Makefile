@@ -21,7 +21,8 @@ PYTEST ?=
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
-SUITE = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Twice as many workers as cores of a small machine: half of the time a test waits for processes that it started.
+SUITE = $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(SUITE) -m 'not slow' $(PYTEST)
