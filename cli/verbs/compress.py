@@ -166,7 +166,7 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     if text.startswith("builtin:"):
         private = text == plan.simulation.source
     private |= Path(text).expanduser().exists() and any(
-        _of_sites(place, source, files) for place in places(Path(text))
+        _of_sites(place, source, files) for place in places(Path(text), "--text")
     )
     if private:
         raise DataError(
