@@ -39,7 +39,7 @@ from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import EngineError, ModelError, PlanError, one_line
+from cloister.protocol.errors import EngineError, ModelError, PlanError, RunFolderError, one_line
 from cloister.protocol.identity.roster import (
     Card,
     Roster,
@@ -54,7 +54,7 @@ from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
 from cloister.server.federation.app import GridChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import reached, run_history
-from cloister.server.record.journal import DONE, FINISHED
+from cloister.server.record.journal import CREATED, DONE, FINISHED
 from cloister.server.record.outcome import Outcome, finish, outcome
 from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import Event, Observer, Preparing, Started, Step
@@ -221,6 +221,12 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
     parameters, trained, _ = count_parameters(plan)
     terms = terms_of(plan, trained)
     if not folder.sites.path.exists():
+        if reached(folder, CREATED):
+            raise RunFolderError(
+                str(folder.sites.path),
+                expected="the sites of this run with their ledgers, which are missing",
+                fix="restore the folder from a backup, or start a new run",
+            )
         check_corpus(plan.simulation.source, field="simulation.source", split=plan.simulation.split)
     if processes:
         _check_memory(parameters, processes)

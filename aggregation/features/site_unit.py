@@ -62,14 +62,13 @@ def layout(basis: Basis) -> SumLayout:
     plan, mechanism = basis.plan, mechanism_of(basis)
     bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
     bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
-    extra = mechanism.size - basis.parameters
     # Without noise at the sites a value has at most `scale` steps, which is less than the ring's levels.
     return SumLayout(
         Ring(bits, bound, cohort),
         basis.parameters,
         (Counter(WEIGHT, 1, 1),),
-        extra=extra,
-        noised=mechanism.variance > 0,
+        extra=mechanism.size - basis.parameters,
+        most_extra=mechanism.count_step,
     )
 
 

@@ -82,8 +82,8 @@ class SumLayout:
         counters: The counters, in their order.
         heaviest: The largest weight a site can have.
         extra: Values that a mechanism sums beside the update, coded as the update is.
+        most_extra: Most steps of such a value of one site, in either direction, without noise.
         blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
-        noised: Whether a site adds noise, which may take a value beyond the bound.
     """
 
     ring: Ring
@@ -91,8 +91,8 @@ class SumLayout:
     counters: tuple[Counter, ...]
     heaviest: int = 1
     extra: int = 0
+    most_extra: int = 0
     blocks: BlockCode | None = None
-    noised: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,8 +184,8 @@ class SumLayout:
         """Check one site's vector in clear, and return its counters.
 
         An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
-        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. Values to which the
-        sites have added noise are not checked.
+        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. In clear no site
+        adds unit `site`'s noise, which may take a value beyond.
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
@@ -195,24 +195,21 @@ class SumLayout:
         """
         check_pieces(pieces, self.length, self.ring.dtype)
         counters = self.counted(_tail(self, pieces), 1)
-        if not self.noised and self.size:
-            self._check_values(pieces, counters[WEIGHT])
+        most = levels = self.ring.levels
+        if self.blocks is None and self.size:
+            most = min(levels, -(-levels * counters[WEIGHT] // self.heaviest) + 1)
+        self._check_steps(pieces, "a value of the update", 0, self.size, most)
+        self._check_steps(pieces, "a value beside the update", self.size, self.extra, self.most_extra)
         return counters
 
-    def _check_values(self, pieces: Sequence[Piece], weight: int) -> None:
-        levels = self.ring.levels
-        most = levels
-        if self.blocks is None:
-            most = min(levels, -(-levels * weight // self.heaviest) + 1)
+    def _check_steps(self, pieces: Sequence[Piece], what: str, begin: int, size: int, most: int) -> None:
         for offset, vector in pieces:
-            steps = vector[: max(0, self.size - offset)].view(self.ring.signed_dtype)
+            start = max(0, begin - offset)
+            steps = vector[start : max(start, begin + size - offset)].view(self.ring.signed_dtype)
             for furthest in (int(steps.min()), int(steps.max())) if steps.size else ():
                 if abs(furthest) > most:
-                    raise UpdateError(
-                        "steps of a value of the update",
-                        furthest,
-                        expected=f"at most {most} in either direction",
-                    )
+                    expected = f"at most {most} in either direction"
+                    raise UpdateError(f"steps of {what}", furthest, expected=expected)
 
     def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
         """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.

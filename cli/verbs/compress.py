@@ -157,14 +157,16 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     Raises:
         DataError: it is.
     """
-    if plan.privacy.unit == "none" or not files.sites.path.is_dir():
+    from cloister.server.record.history import run_history
+
+    if plan.privacy.unit == "none" or not run_history(files).simulated:
         return
     source = Path(plan.simulation.source).expanduser()
     private = text.partition(":")[0].lower() == plan.simulation.source.partition(":")[0].lower()
     if text.startswith("builtin:"):
         private = text == plan.simulation.source
     private |= Path(text).expanduser().exists() and any(
-        _of_sites(place, source, files) for place in places(Path(text))
+        _of_sites(place, source, files) for place in places(Path(text), "--text")
     )
     if private:
         raise DataError(

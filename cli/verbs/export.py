@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.cli.show.card import claim, to_card
     from cloister.lm.output.export import Form, base_licence, write_model
     from cloister.protocol.machine.storage import write_bytes, write_folder
+    from cloister.server.record.history import run_history
     from cloister.server.record.outcome import outcome
     from cloister.server.record.report import gather
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             plan,
             figures,
             form,
-            simulated=files.sites.path.is_dir(),
+            simulated=run_history(files).simulated,
             licence=licence,
             own_base=(staging / "base").is_dir(),
         )

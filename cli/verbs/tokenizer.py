@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -88,11 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 yield text
 
     trained = train_tokenizer(texts(), arguments.kind, arguments.vocab)
-
-    def fill(staging: Path) -> None:
-        trained.save_pretrained(staging)
-
-    write_folder(target, fill)
+    write_folder(target, trained.save_pretrained)
     if arguments.json:
         print(
             json.dumps({"folder": str(target), "kind": arguments.kind, "vocabulary": len(trained), **count})
@@ -104,33 +101,63 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_public(file: Path, field: str) -> None:
-    """Check that text does not lie in a site's folder, where its records are: no file of a folder either, by a link.
+    """Check that text does not lie in a site's folder, where its records are, and that no link there leads to it.
 
     Args:
         file: The file or folder; a name of something else is none.
         field: The option that named it.
 
     Raises:
-        DataError: it does.
+        DataError: it does, or a link leads nowhere.
     """
-    for place in places(file):
+    for place in places(file, field):
         if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
-            raise DataError(
-                field,
-                str(file),
-                expected="public text, and this is in a site's folder",
-            )
+            raise DataError(field, str(file), expected="public text, and this is in a site's folder")
 
 
-def places(file: Path) -> Iterator[Path]:
-    """Where a file or folder is, and each file of the folder: by its name, and where its links lead."""
+def places(file: Path, field: str) -> Iterator[Path]:
+    """Where a file or folder is, and each file of the folder: by its name, and each link on the way to it.
+
+    Args:
+        file: As in `check_public`.
+        field: As in `check_public`.
+
+    Raises:
+        DataError: a link leads nowhere.
+    """
     path = file.expanduser()
     files = [path]
     if path.is_dir():
         with contextlib.suppress(PermissionError):  # what cannot be listed is not read either
             files += [entry for entry in path.iterdir() if not entry.is_dir()]
     for each in files:
-        yield from (each.absolute(), Path(os.path.realpath(each)))
+        yield each.absolute()
+        try:
+            yield from _hops(each)
+        except OSError as error:
+            raise DataError(field, str(each), expected=f"a file or folder ({error.strerror})") from error
+
+
+def _hops(path: Path) -> Iterator[Path]:
+    """Each link by which a path leads to its file, where it is, and then the file.
+
+    Raises:
+        OSError: there are more links than the system follows, as in a loop, or one cannot be read.
+    """
+    here, left, links = Path("/"), list(reversed(path.absolute().parts)), 0
+    while left:
+        # A link's target may have links and `..` in it, and `..` is of the folder where the links before it lead.
+        part = left.pop()
+        entry = here.parent if part == ".." else here / part
+        if not entry.is_symlink():
+            here = entry
+            continue
+        yield entry
+        links += 1
+        if links > 40:  # as Linux
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        left += reversed(entry.readlink().parts)
+    yield here
 
 
 def _show(arguments: argparse.Namespace) -> int:

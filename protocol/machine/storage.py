@@ -140,7 +140,7 @@ def allocate(path: Path, size: int) -> None:
         os.close(file)
 
 
-def write_folder(path: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
+def write_folder(path: Path, fill: Callable[[Path], object], *, durable: bool = True) -> None:
     """Let `fill` write a temporary folder beside `path`, then replace `path` by it.
 
     An existing folder is moved aside first and removed last: a crash in between can leave `path` missing, but never

@@ -29,13 +29,16 @@ class RunHistory:
     asked: Mapping[str, frozenset[int]]
     """For each site the rounds in which an attempt began with it."""
     survivors: Mapping[int, frozenset[str]]
-    """Under masks: for each round the sites that were last asked for shares."""
+    """For each round the sites whose sum was last opened, or that were last asked for shares; a run in clear of an
+    earlier version names none."""
     secure_sum: str
     """Version of the secure sum that the run was created with; empty in runs from before versions were journaled."""
     refusals: Mapping[str, tuple[str, ...]]
     """For each site its refusals, in words, each once."""
     left_out: Mapping[str, str]
     """Sites that lied in a secure sum, each with when and what, in words."""
+    simulated: bool
+    """Whether the run's sites are in its folder, or were when it began: then their own ledgers are of this run."""
     finished: bool
     """Whether the run is finished."""
     stopped: str
@@ -74,7 +77,7 @@ def run_history(files: RunFiles) -> RunHistory:
         if entry.step.startswith(f"train {steps.BEGUN}"):  # of each group
             for site in entry.detail["cohort"]:
                 asked[site].add(entry.round)
-        elif entry.step.startswith(f"train {steps.UNMASKING}"):
+        elif entry.step.startswith((f"train {steps.UNMASKING}", f"train {steps.OPENING}")):
             group = steps.group_of_sum(entry.step)
             opened[entry.round][group] = frozenset(entry.detail["survivors"])
         elif entry.step == steps.REFUSED:
@@ -94,6 +97,8 @@ def run_history(files: RunFiles) -> RunHistory:
         secure_sum=created.get("secure_sum", ""),
         left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
+        # A run of an earlier version does not say it.
+        simulated=created.get("simulated", files.federation.exists() or not files.deployment.exists()),
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
     )
@@ -128,7 +133,8 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
-            facts = {"run": secrets.token_hex(16), "secure_sum": PROTOCOL}
+            here = files.sites.path.is_dir()
+            facts = {"run": secrets.token_hex(16), "secure_sum": PROTOCOL, "simulated": here}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)

@@ -74,7 +74,6 @@ from cloister.server.record.history import RunHistory, run_history
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
 COMPOSED = 16
 """Numbers of charges for which epsilon is composed again although the journal has it."""
-_SITES_HOLD = "the sites' own ledgers hold"
 _NO_LEDGER = "It has no ledger of its own: it never trained, or the ledger is lost."
 _SAME = 1e-6
 """Relative difference that two machines may find between the same epsilons: their transforms round differently."""
@@ -95,9 +94,8 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     """
     files, plan = RunFiles(path), read_plan(path, recorded)
     history = run_history(files)
-    simulated = files.sites.path.is_dir()
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
-    account = _account(files, history, terms, simulated=simulated)
+    account = _account(files, history, terms)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,
@@ -122,12 +120,12 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
-        assumptions=claims.assumptions(plan, terms, simulated=simulated),
-        trusted=claims.trusted(plan, simulated=simulated),
+        assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
+        trusted=claims.trusted(plan, simulated=history.simulated),
         not_covered=(
             *_missing_rounds(plan, history),
             *_earlier_protocol(plan, history),
-            *(claims.poisoned(plan) if simulated and not files.federation.exists() else ()),
+            *(claims.poisoned(plan) if history.simulated and not files.federation.exists() else ()),
             *claims.not_covered(plan),
         ),
         secure=_secure(plan, history),
@@ -138,8 +136,8 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         groups=_groups(account, terms),
         trust_model=claims.trust_model(plan),
         protected_from=claims.protected_from(plan),
-        responsible=claims.responsible(plan, simulated=simulated),
-        exposure=claims.exposure(plan, simulated=simulated),
+        responsible=claims.responsible(plan, simulated=history.simulated),
+        exposure=claims.exposure(plan, simulated=history.simulated),
         label=plan.data.label,
         search=claims.searched(plan),
     )
@@ -211,7 +209,7 @@ class _Account:
     """For each site whose own ledger counts more, a sentence that says so."""
 
 
-def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simulated: bool) -> _Account:
+def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Account:
     if terms is None:
         return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
     try:
@@ -243,7 +241,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
     counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: curve[len(paid)] for site, paid in mine.items()}
     notes: dict[str, str] = {}
-    owned = list(_own_ledgers(files, history, terms, compose)) if simulated else []
+    owned = list(_own_ledgers(files, history, terms, compose)) if history.simulated else []
     for own in owned:
         known = costs.get(own.site)
         if own.paid and (known is None or own.epsilon > known):
@@ -253,8 +251,8 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None, *, simul
                 f"coordinator's has {len(mine.get(own.site, ()))}."
             )
         problem = problem or own.problem
-    if simulated:
-        problem = problem or _unpaid_by_sites(history, charged if terms.unit == "site" else {}, owned)
+    if history.simulated:
+        problem = problem or _unpaid_by_sites(history, owned)
         notes |= dict.fromkeys(mine.keys() - {own.site for own in owned}, _NO_LEDGER)
     top = max(costs, key=lambda site: costs[site], default="")
     most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
@@ -404,7 +402,7 @@ def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
         if problem := _more_than_a_trial(site, paid, terms):
             return problem
         owned.append(_OwnLedger(site, paid, 0.0, ""))
-    return _unpaid_by_sites(history, {}, owned)
+    return _unpaid_by_sites(history, owned)
 
 
 def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
@@ -426,34 +424,25 @@ def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: s
     """The first round that was released without its charges, in words; empty if there is none."""
     for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
-        missing = sorted(history.survivors.get(number, frozenset()) - paid)
-        if missing:
+        summed, sites = history.survivors.get(number, frozenset()), history.done[number]["sites"]
+        if len(summed) != sites:  # of an earlier version
+            return f"the journal names {len(summed)} of the {sites} sites in the sum of round {number}"
+        if missing := sorted(summed - paid):
             return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
-        if len(paid) < history.done[number]["sites"]:
-            return (
-                f"{history.done[number]['sites']} updates are in the sum of round {number}, and {holds} "
-                f"charges for {len(paid)}"
-            )
     return ""
 
 
-def _unpaid_by_sites(
-    history: RunHistory, opened: Mapping[str, frozenset[int]], owned: Iterable[_OwnLedger]
-) -> str:
+def _unpaid_by_sites(history: RunHistory, owned: Iterable[_OwnLedger]) -> str:
     """The first update of a simulation that its site's own ledger has no charge for, in words; empty if there is none.
 
     A site that was asked and did not train has no charge, and no ledger if it never trained.
 
     Args:
         history: The run.
-        opened: For each site the rounds in whose sums its update is known to be, if the journal does not say so.
         owned: The ledgers that are there.
     """
     paid = {own.site: frozenset(entry.charge.round for entry in own.paid) for own in owned}
-    for site in sorted(opened):
-        if left := opened[site] - paid.get(site, frozenset()):
-            return f"{_SITES_HOLD} no charge for {site}, whose update is in the sum of round {min(left)}"
-    return _unpaid(history, paid, _SITES_HOLD)
+    return _unpaid(history, paid, "the sites' own ledgers hold")
 
 
 def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> str:
@@ -509,33 +498,20 @@ def _loss(value: object) -> float | None:
 
 def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Account) -> tuple[SiteRow, ...]:
     """The part of each site, as far as the coordinator knows: whether it was asked, was charged, or is in a sum."""
-    names = {*history.asked, *history.refusals, *account.sites}
-    names.update(files.sites.names())
-    unit = plan.privacy.unit
+    names = {*history.asked, *history.refusals, *account.sites, *files.sites.names()}
     rows = []
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
-        summed: frozenset[int] | None = (
-            None  # the coordinator's files do not record whose updates are in a sum
-        )
-        if plan.aggregation.secure:
-            summed = frozenset(
-                number for number in history.summed if name in history.survivors.get(number, ())
-            )
-        elif plan.cohort.mode == "async":
-            asked = summed = frozenset(
-                number for number in history.summed if name in (history.done[number].get("staleness") or ())
-            )
-        elif unit == "site" and account.charged is not None:
-            summed = account.charged.get(name, frozenset()).intersection(history.summed)
+        # A run in clear of an earlier version does not say whose updates are in a sum.
+        unnamed = asked.difference(history.survivors)
+        named = {number for number, sites in history.survivors.items() if name in sites}
+        summed = rounds = unnamed.union(named).intersection(history.summed)
         if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
-        else:
-            rounds = asked if summed is None else summed
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
         if name in history.left_out:
             notes.append(f"Left out after it lied in the secure sum {history.left_out[name]}.")
-        if summed is not None and len(summed) < len(asked):
+        if len(summed) < len(asked) and plan.cohort.mode != "async":
             notes.append(
                 f"Asked in {len(asked)} of the rounds that are done, and in the sum of {len(summed)}."
             )

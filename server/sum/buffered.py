@@ -6,6 +6,7 @@ from cloister.aggregation.features.asynchronous import STALENESS, TOO_STALE
 from cloister.aggregation.vector.average import BufferedSum, Opened
 from cloister.protocol.errors import StaleError, TooFewSitesError
 from cloister.protocol.messages.messages import Contribute, Contribution
+from cloister.server.record.journal import OPENING
 from cloister.server.record.phases import Phase
 from cloister.server.sum.plain import Plain
 from cloister.server.sum.wanted import Asks
@@ -65,5 +66,6 @@ class Buffered(Plain):
             raise TooFewSitesError(
                 "updates", total.terms, expected=f"{needed} of them, as cohort.buffer says"
             )
+        self.note_survivors(OPENING, sorted(self.course.folded))
         self.pay()
         return total.open()

@@ -70,17 +70,14 @@ class Masked(Plain):
         try:
             return (yield from self._steps(coordinator))
         finally:
-            self.course.unopened, self.course.apart = (
-                frozenset(coordinator.unopened),
-                bool(coordinator.behind),
-            )
+            self.course.unopened = frozenset(coordinator.unopened)
+            self.course.apart = bool(coordinator.behind)
             self.complain(coordinator.complaints)
             most = coordinator.attempt.parameters.colluders
             self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))
             self.leave_out(coordinator.liars)
 
     def _steps(self, coordinator: SecureCoordinator) -> Asks[Opened]:
-        party, wanted = self.party, self.wanted
         # 2. Advertise.
         begin = dict.fromkeys(self.attempt.sites, coordinator.begin)
         yield from self.step(coordinator, begin, Advertise, coordinator.advertised)
@@ -101,8 +98,7 @@ class Masked(Plain):
         self.course.behind = bool(coordinator.behind) or len(survivors.survivors) < coordinator.advertising
         # 6. Unmask.
         requests = coordinator.request()
-        detail = {"survivors": list(survivors.survivors)}
-        party.journal.record(wanted.round, self.attempt.number, wanted.step(steps.UNMASKING), detail)
+        self.note_survivors(steps.UNMASKING, survivors.survivors)
         yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
         # 7. Charge, then open.
         self.pay()

@@ -98,6 +98,7 @@ class Plain:
             dict.fromkeys(self.attempt.sites), lambda contribution: total.add(self.pieces(contribution))
         )
         self.check_needed(needed)
+        self.note_survivors(steps.OPENING, sorted(self.course.folded))
         self.pay()
         return total.open(self.bounds)
 
@@ -109,6 +110,11 @@ class Plain:
         """
         layout = self.sum_layout
         return check_received(contribution.manifest, contribution.spans, layout.length, layout.ring.dtype)
+
+    def note_survivors(self, step: str, survivors: Sequence[str]) -> None:
+        """Journal the sites of the sum."""
+        detail = {"survivors": list(survivors)}
+        self.party.journal.record(self.wanted.round, self.attempt.number, self.wanted.step(step), detail)
 
     def pay(self) -> None:
         """7. Charge the ledger, and write the release to the audit log, before the sum is opened."""

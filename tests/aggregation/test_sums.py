@@ -9,7 +9,7 @@ from cloister.aggregation.sums import CORRECT, Sums
 from cloister.aggregation.vector.average import WEIGHT, PlainSum
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan.soundness import parse
-from cloister.tests.parties.federation import CENTRAL, SKELLAM, tiny
+from cloister.tests.parties.federation import CENTRAL, tiny
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,24 @@ ADAPTIVE = ["privacy.adaptive={}"]
 
 
 @pytest.mark.parametrize("adaptive", [[], ADAPTIVE], ids=["fixed", "adaptive"])
-def test_values_of_unit_site_are_checked_unless_the_sites_add_noise(adaptive: list[str]) -> None:
-    """The largest value of an honest site, scale, is within the ring's levels; the count beside it is not checked."""
-    for settings, noised in ((CENTRAL, False), (SKELLAM, True)):
-        layout = Sums(tiny(*settings, *adaptive), 7).training
-        assert layout.extra == len(adaptive)
-        assert layout.noised == noised
-        if not noised:
-            assert mechanism_of(Sums(tiny(*settings, *adaptive), 7)).scale <= layout.ring.levels
-        beyond = np.full(7, -layout.ring.levels - 1, np.int32).view(np.uint32)
-        tail = layout.tail({WEIGHT: 1}, [2**30] * layout.extra)
-        total = PlainSum(layout)
-        if noised:
-            total.add([(0, np.concatenate([beyond, tail]))])
-        else:
-            with pytest.raises(UpdateError, match="steps of a value"):
-                total.add([(0, np.concatenate([beyond, tail]))])
-            total.add([(0, np.concatenate([np.zeros(7, np.uint32), tail]))])
+def test_values_of_unit_site_are_checked_in_clear(adaptive: list[str]) -> None:
+    """The largest value of an honest site, scale, is within the ring's levels, and its count is one step."""
+    sums = Sums(tiny(*CENTRAL, *adaptive), 7)
+    layout, mechanism = sums.training, mechanism_of(sums)
+    assert layout.extra == len(adaptive)
+    assert mechanism.scale <= layout.ring.levels
+
+    def add(value: int, count: int) -> None:
+        update = np.full(7, value, np.int32).view(np.uint32)
+        tail = layout.tail({WEIGHT: 1}, [count] * layout.extra)
+        PlainSum(layout).add([(0, np.concatenate([update, tail]))])
+
+    most, step = int(mechanism.scale), mechanism.count_step
+    for sign in (1, -1):
+        add(sign * most, sign * step)
+        with pytest.raises(UpdateError, match="steps of a value of the update"):
+            add(sign * (layout.ring.levels + 1), 0)
+        for beyond in (step + 1, 2**30):
+            if adaptive:
+                with pytest.raises(UpdateError, match="steps of a value beside the update"):
+                    add(0, sign * beyond)

@@ -128,9 +128,24 @@ def test_what_is_no_public_text_or_too_small_is_refused(
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "text.jsonl").symlink_to(site / "records.jsonl")
-    for private in (site / "records.jsonl", site, site / "away.jsonl", linked / "text.jsonl", linked):
+    (site / "out").symlink_to(corpus.parent)
+    (tmp_path / "in").symlink_to("site")
+    through = tmp_path / "through"
+    through.mkdir()
+    (through / "text.jsonl").symlink_to("../in/away.jsonl")
+    (tmp_path / "folder").symlink_to("through/../in/out")
+    for private in (
+        *(site / "records.jsonl", site, site / "away.jsonl", linked / "text.jsonl", linked),
+        *(through / "text.jsonl", through, tmp_path / "folder" / corpus.name, tmp_path / "folder"),
+    ):
         said = lone_refusal(capsys, "tokenizer", "train", str(corpus), str(private), *out)
         assert "expected public text, and this is in a site's folder" in said
+    (public := tmp_path / "public").mkdir()
+    (public / "text.jsonl").symlink_to(corpus)
+    (loop := public / "loop.jsonl").symlink_to(loop)
+    for looped in (loop, public):
+        said = lone_refusal(capsys, "tokenizer", "train", str(looped), *out)
+        assert f"FILE is '{loop}': expected a file or folder" in said
     assert "field wrong is None: expected text in each record" in lone_refusal(
         capsys, "tokenizer", "train", str(corpus), "--field", "wrong", *out
     )

@@ -19,11 +19,11 @@ from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.messages.messages import Contribution, Join, Reply, Request, Shares
 from cloister.server import run as run_module
 from cloister.server.record.folder import RunFolder
-from cloister.server.record.progress import RoundAbandoned, RoundDone
+from cloister.server.record.progress import RoundAbandoned, RoundDone, SiteFailed
 from cloister.server.round import round as round_module
 from cloister.server.run import run
 from cloister.server.sum.masked import Masked
-from cloister.tests.parties.federation import SKELLAM, Federation, tiny
+from cloister.tests.parties.federation import CENTRAL, SKELLAM, Federation, tiny
 
 QUIET = [
     "cohort.sites=8",
@@ -95,8 +95,13 @@ def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
 
 def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
     """Let a site say that its weight is larger, in the vector that it masks."""
-    opener = federation.channel.sites[name]
     layout = Sums(federation.plan, federation.layout.size).training
+    add_to_the_vector(federation, name, layout.size + layout.extra, added)
+
+
+def add_to_the_vector(federation: Federation, name: str, place: int, added: int) -> None:
+    """Let a site add to one ring integer of what it sends, before it masks it."""
+    opener = federation.channel.sites[name]
 
     def site() -> Site:
         liar: Any = opener()
@@ -104,7 +109,7 @@ def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
 
         def lie(*args: Any) -> Written:
             written: Written = made(*args)
-            written.pieces[0][1][layout.size + layout.extra] += np.uint32(added % 2**32)
+            written.pieces[0][1][place] += np.uint32(added % 2**32)
             return written
 
         liar._made = lie
@@ -132,6 +137,26 @@ def test_a_site_that_lies_in_its_weight_does_not_end_a_run_as_if_all_were_well(
         assert all(f"total of weight is {8 + added}" in event.spoiled for event in spoiled)
         assert raised.value.value == spoiled[-1].spoiled
         assert not [event for event in events if isinstance(event, RoundDone)]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_in_clear_a_site_adds_no_more_than_one_site_to_the_count_of_adaptive_clipping(
+    tmp_path: Path, sign: int
+) -> None:
+    """One that adds more is a dropout: the clipping norm is the one that the others lead to."""
+    plan = tiny(*QUIET, "run.rounds=1", *CENTRAL, "privacy.adaptive={count_noise=20.0}")
+    federation = Federation(tmp_path / "federation", plan)
+    layout = Sums(plan, federation.layout.size).training
+    liar = federation.names[3]
+    # Updates are within the clipping norm: its own +r, and 100 sites more, or so many less.
+    add_to_the_vector(federation, liar, layout.size, sign * 100 * layout.most_extra)
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", plan) as folder:
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    (failed,) = [event for event in events if isinstance(event, SiteFailed)]
+    assert (failed.site, failed.reason.split(" is ")[0]) == (liar, "steps of a value beside the update")
+    (done,) = [event for event in events if isinstance(event, RoundDone)]
+    assert (done.sites, done.dropouts) == (7, 1)
 
 
 def test_rounds_that_a_liar_spoils_count_however_many_good_ones_are_between(tmp_path: Path) -> None:

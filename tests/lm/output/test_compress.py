@@ -158,6 +158,9 @@ def test_the_records_of_sites_are_refused_under_a_unit(
         (linked / "text.jsonl").symlink_to(target)
         said = lone_refusal(capsys, "compress", str(private), *method, "--text", str(linked))
         assert "expected public text" in said
+    shutil.copytree(private, without := tmp_path / "without", ignore=shutil.ignore_patterns("sites"))
+    said = lone_refusal(capsys, "compress", str(without), *method, "--text", str(source))
+    assert "expected public text" in said
 
 
 def test_text_may_be_given_and_must_be_where_the_run_has_no_public_records(

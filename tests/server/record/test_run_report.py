@@ -29,13 +29,14 @@ from cloister.privacy.report.page import to_html
 from cloister.privacy.report.report import RunReport, from_json, verdict
 from cloister.privacy.report.report import to_json as report_to_json
 from cloister.protocol.errors import RunFolderError
+from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load
 from cloister.server.record import report as server_report
 from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file, read_plan
 from cloister.server.record.history import identity
-from cloister.server.record.journal import DONE, LEFT_OUT, REFUSED, Journal
+from cloister.server.record.journal import DONE, LEFT_OUT, OPENING, REFUSED, Journal, of_sum
 from cloister.server.record.report import COMPOSED, beyond_a_trial, gather
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
@@ -315,6 +316,15 @@ def forgetful(folder: Path) -> None:
     )
 
 
+def elsewhere(folder: Path) -> None:
+    """Make it the run of a deployment, whose coordinator has no site's own ledger."""
+    shutil.rmtree(folder / "sites")
+    edit(
+        folder / "journal.sqlite",
+        "UPDATE entries SET detail = json_set(detail, '$.simulated', json('false')) WHERE step = 'created'",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "problem"),
@@ -328,7 +338,7 @@ def forgetful(folder: Path) -> None:
 def test_a_ledger_that_contradicts_plan_or_journal_carries_no_claim(
     copy: Path, spoil: Callable[[Path], None], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.rmtree(copy / "sites")  # as where the sites are elsewhere: their own ledgers say nothing
+    elsewhere(copy)
     true = gather(copy).epsilon
     spoil(copy)
     assert read_history(copy / "ledger.sqlite").verified()  # the chain alone does not show it
@@ -407,6 +417,35 @@ def test_a_site_whose_own_ledger_is_lost_carries_no_claim(
     assert "It has no ledger of its own" in row.notes
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["journaled", "earlier version"])
+def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resumed(
+    copy: Path, earlier: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no deployment, whose sites keep their ledgers elsewhere; new sites would begin at zero."""
+    terms = terms_of(read_plan(copy), 1000)
+    assert terms is not None
+    journal = copy / "journal.sqlite"
+    if earlier:
+        edit(
+            journal,
+            "UPDATE entries SET detail = json_remove(detail, '$.simulated') WHERE step = 'created'",
+        )
+    assert main(["report", str(copy)]) == 0
+    assert "No privacy guarantee" not in capsys.readouterr().out
+    shutil.rmtree(copy / "sites")
+    assert main(["report", str(copy)]) == 0
+    assert capsys.readouterr().out.startswith("No privacy guarantee")
+    problem = no_claim(copy)
+    assert "the sites' own ledgers hold no charge for site-" in problem
+    assert beyond_a_trial(RunFiles(copy), terms) == problem
+    assert any("one machine with one owner" in item for item in gather(copy).trusted)
+    edit(journal, "DELETE FROM entries WHERE step = 'finished' OR step = 'done' AND round = 2")
+    assert main(["resume", str(copy)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{copy / 'sites'}: expected the sites of this run with their ledgers, which are missing" in line
+    assert not (copy / "sites").exists()
+
+
 def test_a_site_that_never_trained_needs_no_ledger(small_plan: Path, tmp_path: Path) -> None:
     clear = ("aggregation.secure=false", "run.rounds=1", "faults.update=0.3", "run.seed=2")
     folder = run(small_plan, tmp_path / "run", *RECORD, *clear)
@@ -415,23 +454,37 @@ def test_a_site_that_never_trained_needs_no_ledger(small_plan: Path, tmp_path: P
     assert len(absent) == 4 - report.rounds[0].sites > 0
     assert verdict(report).holds
     next(iter(RunFiles(folder).sites.ledgers().values())).unlink()
-    assert "updates are in the sum of round 1, and the sites' own ledgers hold" in no_claim(folder)
+    assert "the sites' own ledgers hold no charge for" in no_claim(folder)
 
 
+@pytest.mark.parametrize("settings", [CENTRAL, (*RECORD, "aggregation.secure=false")], ids=["site", "record"])
 def test_the_charge_of_an_update_that_was_lost_stands_for_no_other_site(
-    small_plan: Path, tmp_path: Path
+    small_plan: Path, tmp_path: Path, settings: Sequence[str]
 ) -> None:
-    clear = ("run.rounds=1", "faults.update=0.3", "run.seed=2")
-    folder = run(small_plan, tmp_path / "run", *CENTRAL, *clear)
+    faults = ("run.rounds=1", "faults.update=0.3", "run.seed=2")
+    folder = run(small_plan, tmp_path / "run", *settings, *faults)
     owned = RunFiles(folder).sites.ledgers()
     (asked, *_), (name, lost) = set(RunFiles(folder).sites.names()) - set(owned), owned.popitem()
     paid = read_history(lost).entries[-1].charge
     path = RunFiles(folder).sites.ledger(asked)  # it trained, and its update did not arrive
     Ledger(path, asked, composed).charge(Charge(**{**vars(paid), "dataset": asked}), None)
     assert not gather(folder).ledger.problem
+    assert [row.rounds for row in gather(folder).sites if row.name == asked] == [settings != CENTRAL]
     lost.unlink()
-    found = gather(folder).ledger.problem
+    found = no_claim(folder)
     assert found == f"the sites' own ledgers hold no charge for {name}, whose update is in the sum of round 1"
+
+
+def test_a_journal_that_does_not_name_the_sites_of_a_sum_carries_no_claim(
+    small_plan: Path, tmp_path: Path
+) -> None:
+    """That of a run in clear before its journal named them."""
+    folder = run(small_plan, tmp_path / "run", *RECORD, "aggregation.secure=false", "run.rounds=1")
+    assert verdict(gather(folder)).holds
+    edit(folder / "journal.sqlite", f"DELETE FROM entries WHERE step = 'train {OPENING}'")
+    found = no_claim(folder)
+    assert found == "the journal names 0 of the 4 sites in the sum of round 1"
+    assert [row.rounds for row in gather(folder).sites] == [1, 1, 1, 1]
 
 
 # how far a run has come
@@ -555,6 +608,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(1, MANY + 1):
             sites = [f"site-{site:03d}" for site in range(4) if (number + site) % 7]
             spending.before_opening(number, sites)
+            journal.record(number, 1, of_sum(TRAIN, OPENING), {"survivors": sites})
             facts = {"round": number, "sites": len(sites), "epsilon": spending.epsilon()}
             journal.record(number, 1, DONE, facts)
             folder.add_metrics({"round": number, "loss": 1.0})
