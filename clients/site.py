@@ -65,6 +65,7 @@ from cloister.protocol.messages.messages import (
     Reply,
     Request,
     SumId,
+    Unmask,
 )
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
@@ -125,6 +126,8 @@ class Site:
         self._kept = Kept(config.folder, simulated.bases or config.folder)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
+        # What the site's attempts are derived from, besides the sum and the files in its folder.
+        self._key = config, simulated.agreements
 
     def answer(self, request: Request) -> Reply:
         """The site's reply to a request.
@@ -183,15 +186,28 @@ class Site:
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.
 
+        `Begin` checks plan, pins and policy, and derives the contract of the attempt. Later steps use what this process
+        has derived, and do not read plan and pins again; another process derives all of it anew. The marks and the log
+        of the attempt are read at each step.
+
         Raises:
             CloisterError: the site refuses.
         """
-        loaded, demands = self._open(request.sum), self._demands(request.sum.run)
-        demands.check_unpaid(loaded.plan, request.sum.purpose)
-        if isinstance(request.told, Begin):
-            demands.check_policy(loaded.plan, request.sum.run, loaded.sums.terms)
-            demands.check_round(loaded.plan, request.sum.purpose, request.told.round)
-        return self._attempts(loaded, request.sum).agree(request.told, request.sum.round)
+        told, about = request.told, request.sum
+        if isinstance(told, Begin):
+            self._resident.opened.pop(self._key, None)
+        attempts = self._under_way(about)
+        if attempts is None:
+            loaded, demands = self._open(about), self._demands(about.run)
+            demands.check_unpaid(loaded.plan, about.purpose)
+            if isinstance(told, Begin):
+                demands.check_policy(loaded.plan, about.run, loaded.sums.terms)
+                demands.check_round(loaded.plan, about.purpose, told.round)
+            attempts = self._attempts(loaded, about)
+        answer = attempts.agree(told, about.round)
+        if isinstance(told, Unmask):  # which ends the attempt
+            self._resident.opened.pop(self._key, None)
+        return answer
 
     def contribute(self, request: Contribute) -> Contribution:
         """The site's part of a sum, masked if the plan sums securely. No other function returns an update.
@@ -280,7 +296,15 @@ class Site:
         read, path = base or partial(self._kept.base, base_hash), self._kept.base_path(base_hash)
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
+    def _under_way(self, about: SumId) -> Attempts | None:
+        """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
+        known = self._resident.opened.get(self._key)
+        return known[1] if known is not None and known[0] == about else None
+
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
+        """The attempts at a sum, derived once in a process for each attempt; those of another sum are dropped."""
+        if (known := self._under_way(sum_id)) is not None:
+            return known
         purpose, sums = sum_id.purpose, loaded.sums.of_round(sum_id.purpose, sum_id.round)
         demands = self._demands(sum_id.run)
         roster = demands.roster()
@@ -289,7 +313,9 @@ class Site:
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
         history = partial(self._history, loaded, sum_id)
-        return Attempts(folder, contract, member, loaded.live, history, self._simulated.agreements)
+        attempts = Attempts(folder, contract, member, history, self._simulated.agreements)
+        self._resident.opened[self._key] = sum_id, attempts
+        return attempts
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.device_mesh import mesh_for, several
-from cloister.clients.state.attempt import Live
+from cloister.clients.state.attempt import Attempts
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.clients.training.work import Here, Work
 from cloister.lm.model.layout import Vector
@@ -24,6 +24,7 @@ from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.text.data import Prepared
 from cloister.lm.training.train import Trainer
 from cloister.protocol.identity.roster import Roster, load_identity, load_roster
+from cloister.protocol.messages.messages import SumId
 from cloister.protocol.plan.plan import MeshSection, Plan
 
 _MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs a few open files
@@ -40,8 +41,6 @@ class Loaded:
     work: Work
     sums: Sums
     """What the run's sums are made of."""
-    live: Live = field(default_factory=dict)
-    """Attempts at secure sums, by folder."""
     sequences: dict[Path, tuple[str, Prepared]] = field(default_factory=dict)
     """By state folder: the key of a site's sequences, and the sequences, which are mapped from disk."""
 
@@ -56,7 +55,7 @@ class Loaded:
 
 
 class Resident:
-    """Rosters, identity keys, plans, and the loaded model of one plan, once for each mesh."""
+    """Rosters, identity keys, plans, the loaded model of one plan, once for each mesh, and attempts under way."""
 
     def __init__(self) -> None:
         self._rosters = lru_cache(maxsize=4)(_pinned_roster)
@@ -64,6 +63,8 @@ class Resident:
         self._plans: dict[bytes, Plan] = {}
         self._serves: object = None
         self._loaded: dict[object, Loaded] = {}
+        self.opened: dict[object, tuple[SumId, Attempts]] = {}
+        """By site: the sum whose attempt is under way, and its attempts as the site has derived and checked them."""
 
     def roster(self, path: str, pinned: str) -> Roster:
         """The roster in a file, verified once in a process: the content under one hash cannot change.
@@ -127,6 +128,7 @@ class Resident:
         for loaded in self._loaded.values():
             loaded.work.close()
         self._loaded.clear()
+        self.opened.clear()
 
     def _load(
         self,

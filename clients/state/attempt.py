@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias, get_args
@@ -62,27 +62,13 @@ Mask: TypeAlias = Callable[[SecureSite, list[Piece]], Written]
 """Masks the pieces of a whole vector, each element once."""
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The state of a folder that a process has in memory."""
-
-    state: State
-    site: SecureSite | None
-    """The protocol's state, if it was built and its contract and minimum are still those of the messages."""
-
-
-Live = dict[Path, _Known]
-"""The state in memory, by folder."""
-
-
 class Attempts:
-    """The attempts of a site at the sums of one contract.
+    """The attempts of a site at the sums of one contract; it has in memory what it last read or wrote.
 
     Args:
         folder: The site's own folder for them.
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
-        live: Attempts that this process has in memory, by folder; shared by all its `Attempts`.
         history: That of what the site carries into the round now (`carried.py`).
         agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
@@ -93,7 +79,6 @@ class Attempts:
         folder: Path,
         contract: Contract,
         member: Member,
-        live: Live,
         history: Callable[[], bytes] = lambda: NOTHING_CARRIED,
         agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
@@ -101,10 +86,11 @@ class Attempts:
         self._folder = folder
         self._contract = contract
         self._member = member
-        self._live = live
         self._history = history
         self._agreements = agreements
         self._random = random
+        self._known: State | None = None
+        self._site: SecureSite | None = None  # the protocol's state, if it was built for what is known
 
     def agree(self, told: Told, round_number: int) -> Answer:
         """Handle a step of the attempt at a round's sum that carries no vector.
@@ -115,7 +101,7 @@ class Attempts:
         """
         step: Step = told.STEP
         with self._turn() as files:
-            state = self._state(files)
+            state = files.state(self._known)
             if isinstance(told, Begin):
                 return self._begin(files, state, told, round_number)
             if isinstance(told, Unmask) and state.kept is None:
@@ -131,8 +117,8 @@ class Attempts:
             site.answered = reveal
             answer = _handle(site, told)
             if step is Step.UNMASK:
-                files.keep_revealed(self._state(files), to_bytes(told), to_bytes(answer))
-                self._remember(files.end(self._state(files)), None)
+                files.keep_revealed(files.state(self._known), to_bytes(told), to_bytes(answer))
+                self._remember(files.end(files.state(self._known)), None)
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
@@ -140,7 +126,7 @@ class Attempts:
     def answered_in(self, round_number: int) -> bool:
         """Whether the site has revealed shares in a round."""
         with self._turn() as files:
-            answered = self._state(files).marks.answered
+            answered = files.state(self._known).marks.answered
         return answered is not None and answered.round == round_number
 
     def mask(
@@ -171,7 +157,7 @@ class Attempts:
             SecureSumError: the site refuses.
         """
         with self._turn() as files:
-            state = self._state(files)
+            state = files.state(self._known)
             kept = self._current(state, round_number)
             site = self._rebuild(state, kept)
             # Before a vector is made: making one may be a release.
@@ -180,7 +166,7 @@ class Attempts:
             self._remember(state, None)  # a site whose masking failed is built again
         pieces = make(kept.history)  # which may take long
         with self._turn() as files:
-            if self._state(files) != state:
+            if files.state(self._known) != state:
                 raise StepError(
                     "attempt", expected="the attempt to be unchanged since before the vector was made"
                 )
@@ -195,12 +181,8 @@ class Attempts:
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
         return AttemptFiles.turn(self._folder, self._contract.run)
 
-    def _state(self, files: AttemptFiles) -> State:
-        known = self._live.get(self._folder)
-        return files.state(known.state if known else None)
-
     def _remember(self, state: State, site: SecureSite | None) -> None:
-        self._live[self._folder] = _Known(state, site)
+        self._known, self._site = state, site
 
     def _begin(self, files: AttemptFiles, state: State, begin: Begin, round_number: int) -> Answer:
         kept = state.kept
@@ -225,15 +207,8 @@ class Attempts:
         return state.kept
 
     def _rebuild(self, state: State, kept: Kept) -> SecureSite:
-        known = self._live.get(self._folder)
-        if (
-            known is not None
-            and known.site is not None
-            and known.state.kept == kept
-            and known.site.contract == self._contract
-            and known.site.member.minimum == self._member.minimum
-        ):
-            return known.site
+        if self._site is not None and self._known is not None and self._known.kept == kept:
+            return self._site
         site = SecureSite(
             self._contract,
             self._member,

@@ -41,6 +41,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from cloister.protocol.errors import ParameterError
 
@@ -72,12 +73,12 @@ class Parameters:
     threshold: int
     """t: shares that open a secret."""
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         """Every pair shares a mask."""
         return self.k == self.n - 1
 
-    @property
+    @cached_property
     def agreement(self) -> int:
         """Fewest signatures under one list of survivors that exclude a second list: those of more than half of all
         honest sites.
@@ -87,7 +88,7 @@ class Parameters:
         """
         return (self.n + self.colluders) // 2 + 1
 
-    @property
+    @cached_property
     def quorum(self) -> int:
         """Least number of survivors: t in the complete graph, n - D where dropouts could disconnect the graph."""
         return max(self.threshold, self.agreement) if self.complete else self.n - self.dropouts

@@ -23,7 +23,7 @@ from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
-from cloister.clients.site import Site
+from cloister.clients.site import Simulated, Site
 from cloister.clients.state import attempt_files
 from cloister.clients.state.kept import ROUNDING_KEY, Kept, update_path
 from cloister.clients.training.work import Here
@@ -67,8 +67,10 @@ from cloister.protocol.messages.messages import (
     Reveal,
     Shares,
     Step,
+    Survivors,
     Told,
 )
+from cloister.protocol.messages.wire import encode
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.server.sum.channel import Failure
@@ -85,6 +87,7 @@ from cloister.tests.parties.federation import (
     whole,
 )
 from cloister.tests.tools.power import Power
+from cloister.tests.tools.touched import touched
 
 
 @pytest.fixture
@@ -154,16 +157,20 @@ class Attack:
             coordinator.shared(shares)
         return coordinator.inboxes()
 
-    def carry_through(self, left_out: tuple[str, ...]) -> None:
-        """All steps, with the vectors of some sites left out of the sum."""
+    def fold(self, left_out: tuple[str, ...] = ()) -> None:
+        """All steps until the vectors are summed, but for those of some sites."""
         coordinator, inboxes = self.coordinator, self.deal()
-        left = [site for site in self.sites if site.name not in left_out]
         for site in self.sites:
             contribution = self.contribute(site, inboxes[site.name])
-            if site in left:
+            if site.name not in left_out:
                 assert contribution.statement is not None
                 coordinator.fold(contribution.statement, [(0, whole(contribution))])
-        survivors = coordinator.survivors()
+
+    def carry_through(self, left_out: tuple[str, ...]) -> None:
+        """All steps, with the vectors of some sites left out of the sum."""
+        self.fold(left_out)
+        coordinator, survivors = self.coordinator, self.coordinator.survivors()
+        left = [site for site in self.sites if site.name not in left_out]
         for site in left:
             confirmed = self.agree(site, survivors)
             assert isinstance(confirmed, Confirm)
@@ -927,6 +934,153 @@ def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(fede
     site = federation.site(secure=False, pinned=False, identity="", roster="")
     plan = in_clear(federation.plan)
     assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")
+
+
+# The attempt that a process has in memory, and what is read again.
+
+
+def in_own_processes(federation: Federation) -> Attack:
+    """An attempt of sites that share no process."""
+    attack = Attack(federation)
+    attack.sites = [federation.joined(index, resident=Resident()) for index, _ in enumerate(federation.names)]
+    return attack
+
+
+def test_a_signature_under_the_survivors_takes_ten_files(federation: Federation) -> None:
+    """So much of the product runs between the request and 32 signed bytes, at the site and at the coordinator."""
+    attack = in_own_processes(federation)
+    attack.fold()
+    with touched() as built:
+        survivors = attack.coordinator.survivors()
+    for site in attack.sites:
+        request = Agree(federation.sum_id(), survivors)
+        with touched() as signed:
+            assert isinstance(site.answer(request), Confirm)
+        assert {"clients/site.py", "clients/state/attempt_files.py"} < signed.files
+        assert len(signed.files) <= 10, sorted(signed.files)
+    assert len(built.files) <= 2, sorted(built.files)
+
+
+def test_a_process_that_restarts_in_an_attempt_answers_the_same(federation: Federation) -> None:
+    """Each message to the process that has the attempt in memory, to a new one, and to the first again."""
+    attack = in_own_processes(federation)
+    coordinator, site = attack.coordinator, attack.sites[0]
+
+    def answered(request: Request) -> Reply:
+        answers = [each.answer(request) for each in (site, federation.site(resident=Resident()), site)]
+        frames = [[bytes(frame) for frame in encode(answer)] for answer in answers]
+        assert frames[0] == frames[1] == frames[2]
+        return answers[0]
+
+    def told(message: Told) -> Reply:
+        return answered(Agree(federation.sum_id(), message))
+
+    took = {Begin: coordinator.advertised, Peers: coordinator.shared, Survivors: coordinator.confirmed}
+
+    def all_told(message: Told) -> None:
+        take: Any = took[type(message)]
+        take(told(message))
+        for other in attack.sites[1:]:
+            take(attack.agree(other, message))
+
+    all_told(coordinator.begin)
+    all_told(coordinator.peers())
+    inboxes = coordinator.inboxes()
+    for each in attack.sites:
+        request = federation.request(inbox=inboxes[each.name])
+        contribution = answered(request) if each is site else each.answer(request)
+        assert isinstance(contribution, Contribution)
+        assert contribution.statement is not None
+        coordinator.fold(contribution.statement, [(0, whole(contribution))])
+    all_told(coordinator.survivors())
+    requests = coordinator.request()
+    assert isinstance(told(requests[site.name]), Reveal)
+
+
+@pytest.mark.parametrize("file", ["secure/pins/run-of-*", "secure/pins/plan-of-*", "runs/*.json"])
+def test_a_pin_or_plan_that_changes_in_an_attempt_counts_in_a_new_process_and_at_the_next_attempt(
+    federation: Federation, file: str
+) -> None:
+    attack = in_own_processes(federation)
+    attack.fold()
+    survivors, site = attack.coordinator.survivors(), attack.sites[0]
+    (path,) = site.config.folder.glob(file)
+    path.write_bytes(b"0ther")
+    with pytest.raises(PinnedError):
+        attack.agree(federation.site(resident=Resident()), survivors)
+    assert isinstance(attack.agree(site, survivors), Confirm)
+    begin = dataclasses.replace(attack.coordinator.begin, attempt=2)
+    for message in (begin, survivors):  # a `Begin` that is refused leaves nothing in memory
+        with pytest.raises(PinnedError):
+            attack.agree(site, message)
+
+
+def test_a_site_has_the_attempt_that_it_joined_last_in_memory_until_it_reveals(
+    federation: Federation,
+) -> None:
+    attack, resident = Attack(federation), federation.resident
+    attack.fold()
+    survivors = attack.coordinator.survivors()
+    first = {key: attempts for key, (_, attempts) in resident.opened.items()}
+    assert len(first) == len(attack.sites)
+    again = Attack(federation, attempt=2)
+    again.deal()
+    assert first.keys() == resident.opened.keys()
+    assert not any(resident.opened[key][1] is attempts for key, attempts in first.items())
+    with pytest.raises(SecureSumError):
+        attack.agree(attack.sites[0], survivors)
+    totals = Attack(federation, purpose=EVALUATE)
+    totals.deal()
+    assert {about.purpose for about, _ in resident.opened.values()} == {EVALUATE}
+    without_guard(federation)  # another plan, for which the process drops what it has loaded
+    assert resident.opened == {}
+    Attack(federation, attempt=3).carry_through(())
+    assert resident.opened == {}
+
+
+def test_the_attempt_in_memory_answers_for_its_own_sum_alone(federation: Federation) -> None:
+    attack = Attack(federation)
+    attack.fold()
+    survivors, site = attack.coordinator.survivors(), attack.sites[0]
+    others: tuple[dict[str, Any], ...] = (
+        {"run": "an0ther"},
+        {"plan": in_clear(federation.plan)},
+        {"purpose": EVALUATE},
+        {"number": 2},
+    )
+    for other in others:
+        with pytest.raises(SecureSumError):
+            attack.agree(site, survivors, **other)
+    assert isinstance(attack.agree(site, survivors), Confirm)
+
+
+def test_a_site_that_is_not_simulated_uses_no_attempt_of_one_that_is(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack, resident = Attack(federation), Resident()
+    simulated, configs = Simulated(agreements=keys.Agreements()), [each.config for each in attack.sites]
+    attack.sites = [Site(config, resident, simulated=simulated) for config in configs]
+    inboxes, name = attack.deal(), federation.names[0]
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("a secret of one site was given to another")
+
+    monkeypatch.setattr(keys.Agreements, "secret", refuse)
+    with pytest.raises(AssertionError, match="given to another"):
+        attack.contribute(attack.sites[0], inboxes[name])
+    assert attack.contribute(Site(configs[0], resident), inboxes[name]).statement
+
+
+def test_a_site_that_raises_its_minimum_holds_to_it_in_the_attempt_that_is_under_way(
+    federation: Federation,
+) -> None:
+    attack = Attack(federation)
+    attack.fold()
+    survivors = attack.coordinator.survivors()
+    more = len(attack.sites) + 1
+    with pytest.raises(TooFewSitesError, match=f"at least {more} sites"):
+        attack.agree(federation.site(minimum_cohort=more), survivors)
+    assert isinstance(attack.agree(federation.site(), survivors), Confirm)
 
 
 # A power cut, and what is lost with a disk.

@@ -150,7 +150,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
     contract = Sums(plan, D, layout.digest()).contract(TRAIN, RUN, roster)
 
     def site(name: str) -> VectorSite:
-        attempts = Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {})
+        attempts = Attempts(tmp_path / name, contract, Member(name, identities[name], 3))
         return VectorSite(name, identities[name], attempts, lambda: vector, roster=roster.hash, secure=False)
 
     channel = Loopback({name: partial(site, name) for name in identities})

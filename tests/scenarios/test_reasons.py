@@ -19,7 +19,7 @@ from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.cli.show.display import LineDisplay, LiveDisplay, describe
-from cloister.clients.state.attempt import Attempts, Live
+from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.lm.model.layout import Layout
 from cloister.protocol.encoding import pack
@@ -125,14 +125,13 @@ class Sites:
         self.lies = 0
         """Lies that there are to tell in that step."""
         contract = Sums(plan, LAYOUT.size, LAYOUT.digest()).contract(TRAIN, RUN, ROSTER)
-        live: Live = {}
         for name in NAMES:
             AttemptFiles.create(folder / name, folder)
         self.sites = {
             name: VectorSite(
                 name,
                 IDENTITIES[name],
-                Attempts(folder / name, contract, Member(name, IDENTITIES[name], 3), live),
+                Attempts(folder / name, contract, Member(name, IDENTITIES[name], 3)),
                 self.vector,
                 roster=ROSTER.hash,
                 secure=plan.aggregation.secure,

@@ -127,7 +127,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
     model = bytes(32)
     coordinator = SecureCoordinator(contract, 1, 1, model)
     attempts = {
-        name: Attempts(tmp_path / name, contract, Member(name, identities[name], 3), {}) for name in names
+        name: Attempts(tmp_path / name, contract, Member(name, identities[name], 3)) for name in names
     }
     for name in names:
         AttemptFiles.create(tmp_path / name, tmp_path)

@@ -27,7 +27,7 @@ from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
-from cloister.clients.state.attempt import Attempts, Live
+from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.training.work import masking
 from cloister.lm.model.layout import Layout
@@ -111,7 +111,7 @@ class Run:
         """Fewest sites that each site sums with."""
         for name in self.names:
             AttemptFiles.create(folder / name, folder)
-        self.live: Live | None = None
+        self.live: dict[tuple[str, int], Attempts] | None = None
         """Attempts in memory, for sites whose process lives on; None for a new process at every message."""
         self.channel = Loopback({name: partial(self.site, name) for name in self.names})
         self.events: list[Event] = []
@@ -130,8 +130,9 @@ class Run:
 
     def attempts(self, name: str) -> Attempts:
         """What a process of the site has of its attempts."""
-        live: Live = {} if self.live is None else self.live
-        return Attempts(self.folder / name, self.contract, Member(name, IDENTITIES[name], self.minimum), live)
+        member = Member(name, IDENTITIES[name], self.minimum)
+        made = Attempts(self.folder / name, self.contract, member)
+        return made if self.live is None else self.live.setdefault((name, self.minimum), made)
 
     def site(self, name: str) -> VectorSite:
         secure = self.plan.aggregation.secure
@@ -1101,7 +1102,7 @@ class Evaluations(Run):
 
     def attempts(self, name: str) -> Attempts:
         contract = Sums.over(self.plan, LAYOUT, b"").contract(EVALUATE, RUN, self.roster)
-        return Attempts(self.folder / name, contract, Member(name, IDENTITIES[name], self.minimum), {})
+        return Attempts(self.folder / name, contract, Member(name, IDENTITIES[name], self.minimum))
 
     def vector(self, name: str) -> RingVector:
         layout = Sums(self.plan, LAYOUT.size).evaluation
@@ -1283,7 +1284,6 @@ class View:
                 folder / name,
                 run.contract,
                 Member(name, IDENTITIES[name], 3),
-                {},
                 random=partial(secret_of, name),
             )
             for name in others
