@@ -364,21 +364,14 @@ class PrivateTrainer:
             ranks; every rank then calls `train` with the same arguments, and gets its span of the update.
 
     Raises:
-        PlanError: the plan has another privacy unit, or asks for a method that is wrong for its model.
+        PlanError: the plan asks for a method that is wrong for its model.
     """
 
     def __init__(
         self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
     ) -> None:
-        if not plan.privacy.dpsgd:
-            raise PlanError(
-                "privacy.unit", plan.privacy.unit, expected="record or owner, for training by DP-SGD"
-            )
-        if plan.privacy.sampling_rate is None:
-            raise PlanError(
-                "privacy.sampling_rate",
-                expected="the probability with which a unit is in a batch, but it is not set",
-            )
+        assert plan.privacy.dpsgd, "only such plans are trained here"
+        assert plan.privacy.sampling_rate is not None, "a sound plan has it"
         divided = ranks is not None and ranks.size() > ranks["replicate"].size()
         self.method = method_for(plan, model, divided=divided)
         """How per-unit gradients are taken."""

@@ -12,8 +12,8 @@ from itertools import combinations
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.settings import Settings
-from cloister.protocol.plan.soundness import Because, refusals
+from cloister.protocol.plan.settings import Because, Settings
+from cloister.protocol.plan.soundness import refusals
 
 _PRIVATE = {
     "server.evaluation": "none",

@@ -14,12 +14,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.settings import InWords, Only, Section
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
@@ -60,15 +60,42 @@ SLOWEST, FASTEST = 1e-6, 1e6
 """Speeds that a site may declare, relative to the other sites."""
 
 
-_PRIVATE = Only("privacy.unit", ("record", "owner", "site"))
-_DPSGD = Only("privacy.unit", ("record", "owner"))
-_OF_SITES = Only("privacy.unit", ("site",))
+_UNPROTECTED = "without effect it would suggest a protection that is not there"
+_UNCHARGED = "it depends on the sites' own records, and no charge covers it"
+EVALUATED = (
+    f'set server.evaluation to a file of public records, to "{NO_EVALUATION}", or in a simulation to '
+    f'"{SIMULATED_PUBLIC}" with simulation.public = 0.1'
+)
+
+
+def _private(*units: str, required: str = "") -> Only:
+    """The condition of a field that protects: a privacy unit."""
+    return Only("privacy.unit", units, required=required, because="charge", why=_UNPROTECTED)
+
+
+def _uncharged(*when: Any, fix: str = "") -> Only:
+    """The condition of a field, or of some of its values, that depends on the sites' own records: no privacy unit."""
+    return Only("privacy.unit", ("none",), when=when, because="charge", why=_UNCHARGED, fix=fix)
+
+
+_PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owner")
+_OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
 _GENERATE = Only("data.task", ("generate",))
+_TEXT = Only("data.format", ("text",))
 _SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
 _BALANCED = Only("local.balance", ("weighted", "dynamic"))
 _PUBLIC = Only("public.source", but=("",))
+_EVALUATES = Only("server.evaluation", but=(NO_EVALUATION,))
+_UNTARGETED = Only("privacy.target_epsilon", (None,), because="charge", why=_UNPROTECTED)
+_OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
+_DECLARED = Only(
+    "simulation.search",
+    (None,),
+    because="charge",
+    why="noise from a declared seed protects nothing, and no charge or price would cover it",
+)
 
 
 class RunSection(Section):
@@ -86,14 +113,16 @@ class RunSection(Section):
     """Seed of initial weights, cohorts and data order: public, never a source of secrets."""
 
 
-_UNSUMMABLE = ("flora", "fedex-lora", "hetlora", "stacked-lora", "residual-lora")
-"""Adapter schemes from the literature that stack the sites' factors or need their residuals."""
-
-
 class AdapterSection(Section):
     """Which parameters are trained and summed."""
 
-    scheme: Literal["full", "ffa-lora", "rolora", "lora"] = "full"
+    scheme: Annotated[
+        Literal["full", "ffa-lora", "rolora", "lora"],
+        InWords(
+            '"full", "ffa-lora", "rolora" or "lora": stacked and residual LoRA (FLoRA, FedEx-LoRA, HetLoRA) need each '
+            "site's own factors, not their sum"
+        ),
+    ] = "full"
     """`full`: every parameter. `ffa-lora`: LoRA with A frozen (exact under averaging). `rolora`: A and B in alternate
     rounds (exact). `lora`: A and B together (approximate, because the product of their averages is not the average of
     the products)."""
@@ -107,18 +136,6 @@ class AdapterSection(Section):
     """Storage of the frozen base under an adapter. `bfloat16` takes half the memory of `float32`. `nf4` takes 4 bits
     for the linear layers (QLoRA), and needs a GPU and `cloister[quantized]` on every party. Norms, biases and the
     adapter stay float32. With `bfloat16` and `nf4`, arithmetic is in bfloat16."""
-
-    @field_validator("scheme", mode="before")
-    @classmethod
-    def _can_be_summed(cls, scheme: object) -> object:
-        if scheme in _UNSUMMABLE:
-            raise PlanError(
-                "model.adapter.scheme",
-                scheme,
-                expected=f"a scheme that works with a sum of updates: {scheme} needs each site's own factors",
-                fix='set model.adapter.scheme = "ffa-lora"',
-            )
-        return scheme
 
 
 class ModelSection(Section):
@@ -151,14 +168,16 @@ class ModelSection(Section):
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
 
-    task: Literal["generate", "classify"] = "generate"
+    task: Annotated[Literal["generate", "classify"], Only("data.format", ("text",), when=("classify",))] = (
+        "generate"
+    )
     """`generate`: the model learns each token from the tokens before it. `classify`: the model learns which of
-    `classes` a text belongs to (sequence classification), by a head that is trained with the model. `classify` needs
-    `format = "text"`; texts are cut to `sequence_length` tokens and never packed."""
+    `classes` a text belongs to (sequence classification), by a head that is trained with the model; texts
+    are cut to `sequence_length` tokens and never packed."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
-    classes: Annotated[tuple[str, ...], _CLASSIFY] = ()
+    classes: Annotated[tuple[str, ...], replace(_CLASSIFY, required='["no", "yes"]')] = ()
     """The classes, in the order of the model's outputs, the same at every site. A record with
     another label cannot be used."""
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
@@ -169,7 +188,7 @@ class DataSection(Section):
     format: Literal["text", "prompt", "messages"] = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
-    text_field: Annotated[str, Only("data.format", ("text",))] = "text"
+    text_field: Annotated[str, _TEXT] = "text"
     """Field that holds the text."""
     prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
     """Field that holds the prompt."""
@@ -181,7 +200,7 @@ class DataSection(Section):
     is the most probable after each prompt."""
     messages_field: Annotated[str, Only("data.format", ("messages",))] = "messages"
     """Field that holds the list of {role, content}."""
-    owner: Annotated[str, Only("privacy.unit", ("owner",), required=True)] = ""
+    owner: Annotated[str, _private("owner", required='"patient_id"')] = ""
     """Field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
     without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
@@ -191,7 +210,11 @@ class DataSection(Section):
     `privacy.record = "window"`, use one of several equal windows."""
     packing: Annotated[bool, _GENERATE] = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    held_out: Annotated[
+        float,
+        Field(ge=0, lt=1),
+        Only("server.evaluation", but=("",), when=(0,), fix=f"set data.held_out = 0.1; or {EVALUATED}"),
+    ] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
 
     @property
@@ -215,10 +238,20 @@ class LocalSection(Section):
 
     steps: Count = 20
     """Optimizer steps of a site in a round; with `balance` the steps of a site of median speed."""
-    balance: Literal["fixed", "weighted", "dynamic"] = "fixed"
+    balance: Annotated[
+        Literal["fixed", "weighted", "dynamic"],
+        Only(
+            "privacy.unit",
+            ("none", "site"),
+            when=("weighted", "dynamic"),
+            because="charge",
+            why="each step is charged, and all sites are charged the same",
+        ),
+        _uncharged("dynamic"),
+    ] = "fixed"
     """Steps of each site. `fixed`: `steps`. `weighted`: by the speed that the site declares in its TOML. `dynamic`: by
-    the speed of the site's steps in earlier rounds. With `weighted` and `dynamic` a site's update counts by its mean
-    over its steps, so that more steps give no more weight."""
+    the speed of the site's steps in earlier rounds, which depends on its records. With `weighted` and `dynamic` a
+    site's update counts by its mean over its steps, so that more steps give no more weight."""
     least_steps: Annotated[Count | None, _BALANCED] = None
     """Fewest steps of a site in a round with `balance`. None: half of `steps`, or a quarter of `most_steps` if that is
     more."""
@@ -259,7 +292,10 @@ class LocalSection(Section):
     moments."""
     proximal: NonNegative = 0.0
     """FedProx's mu: adds mu/2 ||w - w_global||^2 to the local loss."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Only("model.adapter.base_precision", ("float32",), when=("float32",)),
+    ] = "auto"
     """Arithmetic of forward and backward; `auto` is float32 on a CPU, and bfloat16 on a GPU or over a base in lower
     precision (`model.adapter.base_precision`). Trained weights stay float32."""
     threads: Count = 1
@@ -345,20 +381,26 @@ class AggregationSection(Section):
     """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
     dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
-    cipher: Literal["aes-256-ctr", "chacha20"] = "aes-256-ctr"
+    cipher: Annotated[
+        Literal["aes-256-ctr", "chacha20"],
+        Only("aggregation.secure", (True,), because="mask", why=_UNPROTECTED),
+    ] = "aes-256-ctr"
     """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
-    weighting: Literal["tokens", "uniform"] = "tokens"
+    weighting: Annotated[
+        Literal["tokens", "uniform"], _uncharged("tokens", fix='set aggregation.weighting = "uniform"')
+    ] = "tokens"
     """Weight of a site in the mean: the tokens it learned from in the round (of a classifier the texts), or 1. With
     `local.balance` the tokens are counted by step, so that more steps give no more weight."""
     temperature: Annotated[float, Field(ge=1, le=1e6), Only("aggregation.weighting", ("tokens",))] = 1.0
     """T: a site's weight is its tokens to the power 1 / T, so that a site with few tokens
     counts for more. 1: the tokens themselves. A large T is nearly `uniform`."""
-    ring_bits: Literal[8, 16, 32] = 32
-    """Updates are summed as integers modulo 2^ring_bits; 8 only with `compression`."""
+    ring_bits: Annotated[Literal[8, 16, 32], Only("aggregation.compression", but=(None,), when=(8,))] = 32
+    """Updates are summed as integers modulo 2^ring_bits. With one bound for all values, 8 bits would round most
+    of them to noise."""
     bound: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
     this is the largest bound of a block."""
-    compression: CompressionSection | None = None
+    compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
     part: Fraction = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
@@ -407,27 +449,27 @@ class PrivacySection(Section):
     clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP), _PRIVATE] = 1.0
     """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped. With `adaptive`: the
     clipping norm of the first round."""
-    noise_multiplier: Annotated[Positive | None, _PRIVATE] = None
+    noise_multiplier: Annotated[Positive | None, _PRIVATE, replace(_UNTARGETED, required="1.0")] = None
     """Standard deviation of the noise on a sum of clipped terms, in units of `clip`."""
     target_epsilon: Annotated[Positive | None, _PRIVATE] = None
     """Epsilon of the whole run, from which the noise multiplier is calibrated; instead of `noise_multiplier`."""
     delta: Annotated[float, Field(gt=0, lt=1), _PRIVATE] = 1e-5
     """Delta: smaller than 1 over the number of units that are protected."""
-    budget: Annotated[Positive | None, _PRIVATE] = None
+    budget: Annotated[Positive | None, _PRIVATE, _UNTARGETED] = None
     """Epsilon that may be spent; a round that would exceed it is not started. None: `target_epsilon`, or no limit."""
     accountant: Annotated[Literal["pld", "rdp"], _PRIVATE] = "pld"
     """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
     has only `rdp`."""
-    sampling_rate: Annotated[Fraction | None, Only("privacy.unit", ("record", "owner"), required=True)] = None
+    sampling_rate: Annotated[Fraction | None, _private("record", "owner", required="0.01")] = None
     """Probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
-    record: Annotated[Literal["record", "window"], _DPSGD] = "record"
+    record: Annotated[Literal["record", "window"], _DPSGD, _GENERATE, _TEXT] = "record"
     """`record`: one record of the data. `window`: one sequence of `data.sequence_length`
     tokens cut from a text, so that a longer text counts as several."""
     windows: Annotated[Count, _DPSGD, _GENERATE] = 4
     """Largest number of sequences of one long record that are used; their gradients are
     averaged."""
-    records: Annotated[Count, Only("privacy.unit", ("owner",))] = 8
+    records: Annotated[Count, _private("owner")] = 8
     """Largest number of records of one owner that are used; their gradients are averaged."""
     method: Annotated[Literal["auto", "reference", "opacus"], _DPSGD] = "auto"
     """How gradients of single units are computed. `reference`: one at a time, correct for
@@ -472,7 +514,9 @@ class GateSection(Section):
 
     norm: Positive | None = None
     """Largest L2 norm of the mean update; None: any."""
-    loss: Annotated[NonNegative | None, Only("server.evaluation", but=("", NO_EVALUATION))] = None
+    loss: Annotated[
+        NonNegative | None, Only("server.evaluation", but=("", NO_EVALUATION), why=_UNPROTECTED)
+    ] = None
     """Most nats per token (of a classifier per text) by which a round may raise the held-out loss on the public records
     of `server.evaluation`; None: any."""
 
@@ -493,12 +537,12 @@ class ServerSection(Section):
     """Decay rates of `adam`."""
     epsilon: Annotated[Positive, Only("server.optimizer", ("adam",))] = 1e-3
     """Epsilon of `adam` (FedAdam's adaptivity)."""
-    evaluation: str = ""
+    evaluation: Annotated[str, _uncharged("", fix=EVALUATED)] = ""
     """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
     empty: each site evaluates on its own held-out records, which no privacy unit allows."""
-    evaluate_every: Count = 1
+    evaluate_every: Annotated[Count, _EVALUATES] = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
-    evaluation_sequences: Annotated[Count | None, Only("server.evaluation", but=(NO_EVALUATION,))] = None
+    evaluation_sequences: Annotated[Count | None, _EVALUATES] = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
     sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;
     bits per byte are then an estimate. With `data.choices` also the most prompts whose choices are compared. None: all
@@ -573,19 +617,27 @@ class SimulationSection(Section):
     field: str = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
     `label`)."""
-    alpha: Positive = 0.5
+    alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
-    public: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    public: Annotated[
+        float, Field(ge=0, lt=1), Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")
+    ] = 0.0
     """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
-    noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    noise_seed: Annotated[
+        Annotated[int, Field(ge=0, lt=2**63)] | None,
+        replace(_DECLARED, field="simulation.ledger", values=("",)),
+        _DECLARED,
+    ] = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
     noise, so there is no protection, and the report says so. None: secret noise."""
-    ledger: Annotated[str, _PRIVATE] = ""
+    ledger: Annotated[
+        str, Field(pattern="^(/.*)?$"), InWords("an absolute path (--ledger completes one)"), _PRIVATE
+    ] = ""
     """File, by its absolute path, of a privacy ledger that outlives the run: all runs that name it charge their
     `dataset` there. Empty: the run is charged in its own folder alone."""
-    dataset: str = ""
+    dataset: Annotated[str, _OVER_RUNS] = ""
     """Name under which that ledger keeps the spending of the records of `source` over all runs."""
-    greatest_epsilon: Annotated[Positive | None, Only("simulation.ledger", but=("",))] = None
+    greatest_epsilon: Annotated[Positive | None, replace(_OVER_RUNS, required="")] = None
     """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
     search: Annotated[SelectionSection | None, _PRIVATE] = None
     """The search under a privacy unit that the run is a trial of: the cost is then the cost of the search. None: the
@@ -595,10 +647,9 @@ class SimulationSection(Section):
     cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""
     workers_per_gpu: Count = 1
     """Worker processes placed on each GPU, if there are GPUs."""
-    per_site: Annotated[bool, Only("privacy.unit", ("none",))] = False
+    per_site: Annotated[bool, _uncharged()] = False
     """Evaluate the initial and the final model on each site's own held-out records when the run is finished, and show
-    both losses for each site. It is only valid without a privacy unit, and takes as long as two evaluations at all
-    sites."""
+    both losses for each site. It takes as long as two evaluations at all sites."""
     profiles: tuple[ProfileSection, ...] = ()
     """Sites that are slower or occupy more worker slots than the rest."""
 
@@ -608,7 +659,18 @@ class PoisonSection(Section):
 
     share: Fraction
     """Share of the sites, rounded, at least one; drawn from the run's seed."""
-    kind: Literal["sign-flip", "scale", "label-flip", "backdoor"]
+    kind: Annotated[
+        Literal["sign-flip", "scale", "label-flip", "backdoor"],
+        Only(
+            "privacy.unit",
+            ("none", "site"),
+            when=("label-flip",),
+            because="charge",
+            why="a record gets the answer of the next one, so one that is added or removed changes others, which the "
+            "stated epsilon does not cover",
+            fix='set faults.poison.kind = "backdoor", or privacy.unit = "site"',
+        ),
+    ]
     """`sign-flip`: the update times -`factor`. `scale`: the update times `factor`. `label-flip`: each record has the
     answer or the class of another record. `backdoor`: each record, and each paragraph of a text, has `trigger` and then
     `target`."""

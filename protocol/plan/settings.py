@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -34,10 +34,18 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class InWords:
-    """What a string must look like, as annotation of a field with a pattern: errors show this, not the pattern."""
+    """What a text must be, as annotation of a field with a pattern or a choice: errors show this instead."""
 
     expected: str
     """Such as `64 hexadecimal digits`."""
+
+
+Because = Literal["charge", "mask", "definition"]
+"""Why settings are refused together. `charge`: something would be released that no charge covers, or what is charged
+would not be what is done. `mask`: the secure sum would not hide a vector, or could not be opened. `definition`: the
+settings contradict what they mean, or one has no effect."""
+
+_UNSET = ((None,), ("",))
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,19 @@ class Only:
     """Values with which it is not."""
     begins: str = ""
     """What a text begins with, instead of values."""
-    required: bool = False
-    """Whether this field must have a value then."""
+    required: str = ""
+    """An example, such as `0.1`, of the value that this field must have then; empty: it may have none."""
+    when: tuple[Any, ...] = ()
+    """The values of this field that are only valid then; empty: every value but its default."""
+    because: Because = "definition"
+    why: str = ""
+    """The reason, which an error gives. A field that has one is refused, and never dropped by an override."""
+    fix: str = ""
+    """What to do; empty: what follows from the fields."""
+
+    def applies(self, value: Any, default: Any) -> bool:
+        """Whether a value of this field is one that the condition is for."""
+        return value in self.when if self.when else value != default
 
     def holds(self, value: Any) -> bool:
         """Whether the field is valid.
@@ -70,8 +89,19 @@ class Only:
         """The condition, as an error or a page says it."""
         if self.begins:
             return f"a {self.begins} name in {self.field}"
+        if self.values in _UNSET or self.but in _UNSET:
+            return f"{self.field} {'not set' if self.values else 'set'}"
         values = " or ".join(json.dumps(value) for value in self.values or self.but)
         return f"{self.field} = {values}" if self.values else f"{self.field} other than {values}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do so that the condition holds."""
+        if self.values in _UNSET:
+            return f"remove {self.field}"
+        if self.but in _UNSET:
+            return f"set {self.field}" if self.but == ("",) else f"add [{self.field}]"
+        return f"set {self.words}"
 
 
 S = TypeVar("S", bound=Section)
@@ -209,7 +239,9 @@ class Settings(Generic[S]):
                 return field, (), "a value; none is given", ""
             case "model_type":
                 return field or self.name, (value,), "a section with keys of its own", ""
-            case "string_pattern_mismatch" | "string_too_short" if words := self._in_words(location):
+            case "string_pattern_mismatch" | "string_too_short" | "literal_error" if words := self._in_words(
+                location
+            ):
                 return field, (value,), words, ""
         # "Input should be a valid integer", "String should have at most 64 characters"
         message = re.sub(r"^\w+ should (be|have) ", "", error["msg"])

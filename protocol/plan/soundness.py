@@ -14,33 +14,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan.plan import (
+    EVALUATED,
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
-    NO_EVALUATION,
-    SIMULATED_PUBLIC,
     SMALLEST_COHORT,
     WIDEST_BALANCE,
     CorrelatedSection,
     Plan,
 )
-from cloister.protocol.plan.settings import Only, Section, Settings
+from cloister.protocol.plan.settings import Because, Only, Section, Settings
 from cloister.protocol.plan.threshold import LARGEST
 
 _SETTINGS = Settings(Plan, "plan", PlanError)
-_STEPS = 'privacy.unit = "record" or "owner"'
-_EVALUATED = (
-    f'set server.evaluation to a file of public records, to "{NO_EVALUATION}", or in a simulation to '
-    f'"{SIMULATED_PUBLIC}" with simulation.public = 0.1'
-)
-
-Because = Literal["charge", "mask", "definition"]
 
 
 class Refusal(NamedTuple):
@@ -50,9 +42,6 @@ class Refusal(NamedTuple):
     expected: str
     fix: str
     because: Because
-    """`charge`: something would be released that no charge covers, or what is charged would not be what is done.
-    `mask`: the secure sum would not hide a vector, or could not be opened. `definition`: the settings contradict what
-    they mean."""
     value: Any = None
     """What is wrong; None: the field's value in the plan."""
 
@@ -69,8 +58,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
     """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
 
-    What the text sets and an override leaves without effect is dropped, unless it protects: another optimizer does not
-    need the constants of the one before, but an override takes no part of the privacy mechanism away unseen.
+    What the text sets and an override leaves without effect is dropped, unless it has a reason (`Only.why`): another
+    optimizer does not need the constants of the one before, but no override takes a charge or a mask away unseen.
 
     Raises:
         PlanError: the text is no TOML, or the plan is not sound.
@@ -89,8 +78,7 @@ def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> 
 
 
 def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
-    """A plan with other values of some fields, checked; what they leave without effect has its default, unless it
-    protects.
+    """A plan with other values of some fields, checked; what they leave without effect has its default, as in `parse`.
 
     Args:
         plan: The plan.
@@ -106,19 +94,15 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     return from_json(_effective(json.dumps(tree), list(values), even_given=True))
 
 
-_PROTECT = ("privacy.", "data.owner", "simulation.greatest_epsilon", "server.gate.loss")
-"""How the fields begin that protect, which are refused where they have no effect, and never dropped."""
-
-
 def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> str:
     """A plan as JSON without the fields that have no effect beside some given ones; given ones stay, unless they may
-    have none."""
+    have none. A field with a reason (`Only.why`) stays too, to be refused."""
     plan, tree = _SETTINGS.from_json(text), json.loads(text)
     for field, value, default, tags in _tagged(plan, ""):
         known = any(field == each or each.startswith(f"{field}.") for each in given)
-        if value == default or (known and not even_given) or field.startswith(_PROTECT):
+        if (known and not even_given) or any(tag.why or tag.when for tag in tags):
             continue
-        if not _causes(plan, tags) or not {tag.field for tag in tags} & set(given):
+        if not _broken(plan, value, default, tags) or not {tag.field for tag in tags} & set(given):
             continue
         *path, name = field.split(".")
         reduce(lambda section, key: section.get(key, {}), path, tree).pop(name, None)
@@ -159,7 +143,6 @@ def refusals(plan: Plan) -> Iterator[Refusal]:
         _of_compression,
         _of_asynchronous,
         _of_records,
-        _of_noise,
         _of_guarantee,
         _of_adapter,
         _of_training,
@@ -180,24 +163,41 @@ def _value(plan: Plan, field: str) -> Any:
 
 
 def _of_effect(plan: Plan) -> Iterator[Refusal]:
-    """Fields that have no effect, and that would suggest what the run does not do; and those that are needed."""
+    """Fields, and values of fields, that are not valid beside others (`Only`); and fields that are needed."""
     useless: dict[frozenset[str], list[str]] = {}  # the fields to remove, by the fields that leave them so
     for field, value, default, tags in _tagged(plan, ""):
-        if value != default and (causes := _causes(plan, tags)):
-            useless.setdefault(causes, []).append(field)
+        useless.setdefault(_causes(_broken(plan, value, default, tags)), []).append(field)
     for field, value, default, tags in _tagged(plan, ""):
-        condition, causes = " and ".join(tag.words for tag in tags), _causes(plan, tags)
-        if causes and value != default:
-            expected = f"no value; only valid with {condition}"
-            fix = f"set {condition}, or remove {' and '.join(useless[causes])}"
-            yield Refusal(field, expected, fix, "definition")
-        if not causes and value in (None, "") and any(tag.required for tag in tags):
-            yield Refusal(field, f"a value with {condition}", f"set {field}", "definition", value)
+        if broken := _broken(plan, value, default, tags):
+            first = next((tag for tag in broken if tag.why), broken[0])
+            expected = f"{'another value; this one is' if first.when else 'no value;'} only valid with {_words(broken)}"
+            remove = " and ".join(useless[_causes(broken)])
+            other = f"set {field} = {json.dumps(default)}" if first.when else f"remove {remove}"
+            fix = first.fix or f"{' and '.join(tag.remedy for tag in broken)}, or {other}"
+            yield Refusal(field, expected + (f": {first.why}" if first.why else ""), fix, first.because)
+        needed = [tag for tag in tags if not tag.when]
+        example = next((tag.required for tag in needed if tag.required), "")
+        if example and not value and all(_holds(plan, tag) for tag in needed):
+            either = [field, *(tag.field for tag in needed if tag.values == (None,))]
+            fix = f"set {' or '.join(either)}, such as {field} = {example}"
+            yield Refusal(field, f"a value with {_words(needed)}", fix, "definition", value)
 
 
-def _causes(plan: Plan, tags: Sequence[Only]) -> frozenset[str]:
-    """The other fields whose values leave a field without effect; none if it is valid."""
-    return frozenset(tag.field for tag in tags if not tag.holds(_value(plan, tag.field)))
+def _words(tags: Sequence[Only]) -> str:
+    return " and ".join(tag.words for tag in tags)
+
+
+def _broken(plan: Plan, value: Any, default: Any, tags: Sequence[Only]) -> list[Only]:
+    """The conditions of a field that its value does not meet."""
+    return [tag for tag in tags if tag.applies(value, default) and not _holds(plan, tag)]
+
+
+def _holds(plan: Plan, tag: Only) -> bool:
+    return tag.holds(_value(plan, tag.field))
+
+
+def _causes(tags: Sequence[Only]) -> frozenset[str]:
+    return frozenset(tag.field for tag in tags)
 
 
 def _tagged(section: Section, path: str) -> Iterator[tuple[str, Any, Any, list[Only]]]:
@@ -223,56 +223,50 @@ def _of_sum(plan: Plan) -> Iterator[Refusal]:
             else "set aggregation.ring_bits = 16, or lower cohort.fraction",
             "mask",
         )
-    if not plan.aggregation.secure:
-        return
-    if plan.cohort.sites > LARGEST:
+    listed = plan.cohort.sites if plan.aggregation.secure else sites * (plan.local.balance != "fixed")
+    if listed > LARGEST:
         yield Refusal(
             "cohort.sites",
-            f"at most {LARGEST} sites with aggregation.secure = true",
-            "lower cohort.sites, or set aggregation.secure = false if the coordinator may see every update",
+            f"at most {LARGEST} sites with aggregation.secure = true or local.balance: a message lists as many",
+            'lower cohort.sites, or set local.balance = "fixed", and aggregation.secure = false if the coordinator '
+            "may see every update",
             "mask",
         )
-    if plan.aggregation.groups > 1:
-        yield from _of_masked_groups(plan)
-    if sites < SMALLEST_COHORT:
-        field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
-        yield Refusal(
-            field,
-            f"a cohort of at least {SMALLEST_COHORT} sites with aggregation.secure = true, not {sites}; "
-            "each of two sites could compute the other's update from the sum",
-            f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
-            "mask",
-        )
-    try:
-        plan.threshold(sites)
-    except ParameterError as error:
-        yield Refusal(error.field, error.expected, error.fix, "mask", error.value)
-
-
-def _of_masked_groups(plan: Plan) -> Iterator[Refusal]:
-    """Groups that are too small for a secure sum of their own, or in which too many sites may collude."""
-    groups, sites = plan.aggregation.groups, plan.cohort.sites
-    for n in plan.summed():
-        if (why := _insecure(plan, n)) is not None:
+    if not plan.aggregation.secure:
+        return
+    for n in sorted({*plan.summed(), sites}):
+        error = _insecure(plan, n)
+        if error is not None and n == sites:
+            yield Refusal(error.field, error.expected, error.fix, "mask", error.value)
+        elif error is not None:
+            groups, federation = plan.aggregation.groups, plan.cohort.sites
             fewer = next((count for count in range(groups - 1, 2, -1) if _secure_in(plan, count)), None)
             instead = "remove aggregation.groups" if fewer is None else f"set aggregation.groups = {fewer}"
             yield Refusal(
                 "aggregation.groups",
                 f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
-                f"{sites} sites, up to {plan.tolerance().colluders_in(sites, n)} may collude: {why}",
+                f"{federation} sites, up to {plan.tolerance().colluders_in(federation, n)} may collude: expected "
+                f"{error.expected}",
                 f"{instead}, or lower aggregation.colluders",
                 "mask",
             )
 
 
-def _insecure(plan: Plan, n: int) -> str | None:
-    """Why a drawn group of n sites is no secure sum; None if it is one."""
+def _insecure(plan: Plan, n: int) -> ParameterError | None:
+    """Why a draw of n sites is no secure sum; None if it is one."""
     if n < SMALLEST_COHORT:
-        return f"expected at least {SMALLEST_COHORT} sites in each group"
+        field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
+        return ParameterError(
+            field,
+            _value(plan, field),
+            expected=f"at least {SMALLEST_COHORT} sites in each sum with aggregation.secure = true, not {n}; each of "
+            "two sites could compute the other's update from the sum",
+            fix=f"raise {field}, or set aggregation.secure = false if the coordinator may see every update",
+        )
     try:
         plan.threshold(n)
     except ParameterError as error:
-        return f"expected {error.expected}"
+        return error
     return None
 
 
@@ -332,16 +326,6 @@ def _of_compression(plan: Plan) -> Iterator[Refusal]:
             "remove [aggregation.compression], and set aggregation.ring_bits = 32",
             "charge",
         )
-    if few and (compression is None or bits == 32):
-        yield Refusal(
-            "aggregation.ring_bits",
-            "8 or 16 with [aggregation.compression], which saves nothing with 32; 16 or 32 without "
-            "[aggregation.compression]: with one bound for all values, 8 bits round most of them to noise",
-            "add the section [aggregation.compression], or set aggregation.ring_bits = 16"
-            if compression is None
-            else "set aggregation.ring_bits = 8, or remove [aggregation.compression]",
-            "definition",
-        )
     local = plan.local
     if (
         compression is not None
@@ -398,20 +382,11 @@ def _of_asynchronous(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_records(plan: Plan) -> Iterator[Refusal]:
-    """A classifier without two different classes or on data without one label for a text; choices that are not two
-    different ones; windows of records that are used whole."""
-    data, privacy = plan.data, plan.privacy
-    if data.task == "classify" and data.format != "text":
-        yield Refusal(
-            "data.format",
-            '"text" with data.task = "classify": a text has one label',
-            'set data.format = "text", data.text_field and data.label_field',
-            "definition",
-        )
+    """Classes or choices that are not two different ones, or weights for others."""
+    data = plan.data
     for what, names in (("classes", data.classes), ("choices", data.choices)):
-        needed = bool(names) or (what == "classes" and data.task == "classify")
         wrong = [name for name in names if not name or names.count(name) > 1]
-        if needed and (wrong or not 2 <= len(names) <= MOST_CLASSES):
+        if names and (wrong or not 2 <= len(names) <= MOST_CLASSES):
             yield Refusal(
                 f"data.{what}",
                 f"2 to {MOST_CLASSES} {what}: different names that are not empty",
@@ -427,71 +402,12 @@ def _of_records(plan: Plan) -> Iterator[Refusal]:
             "definition",
             len(data.class_weights),
         )
-    if privacy.record == "window" and (data.task, data.format) != ("generate", "text"):
-        yield Refusal(
-            "privacy.record",
-            '"record" unless data.task = "generate" and data.format = "text": others have one answer or label',
-            'set privacy.record = "record"',
-            "definition",
-        )
-
-
-def _of_noise(plan: Plan) -> Iterator[Refusal]:
-    """Noise that no number or two numbers set, or that would not cancel."""
-    privacy = plan.privacy
-    if privacy.unit == "none":
-        return
-    given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(privacy, name) is not None]
-    if len(given) != 1:
-        yield Refusal(
-            "privacy",
-            "exactly one of noise_multiplier and target_epsilon; each determines the other",
-            "keep one of them"
-            if given
-            else "set one of them; `cloister budget` shows the epsilon or the noise",
-            "charge",
-            " and ".join(given or ["neither"]),
-        )
-    if privacy.budget is not None and privacy.target_epsilon is not None:
-        yield Refusal(
-            "privacy.budget",
-            "no budget together with privacy.target_epsilon, which is the budget",
-            "remove privacy.budget",
-            "charge",
-        )
-    if privacy.correlated is not None:
-        yield from _of_correlated(plan, privacy.correlated)
 
 
 def _of_guarantee(plan: Plan) -> Iterator[Refusal]:
-    """Values that would be released without a charge, or weights that depend on data."""
+    """An update that the noise of one site alone would protect; correlated noise that would not cancel."""
     privacy = plan.privacy
-    if privacy.unit == "none":
-        return
-    if plan.aggregation.weighting != "uniform":
-        yield Refusal(
-            "aggregation.weighting",
-            '"uniform" with a privacy unit; weights by tokens depend on the data, which breaks the '
-            "sensitivity of the mean",
-            'set aggregation.weighting = "uniform"',
-            "charge",
-        )
-    if plan.local.balance != "fixed" and privacy.dpsgd:
-        yield Refusal(
-            "local.balance",
-            f'"fixed" with privacy.unit = "{privacy.unit}": each step is charged, and all sites are charged the same',
-            'set local.balance = "fixed"',
-            "charge",
-        )
-    if plan.local.balance == "dynamic" and privacy.unit == "site":
-        yield Refusal(
-            "local.balance",
-            '"fixed" or "weighted" with privacy.unit = "site": the time that a site takes depends on its '
-            "data, and the list of steps would publish it without a charge",
-            'set local.balance = "weighted"',
-            "charge",
-        )
-    if not privacy.dpsgd and not privacy.trusted_coordinator and not plan.aggregation.secure:
+    if privacy.unit == "site" and not privacy.trusted_coordinator and not plan.aggregation.secure:
         yield Refusal(
             "aggregation.secure",
             'true with privacy.unit = "site", unless the coordinator is trusted; the noise of one site alone '
@@ -499,6 +415,8 @@ def _of_guarantee(plan: Plan) -> Iterator[Refusal]:
             "set aggregation.secure = true, or privacy.trusted_coordinator = true if you do trust it",
             "charge",
         )
+    if privacy.correlated is not None:
+        yield from _of_correlated(plan, privacy.correlated)
 
 
 def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusal]:
@@ -525,22 +443,19 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
             "choose cohort.sites and cohort.fraction so that the cohort's size divides the number of sites",
             "charge",
         )
-    if correlated.separation > turns:
-        yield Refusal(
-            "privacy.correlated.separation",
-            f"at most {turns}, because {cohort.sites} sites in cohorts of {cohort.size()} take part every "
-            f"{turns} rounds",
-            f"set privacy.correlated.separation = {turns}, or lower cohort.fraction",
-            "charge",
-        )
     times = -(-rounds // turns)
-    if times > correlated.participations:
-        yield Refusal(
-            "privacy.correlated.participations",
-            f"at least {times}, because some sites take part {times} times in {rounds} rounds",
-            f"set privacy.correlated.participations = {times}, or run.rounds = {correlated.participations * turns}",
-            "charge",
-        )
+    for name, right, limit in (
+        ("separation", correlated.separation <= turns, f"at most {turns}"),
+        ("participations", correlated.participations >= times, f"at least {times}"),
+    ):
+        if not right:
+            yield Refusal(
+                f"privacy.correlated.{name}",
+                f"{limit}, because {cohort.sites} sites in cohorts of {cohort.size()} take part every {turns} rounds, "
+                f"some sites {times} times in {rounds} rounds",
+                f"set privacy.correlated.{name} = {limit.split()[-1]}, or change cohort.fraction or run.rounds",
+                "charge",
+            )
     if rounds > MOST_CORRELATED:
         yield Refusal(
             "run.rounds",
@@ -551,16 +466,7 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
 
 
 def _of_adapter(plan: Plan) -> Iterator[Refusal]:
-    """Precisions that exclude each other; parts of a model for each round beside what goes over several rounds."""
-    adapter = plan.model.adapter
-    if adapter.base_precision != "float32" and plan.local.precision == "float32":
-        yield Refusal(
-            "local.precision",
-            f'"auto" or "bfloat16" with model.adapter.base_precision = "{adapter.base_precision}", with which '
-            "arithmetic is in bfloat16",
-            'set local.precision = "auto", or model.adapter.base_precision = "float32"',
-            "definition",
-        )
+    """Parts of a model for each round beside what goes over several rounds."""
     if not plan.scheduled:
         return
     none = "no part of the model for each round with "
@@ -621,78 +527,23 @@ def _of_balance(plan: Plan) -> Iterator[Refusal]:
                 f"change local.{name}, local.steps or the other limit",
                 "mask",
             )
-    if plan.cohort.size() > LARGEST:
-        yield Refusal(
-            "local.balance",
-            f'"fixed" with a cohort of more than {LARGEST} sites: a message lists at most as many',
-            'lower cohort.fraction, or set local.balance = "fixed"',
-            "definition",
-        )
 
 
 def _of_evaluation(plan: Plan) -> Iterator[Refusal]:
-    """Evaluations without records, or that would be released without a charge."""
-    evaluation, simulated = plan.server.evaluation, plan.simulation.public
-    pairs: tuple[tuple[bool, str, Because], ...] = (
-        (
-            plan.privacy.unit != "none",
-            "with a privacy unit; losses on the sites' own records would be released without a charge to the ledger",
-            "charge",
-        ),
-        (
-            plan.cohort.mode == "async",
-            'with cohort.mode = "async": an evaluation at the sites would wait for the slowest one',
-            "definition",
-        ),
-    )
-    for refused, expected, because in pairs:
-        if refused and not evaluation:
-            yield Refusal("server.evaluation", f'public records or "none" {expected}', _EVALUATED, because)
-    if plan.data.held_out == 0 and not evaluation:
+    """Evaluations that would wait for all sites."""
+    if plan.cohort.mode == "async" and not plan.server.evaluation:
         yield Refusal(
-            "data.held_out",
-            "more than 0 if server.evaluation is empty, because sites then evaluate on held-out records",
-            f"set data.held_out = 0.1; or {_EVALUATED}",
-            "definition",
-        )
-    if (evaluation == SIMULATED_PUBLIC) != (simulated > 0):
-        yield Refusal(
-            "simulation.public",
-            f'more than 0 if and only if server.evaluation = "{SIMULATED_PUBLIC}", not {evaluation!r}',
-            f'set server.evaluation = "{SIMULATED_PUBLIC}", or simulation.public = 0'
-            if simulated
-            else "set simulation.public = 0.1, or other records in server.evaluation",
+            "server.evaluation",
+            'public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for the '
+            "slowest one",
+            EVALUATED,
             "definition",
         )
 
 
 def _of_simulation(plan: Plan) -> Iterator[Refusal]:
-    """A ledger over runs that would not charge what is released; profiles of more than all sites."""
-    simulation = plan.simulation
-    if bool(simulation.ledger) != bool(simulation.dataset):
-        name, other = ("ledger", "dataset") if simulation.dataset else ("dataset", "ledger")
-        yield Refusal(
-            f"simulation.{name}",
-            f"a value with simulation.{other}: a ledger over runs keeps the spending of a dataset by its name",
-            f"set both, or remove simulation.{other}",
-            "charge",
-        )
-    if simulation.ledger and not Path(simulation.ledger).is_absolute():
-        yield Refusal(
-            "simulation.ledger",
-            "an absolute path: a run that is resumed in another folder would find another file",
-            "write the whole path, or use --ledger, which completes it",
-            "charge",
-        )
-    if simulation.noise_seed is not None and (simulation.ledger or simulation.search is not None):
-        yield Refusal(
-            "simulation.noise_seed",
-            "no value with simulation.ledger or in a search: noise from a declared seed protects nothing, and no "
-            "charge or price would cover it",
-            "remove simulation.noise_seed, or simulation.ledger and simulation.dataset",
-            "charge",
-        )
-    shares = sum(profile.share for profile in simulation.profiles)
+    """Profiles of more than all sites."""
+    shares = sum(profile.share for profile in plan.simulation.profiles)
     if shares > 1 + 1e-9:
         yield Refusal(
             "simulation.profiles", "shares that add up to at most 1", "lower the shares", "definition", shares
@@ -700,18 +551,10 @@ def _of_simulation(plan: Plan) -> Iterator[Refusal]:
 
 
 def _of_poison(plan: Plan) -> Iterator[Refusal]:
-    """Poison that changes nothing, or under which an epsilon would not hold."""
+    """Poison that changes nothing."""
     poison, data = plan.faults.poison, plan.data
     if poison is None:
         return
-    if poison.kind == "label-flip" and plan.privacy.dpsgd:
-        yield Refusal(
-            "faults.poison.kind",
-            f'another kind with privacy.unit = "{plan.privacy.unit}": it gives a record the answer of the '
-            "next one, so a record that is added or removed changes others, and the stated epsilon would not hold",
-            'set faults.poison.kind = "backdoor", or privacy.unit = "site"',
-            "charge",
-        )
     if poison.kind == "label-flip" and data.format == "text" and data.task != "classify":
         yield Refusal(
             "faults.poison.kind",
@@ -725,12 +568,5 @@ def _of_poison(plan: Plan) -> Iterator[Refusal]:
             "faults.poison.target",
             f"one of data.{names}: a record with another {what} is not used",
             f'set faults.poison.target = "{data.outcomes[0]}"',
-            "definition",
-        )
-    if poison.kind == "scale" and poison.factor == 1:
-        yield Refusal(
-            "faults.poison.factor",
-            'another number with faults.poison.kind = "scale"; 1 changes nothing',
-            "set faults.poison.factor = 10",
             "definition",
         )

@@ -27,9 +27,9 @@ _HEAD = """# The fields of a plan
 A plan is one TOML file with the sections below. `cloister plan new` prints one with every field and its meaning;
 `cloister plan check` prints how a plan will run. Unknown fields, wrong types and combinations that contradict each
 other are refused, with the fix. A section or field that is left out has its default; "not set" is a field without a
-value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect are refused
-instead, and the error names the fields to remove: those of `[privacy]`, `data.owner`, a limit of epsilon over runs and
-the bound of the gate.
+value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect, or
+that name a charge or a mask, are refused instead, and the error says what to change. They are those of `[privacy]`,
+`data.owner`, `aggregation.cipher`, the ledger over runs and the bound of the gate, and values that no unit allows.
 
 This page is made from `protocol/plan/plan.py` by `make docs`.
 """
@@ -110,7 +110,7 @@ def _section(section: BaseModel, path: tuple[str, ...], header: str, comments: b
         several = isinstance(value, tuple)
         if comments:
             yield ""
-            yield _comment(field.description if inner is None else _meaning(inner, field))
+            yield _comment(_told(field) if inner is None else _meaning(inner, field))
         if inner is not None and not value:
             yield from _unset(inner, table, several) if comments else ()
         elif isinstance(value, Mapping):
@@ -141,13 +141,19 @@ def _value(value: Any) -> str:
 
 def _meaning(section: type[BaseModel], field: FieldInfo) -> str:
     """What a section is: its docstring, and where it may be absent the sentence of the field that holds it."""
-    return _said(section.__doc__) + ("" if field.get_default() else f" {_said(field.description)}")
+    return _said(section.__doc__) + ("" if field.get_default() else f" {_told(field)}")
 
 
 def _told(field: FieldInfo) -> str:
     """What a field means, and with which values of other fields it is valid."""
-    tags = " and ".join(f"`{each.words}`" for each in field.metadata if isinstance(each, Only))
-    return _said(field.description) + (f" Only with {tags}." if tags else "")
+    tags = [each for each in field.metadata if isinstance(each, Only)]
+    whole = " and ".join(f"`{each.words}`" for each in tags if not each.when)
+    some = [
+        f"{' or '.join(f'`{json.dumps(value)}`' for value in each.when)} only with `{each.words}`."
+        for each in tags
+        if each.when
+    ]
+    return " ".join([_said(field.description), *([f"Only with {whole}."] if whole else ()), *some])
 
 
 def _said(text: str | None) -> str:
@@ -175,7 +181,6 @@ def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
     """The type, limits and default of a field, in words."""
     known = schema["properties"][name]
     known |= next((each for each in known.get("anyOf", ()) if each.get("type") != "null"), {})
-    words = next((each.expected for each in field.metadata if isinstance(each, InWords)), "")
     if "enum" in known:
         kind = " or ".join(f"`{json.dumps(each)}`" for each in known["enum"])
     elif known.get("type") == "array":
@@ -183,14 +188,15 @@ def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
     elif known.get("type") == "object":
         kind = "table"
     else:
-        kind = _KINDS[known["type"]]
+        words = (each.expected for each in field.metadata if isinstance(each, InWords))
+        kind = next(words, _KINDS[known["type"]])
     limits = [f"{word} {known[limit]:,}" for limit, word in _LIMITS.items() if limit in known]
     if field.is_required():
         default = "required"
     else:
         value = field.get_default(call_default_factory=True)
         default = "not set" if value is None else f"default `{_value(value)}`"
-    return "; ".join([", ".join([words or kind, *limits]), default])
+    return "; ".join([", ".join([kind, *limits]), default])
 
 
 if __name__ == "__main__":

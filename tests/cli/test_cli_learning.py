@@ -72,8 +72,8 @@ UNIT = (
     ("feature", "unit", "said"),
     [
         ("8 bits", SITE, "aggregation.compression is 'set': expected no compression"),
-        ("temperature", RECORD, "aggregation.weighting is 'tokens': expected \"uniform\""),
-        ("temperature", SITE, "aggregation.weighting is 'tokens': expected \"uniform\""),
+        ("temperature", RECORD, "aggregation.weighting is 'tokens': expected another value"),
+        ("temperature", SITE, "aggregation.weighting is 'tokens': expected another value"),
     ],
 )
 def test_it_is_refused_under_a_unit_where_it_would_leak(

@@ -444,9 +444,9 @@ def test_every_verb_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("cohort.sites=2", "cohort.sites: a cohort of at least 3 sites"),
+        ("cohort.sites=2", "cohort.sites: at least 3 sites in each sum"),
         ("cohort.sites=100000", "cohort.sites: at most 10000 sites with aggregation.secure"),
-        ("cohort.fraction=0.25", "cohort.fraction: a cohort of at least 3 sites"),
+        ("cohort.fraction=0.25", "cohort.fraction: at least 3 sites in each sum"),
         ("run.rounds=2147483648", "run.rounds: less than 2147483648"),
         (
             "run.name='../x'",

@@ -89,6 +89,9 @@ class Run:
         return Checkpoints(self.folder / "checkpoints", self.layout, 9).load(number).weights
 
 
+NOISY = ["privacy.noise_multiplier=1.0", "aggregation.weighting=uniform"]
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "why"),
     [
@@ -97,13 +100,17 @@ class Run:
             "aggregation.secure",
             'expected false with cohort.mode = "async": asynchronous rounds are refused under the secure sum',
         ),
-        (["privacy.unit=record", "privacy.sampling_rate=0.1"], "privacy.unit", "which no charge covers"),
         (
-            ["privacy.unit=owner", "privacy.sampling_rate=0.1", "data.owner=p"],
+            [*NOISY, "privacy.unit=record", "privacy.sampling_rate=0.1"],
             "privacy.unit",
             "which no charge covers",
         ),
-        (["privacy.unit=site"], "privacy.unit", "which no charge covers"),
+        (
+            [*NOISY, "privacy.unit=owner", "privacy.sampling_rate=0.1", "data.owner=p"],
+            "privacy.unit",
+            "which no charge covers",
+        ),
+        ([*NOISY, "privacy.unit=site"], "privacy.unit", "which no charge covers"),
         (["cohort.fraction=0.5"], "cohort.fraction", 'only valid with cohort.mode = "sync"'),
         (["cohort.quorum=0.5"], "cohort.quorum", 'only valid with cohort.mode = "sync"'),
         (["cohort.buffer=5"], "cohort.buffer", "at most 4, the number of sites"),

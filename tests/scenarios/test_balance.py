@@ -178,11 +178,11 @@ UNIT = ["privacy.noise_multiplier=1.0", "server.evaluation=none", *UNIFORM]
             "local.balance",
             "each step is charged",
         ),
-        (["local.balance=dynamic", *UNIT, "privacy.unit=site"], "local.balance", "depends on its data"),
+        (["local.balance=dynamic", *UNIT, "privacy.unit=site"], "local.balance", "no charge covers"),
         (
             ["local.balance=weighted", *UNIFORM, *CLEAR, "cohort.sites=10001"],
-            "local.balance",
-            "more than 10000",
+            "cohort.sites",
+            "at most 10000",
         ),
     ],
 )

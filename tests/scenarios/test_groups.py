@@ -169,7 +169,7 @@ def test_groups_in_which_too_many_sites_may_collude_are_refused_with_the_figure(
     [
         (["aggregation.groups=2"], "aggregation.groups", "the median of two means is their mean"),
         (["aggregation.groups=13", "aggregation.secure=false"], "aggregation.groups", "3 to 12"),
-        (["aggregation.groups=5"], "aggregation.groups", "at least 3 sites in each group"),
+        (["aggregation.groups=5"], "aggregation.groups", "at least 3 sites in each sum"),
         (
             ["aggregation.secure=false", "cohort.mode=async"],
             "cohort.mode",

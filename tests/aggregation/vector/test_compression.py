@@ -424,11 +424,10 @@ SITE = [
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
-        (["aggregation.ring_bits=8"], "aggregation.ring_bits", "16 or 32 without"),
-        (["aggregation.compression={}"], "aggregation.ring_bits", "8 or 16 with"),
+        (["aggregation.ring_bits=8"], "aggregation.ring_bits", "add [aggregation.compression]"),
+        (["aggregation.compression={}"], "aggregation.compression", "aggregation.ring_bits = 8 or 16"),
         ([*EIGHT_BITS, "cohort.sites=64"], "aggregation.ring_bits", "ring_bits = 16"),
         ([*EIGHT_BITS, *SITE], "aggregation.compression", "33.35 times as large for 1,000,000 parameters"),
-        (["aggregation.ring_bits=8", *SITE], "aggregation.ring_bits", "33.35 times"),
         ([*EIGHT_BITS, "aggregation.bound=1e9"], "aggregation.bound", "less than or equal to 1000000"),
         (
             [*EIGHT_BITS, "aggregation.secure=false", "cohort.mode=async", "server.evaluation=none"],

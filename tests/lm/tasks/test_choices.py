@@ -293,7 +293,7 @@ def test_counts_of_the_sites_records_are_refused_under_a_unit(
     arguments = set_options(settings)
     out = str(private.run.parent / "no")
     line = lone_refusal(capsys, "simulate", str(private.path), *arguments, "--out", out)
-    assert "server.evaluation is '': expected public records or \"none\" with a privacy unit" in line
+    assert "server.evaluation is '': expected another value" in line
 
 
 def test_public_records_of_which_no_choices_can_be_compared_are_refused(
@@ -395,7 +395,7 @@ def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
     [
         (
             ("data.format=text", 'data.choices=["a", "b"]'),
-            r'data.choices is .*: expected no value; only valid with data.task = "generate" and',
+            r'data.choices is .*: expected no value; only valid with data.format = "prompt"',
         ),
         (("data.format=messages", 'data.choices=["a", "b"]'), r"data.choices is .*: expected no value; only"),
         (('data.choices=["one"]',), r"data.choices is 1: expected 2 to 256 choices"),

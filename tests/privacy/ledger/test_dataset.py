@@ -540,9 +540,7 @@ def test_settings_that_would_charge_nothing_are_refused(
     ledger = str(tmp_path / "over.sqlite")
     out = ["--out", str(tmp_path / "run")]
     simulate = partial(lone_refusal, capsys, "simulate", str(small_plan), *out)
-    assert "simulation.ledger is '': expected a value with simulation.dataset" in simulate(
-        *SET, "--dataset", "x"
-    )
+    assert "simulation.dataset is 'x': expected no value" in simulate(*SET, "--dataset", "x")
     assert "simulation.dataset is '': expected a value with simulation.ledger" in simulate(
         *SET, "--ledger", ledger
     )

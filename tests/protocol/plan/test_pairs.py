@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from cloister.protocol.plan.pairs import FEATURES, Feature, pairs, plan_of
-from cloister.protocol.plan.soundness import Because, refusals
+from cloister.protocol.plan.settings import Because
+from cloister.protocol.plan.soundness import refusals
 
 REFUSED = 39
 """It does not grow: a new feature goes together with the others, or takes the place of another one."""

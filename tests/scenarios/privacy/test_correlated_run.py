@@ -634,7 +634,7 @@ def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -
         ("cohort.fraction=1.0", "cohort.fraction", "gains nothing"),
         ("privacy.correlated.separation=3", "privacy.correlated.separation", "at most 2"),
         ("privacy.correlated.participations=2", "privacy.correlated.participations", "at least 3"),
-        ("run.rounds=7", "privacy.correlated.participations", "some sites take part 4 times in 7 rounds"),
+        ("run.rounds=7", "privacy.correlated.participations", "some sites 4 times in 7 rounds"),
         ("privacy.correlated.buffers=11", "privacy.correlated.buffers", "10"),
     ],
 )

@@ -813,7 +813,7 @@ def test_refused_searches(
         (
             f"{LAW}{RANGE}",
             ("server.evaluation=", "simulation.public=0.0"),
-            ["server.evaluation", "without a charge"],
+            ["server.evaluation", "no charge covers"],
         ),
         (f"{LAW}{RANGE}", ("privacy.budget=3.9",), ["privacy.budget is 3.9", "that the search costs"]),
         (
