@@ -95,8 +95,8 @@ class AdapterSection(Section):
 
     scheme: Literal["full", "ffa-lora", "rolora", "lora"] = "full"
     """`full`: every parameter. `ffa-lora`: LoRA with A frozen (exact under averaging). `rolora`: A and B in alternate
-    rounds (exact). `lora`: A and B together (approximate, because the product of their averages is not the average of
-    the products)."""
+    rounds (exact; with `cohort.mode = "async"` only while no update is stale). `lora`: A and B together (approximate,
+    because the product of their averages is not the average of the products)."""
     rank: Annotated[Count, _ADAPTER] = 8
     """Rank of the LoRA factors."""
     alpha: Annotated[Positive, _ADAPTER] = 16.0
@@ -286,7 +286,7 @@ class CohortSection(Section):
     """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
     time, each from the newest model when it is asked. A round is then one server step with the next `buffer` updates
     that arrive, and does not wait for the slowest site. `async` is refused under the secure sum and with a privacy
-    unit."""
+    unit. Where rounds train parts of the model, the mean of a parameter is over the updates that have trained it."""
     buffer: Annotated[Count | None, _ASYNC] = None
     """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
     staleness: Annotated[Annotated[int, Field(ge=0)] | None, _ASYNC] = None

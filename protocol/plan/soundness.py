@@ -387,14 +387,6 @@ def _of_asynchronous(plan: Plan) -> Iterator[Refusal]:
             "lower cohort.buffer",
             "definition",
         )
-    if plan.aggregation.compression is not None:
-        yield Refusal(
-            "aggregation.compression",
-            'no compression with cohort.mode = "async": scales are those of one round, and the updates of a '
-            "buffer are of several",
-            'remove [aggregation.compression], or set cohort.mode = "sync"',
-            "definition",
-        )
 
 
 def _of_records(plan: Plan) -> Iterator[Refusal]:
@@ -561,30 +553,15 @@ def _of_adapter(plan: Plan) -> Iterator[Refusal]:
             'set local.precision = "auto", or model.adapter.base_precision = "float32"',
             "definition",
         )
-    if not plan.scheduled:
-        return
-    none = "no part of the model for each round with "
-    pairs: tuple[tuple[bool, str, Because], ...] = (
-        (
-            plan.privacy.correlated is not None,
-            f"{none}privacy.correlated: later rounds cancel the noise of a parameter only if they train it",
+    if plan.scheduled and plan.privacy.correlated is not None:
+        drawn = plan.aggregation.part < 1
+        yield Refusal(
+            "aggregation.part" if drawn else "model.adapter.scheme",
+            "no part of the model for each round with privacy.correlated: later rounds cancel the noise of a parameter "
+            "only if they train it",
+            "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
             "charge",
-        ),
-        (
-            plan.cohort.mode == "async",
-            f'{none}cohort.mode = "async": a buffer has updates of several rounds',
-            "definition",
-        ),
-    )
-    drawn = plan.aggregation.part < 1
-    for refused, expected, because in pairs:
-        if refused:
-            yield Refusal(
-                "aggregation.part" if drawn else "model.adapter.scheme",
-                expected,
-                "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
-                because,
-            )
+        )
 
 
 def _of_training(plan: Plan) -> Iterator[Refusal]:
