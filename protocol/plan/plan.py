@@ -716,9 +716,16 @@ class Plan(Section):
     @property
     def drawn(self) -> bool:
         """Whether the sites of a sum were told different things in earlier rounds: each sum is over a part of the
-        federation that is drawn anew, or each group of a round has a list of steps of its own."""
+        federation that is drawn anew, or each group of a round has a list of steps of its own. Cohorts that take turns
+        are drawn once."""
         of_groups = self.aggregation.groups > 1 and self.local.balance != "fixed"
-        return self.cohort.size() < self.cohort.sites or of_groups
+        anew = self.cohort.size() < self.cohort.sites and self.privacy.correlated is None
+        return anew or of_groups
+
+    @property
+    def turns(self) -> int:
+        """Rounds until the cohort of a round is asked again, where no cohort is drawn anew."""
+        return self.cohort.sites // self.cohort.size()
 
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,

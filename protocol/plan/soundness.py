@@ -570,7 +570,7 @@ def _of_training(plan: Plan) -> Iterator[Refusal]:
     if local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
         yield Refusal(
             "local.optimizer_state",
-            '"reset" with aggregation.secure = true where each sum is over a part of the federation '
+            '"reset" with aggregation.secure = true where each sum is over a part of the federation that is drawn anew '
             "(cohort.fraction below 1, or aggregation.groups with local.balance): all sites of a masked sum begin with "
             "what they carry by the same instructions, and otherwise with nothing, so it would never be used",
             'set local.optimizer_state = "reset", or cohort.fraction = 1 and local.balance = "fixed"',

@@ -9,7 +9,7 @@ import pytest
 from cloister.protocol.plan.pairs import FEATURES, Feature, pairs, plan_of
 from cloister.protocol.plan.soundness import Because, refusals
 
-REFUSED = 33
+REFUSED = 32
 """It does not grow: a new feature goes together with the others, or takes the place of another one."""
 
 
