@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,11 +79,19 @@ class Sums(Basis):
             self._parts[trained.digest()] = known
         return known
 
-    def part(self, number: int) -> tuple[Span, ...]:
+    def trained_in(self, rounds: Sequence[int]) -> Layout | None:
+        """What at least one of some rounds trains; None: every round trains all."""
+        if self.schedule is None or not self.plan.scheduled:
+            return None
+        names = (name for number in rounds for name in self.schedule.of_round(number).names)
+        return self.schedule.layout.only(names)
+
+    def part(self, rounds: Sequence[int]) -> tuple[Span, ...]:
         """As `Basis.part`."""
-        if self.schedule is None:
-            return super().part(number)
-        return self.schedule.layout.spans(self.schedule.of_round(number))
+        trained = self.trained_in(rounds)
+        if self.schedule is None or trained is None:
+            return super().part(rounds)
+        return self.schedule.layout.spans(trained)
 
     @cached_property
     def _parts(self) -> dict[str, Sums]:

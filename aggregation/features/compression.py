@@ -14,7 +14,8 @@ After a round with the released mean m, the total weight W of n sites and the la
 
 with the root mean square `rms` of all rms_j: m's blocks as they were sent, by the sites' mean weight. A block that did
 not move can move again by the second term. Updates of n sites that have nothing in common have a mean that is sqrt(n)
-times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first; with a privacy unit, and with groups, always.
+times smaller than each of them, so `multiple` is 3.5 sqrt(n) at first; with a privacy unit, with groups and in
+asynchronous rounds, always.
 Otherwise it follows the released number of clipped values: a normal coordinate exceeds c root mean squares with
 probability p = 2 Phi(-c). The fraction that was clipped gives c, and `multiple` is multiplied by 3 / c, at least 3/4
 and at most 2. It stays between 3, which updates that are all alike need, and 3 n, for one site that moves alone. A site
@@ -22,6 +23,11 @@ that lies in that number moves `multiple` anywhere between them: the steps are u
 values beyond 3 root mean squares are clipped. At c = 3 and 15 levels rounding adds 0.7 % to the squared norm of an
 update, and clipping less. With groups m is the median of their means, and W / n the median of theirs. What they
 clipped is not used: one site decides the number of its group, and that number would count for all groups.
+
+In asynchronous rounds n is the number of updates in a buffer. An update is coded, and decoded, with the bounds of the
+round of its model, whatever round it is summed in. What was clipped in a buffer was clipped by the bounds of several
+rounds, so it is not used either. A residual says by which bounds it was made, and goes into the site's next update
+whatever weight its staleness gives to it.
 
 All is kept within `aggregation.bound` and 2^-24 of it, which each site checks. The bounds are part of the
 instructions of a sum (`messages.Instructions`).
@@ -153,11 +159,12 @@ class Scales:
         everywhere = float(squares.mean())
         if everywhere == 0:
             return self
-        multiple = self.multiple or START * math.sqrt(plan.cohort.size())
+        n = plan.cohort.needed() if plan.cohort.mode == "async" else plan.cohort.size()
+        multiple = self.multiple or START * math.sqrt(n)
         if clipped is not None and self.multiple:
             share = min(max(clipped / (sites * blocks * ROTATED), _RAREST), 0.9)
             multiple *= min(max(TARGET / -NormalDist().inv_cdf(share / 2), _FALL), _RISE)
-        multiple = min(max(multiple, TARGET), TARGET * plan.cohort.size())
+        multiple = min(max(multiple, TARGET), TARGET * n)
         rms = np.sqrt(np.maximum(squares, everywhere * LEAST_SHARE**2))
         return Scales(_within(multiple * rms, plan.aggregation.bound), multiple)
 
@@ -458,7 +465,7 @@ class _AtCoordinator(AtCoordinator):
         self._scales = self._next = Scales.first(basis.plan, basis.parameters)
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
-        return self._scales.within(self._part(number)).to_bytes()
+        return self._scales.within(self._part((number,))).to_bytes()
 
     def bounds(self, told: bytes) -> Floats:
         return bounds_in(told, self.plan, len(told) // 4 * ROTATED)
@@ -466,8 +473,9 @@ class _AtCoordinator(AtCoordinator):
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
         sites = sum(len(summed.names) for summed in sums)
         weights = [summed.counters[WEIGHT] / self._heaviest / len(summed.names) for summed in sums]
-        clipped = sums[0].counters.get(CLIPPED) if self.plan.aggregation.groups == 1 else None
-        spans = self._part(sums[0].round)
+        one = self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
+        clipped = sums[0].counters.get(CLIPPED) if one else None
+        spans = self._part(sums[0].rounds)
         made = self._scales.within(spans).after(self.plan, mean, sites, statistics.median(weights), clipped)
         self._next = self._scales.spread(spans, made)
 

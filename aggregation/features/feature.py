@@ -52,8 +52,8 @@ class Basis:
     most: int = field(default=0, kw_only=True)
     """Number of parameters that the run trains, by which privacy is accounted for; 0: those of the sum."""
 
-    def part(self, number: int) -> tuple[Span, ...]:
-        """Where the parameters of a round's sum lie in the vector of all that the run trains."""
+    def part(self, rounds: Sequence[int]) -> tuple[Span, ...]:
+        """Where the parameters that some rounds train lie in the vector of all that the run trains."""
         return (Span(0, self.parameters),)
 
     @cached_property
@@ -216,6 +216,8 @@ class Summed:
     """What its sites were told."""
     noted: Mapping[str, Any]
     """What the attempt at it has noted."""
+    rounds: tuple[int, ...]
+    """The rounds whose models the updates are of; its own alone, but for asynchronous rounds."""
 
     def told_by(self, name: str) -> bytes:
         """What a feature told them."""

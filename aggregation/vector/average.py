@@ -20,15 +20,18 @@ number of sites. With others a site that lies can move it anywhere between the n
 In clear each value of an update is checked too: a site that lies in its integers moves no value further than the bound
 times the weight that it states (`SumLayout.check`). Under masks no party can check it.
 
-The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear, because each is
-weighted by its own staleness (`BufferedSum`).
+The buffer of an asynchronous round (FedBuff) has updates of different models. It is a sum in clear for each model,
+because the updates of each have a staleness, a part of the model and bounds of their own (`BufferedSum`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter as Counters
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +42,7 @@ from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
 from cloister.aggregation.vector.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.messages.blocks import cut
+from cloister.protocol.messages.blocks import Span, cut
 
 WEIGHT = "weight"
 CLIPPED = "clipped"
@@ -248,6 +251,8 @@ class Opened:
     """(values + extra,) weighted mean of the updates, and of the extra values."""
     counters: dict[str, int]
     """Exact totals."""
+    rounds: tuple[int, ...] = ()
+    """The rounds whose models the updates in a buffer are of; empty: that of the sum alone."""
 
 
 class PlainSum:
@@ -285,63 +290,116 @@ class PlainSum:
         return self._layout.open(total, self.terms, bounds)
 
 
+class OfModel(NamedTuple):
+    """What the updates of one model have in common."""
+
+    round: int
+    """The round that began with the model."""
+    layout: SumLayout
+    spans: tuple[Span, ...]
+    """Where the values of its round lie in the vector of all that the run trains: increasing, without overlaps."""
+    bounds: Floats | None = None
+    """As for `SumLayout.open`: those of its round."""
+
+
 class BufferedSum:
     """The sum of a buffer of FedBuff (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
 
-    An update x_i with the weight w_i of its site and the staleness s_i, the number of server steps since its model, has
+    An update x_i has the coordinates that the round of its model trains: all, or a part (`lm/model/schedule.py`). With
+    the weight w_i of its site and its staleness s_i, the number of server steps since its model, the mean of coordinate
+    k is over the updates that have k:
 
-        mean = (sum_i c_i w_i x_i) / (sum_i c_i w_i),        c_i = 1 / sqrt(1 + s_i)
+        mean_k = (sum_i c_i w_i x_ik) / (sum_i c_i w_i),        c_i = 1 / sqrt(1 + s_i)
 
-    FedBuff divides by the number of updates; dividing by their weights makes a buffer of equally stale updates count
-    as a fresh one. Terms are added in float64, in which ring integers and their sums are exact: where no update is
-    stale, the mean is that of `PlainSum` to the last bit, in any order.
+    A coordinate that no update has is not in the mean, and the server does not step on it. FedBuff divides by the
+    number of updates; dividing by their weights makes a buffer of equally stale updates count as a fresh one, and one
+    update of a part count there as a whole buffer of that part.
+
+    The updates of one model r have one staleness, layout and place, and were coded with the bounds of r. So they have a
+    `PlainSum`, whose ring integers are exact in any order, with the mean m_r and the total weight W_r, and then
+
+        mean_k = (sum_r c_r W_r m_rk) / (sum_r c_r W_r)        over the models r whose round trains k.
+
+    Where all updates are of one model, the mean is that of its `PlainSum` to the last bit.
 
     Args:
-        layout: Layout of the updates, without extra values and compression.
+        number: The round, which began with the newest model.
     """
 
-    def __init__(self, layout: SumLayout) -> None:
-        assert not layout.extra, "a mechanism's extra values are not summed in a buffer"
-        assert layout.blocks is None, "scales are those of one round"
-        self._layout = layout
-        self._total = np.zeros(layout.size)
-        self._counters = dict.fromkeys(layout.names, 0)
-        self._weight = 0.0
-        self.terms = 0
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._sums: dict[int, tuple[OfModel, PlainSum]] = {}
 
-    def add(self, pieces: Sequence[Piece], staleness: int) -> None:
+    @property
+    def terms(self) -> int:
+        """The number of contributions."""
+        return sum(total.terms for _, total in self._sums.values())
+
+    def add(self, pieces: Sequence[Piece], of: OfModel) -> None:
         """Fold in one contribution, in pieces that tile the vector.
 
         Args:
             pieces: Offset and ring integers of each span.
-            staleness: Server steps since its model, 0 or more.
+            of: Its model, the same for all contributions of a round.
 
         Raises:
             UpdateError: the pieces have another type or do not tile it, or a counter or a value is out of range; the
                 sum is unchanged.
         """
-        layout = self._layout
-        counters = layout.check(pieces)
-        counts = 1 / math.sqrt(1 + staleness)
-        for offset, vector in pieces:
-            for begin, end, _, _ in cut(0, max(0, min(vector.size, layout.size - offset))):
-                steps = layout.ring.signed(vector[begin:end])
-                steps *= counts
-                self._total[offset + begin : offset + end] += steps
-        for name, count in counters.items():
-            self._counters[name] += count
-        self._weight += counts * counters[WEIGHT]
-        self.terms += 1
+        assert not of.layout.extra, "a mechanism's extra values are not summed in a buffer"
+        known, total = self._sums.get(of.round) or (of, PlainSum(of.layout))
+        total.add(pieces)
+        self._sums[of.round] = known, total
 
     def open(self) -> Opened:
-        """The mean of what was added, and the totals of the counters, which staleness does not weigh."""
-        layout = self._layout
-        mean = np.empty(layout.size, np.float32)
-        for begin, end, _, _ in cut(0, layout.size):
-            block = self._total[begin:end] / layout.ring.scale
-            block *= layout.heaviest / self._weight
-            mean[begin:end] = block
-        return Opened(mean, self._counters)
+        """The mean of what was added, once; and the totals of the counters, which staleness does not weigh.
+
+        Raises:
+            UpdateError: nothing was added.
+        """
+        if not self._sums:
+            raise UpdateError("number of updates", 0, expected="at least one contribution")
+        rounds, counters = tuple(sorted(self._sums)), Counters[str]()
+        parts: list[tuple[float, Floats, tuple[Span, ...]]] = []
+        for number in rounds:
+            of, total = self._sums[number]
+            opened = total.open(of.bounds)
+            counters.update(opened.counters)
+            weight = opened.counters[WEIGHT] / math.sqrt(1 + self._number - number)
+            parts.append((weight, opened.mean, of.spans))
+        return Opened(parts[0][1] if len(parts) == 1 else _merged(parts), dict(counters), rounds)
+
+
+def _merged(parts: Sequence[tuple[float, Floats, Sequence[Span]]]) -> Floats:
+    """The weighted mean of several vectors, each of which has some spans of a whole one: of its elements that are in at
+    least one of them, over those that have it.
+
+    Args:
+        parts: The weight, the vector, and where its elements lie, increasing and without overlaps.
+    """
+    edges = sorted({edge for *_, spans in parts for span in spans for edge in (span.start, span.stop)})
+    own = [list(accumulate((span.size for span in spans), initial=0)) for *_, spans in parts]
+    found: list[
+        list[tuple[float, Floats]]
+    ] = []  # between two edges: weights, and elements of each vector that has it
+    for start, stop in pairwise(edges):
+        found.append([])
+        for (weight, vector, spans), firsts in zip(parts, own, strict=True):
+            at = bisect_right(spans, start, key=lambda span: span.start) - 1
+            if at >= 0 and start < spans[at].stop:
+                first = firsts[at] + start - spans[at].start
+                found[-1].append((weight, vector[first : first + stop - start]))
+    merged = np.empty(sum(have[0][1].size for have in found if have), np.float32)
+    done = 0
+    for have in filter(None, found):
+        total = math.fsum(weight for weight, _ in have)
+        for begin, end, _, _ in cut(0, have[0][1].size):
+            block = np.zeros(end - begin)
+            for weight, vector in have:
+                block += weight / total * vector[begin:end].astype(np.float64)
+            merged[done + begin : done + end] = block
+        done += have[0][1].size
+    return merged
 
 
 def _tail(layout: SumLayout, pieces: Sequence[Piece]) -> RingVector:

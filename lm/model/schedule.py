@@ -6,7 +6,8 @@ values, moments included. The schedule is public and follows from the plan and t
 and no coordinator chooses it.
 
 - `rolora`: B in odd rounds and A in even ones, each exact under averaging (Chen et al. 2024, "Robust federated
-  finetuning of LLMs via alternating optimization of LoRA"); a new head in both.
+  finetuning of LLMs via alternating optimization of LoRA"); a new head in both. A stale update of an asynchronous round
+  moves one half beside another half than it was trained with, so there the mean is exact only for updates of one model.
 - `aggregation.part` below 1: that share of the blocks of layers, drawn anew for each round. What is outside of the
   layers (embeddings, output layer, last norm) is one more block. Training a random part of a model in each round is
   studied by Pfeiffer et al. 2023 ("Aggregating capacity in FL through successive layer training") and, for random

@@ -124,8 +124,8 @@ class AdapterSection(Section):
         ),
     ] = "full"
     """`full`: every parameter. `ffa-lora`: LoRA with A frozen (exact under averaging). `rolora`: A and B in alternate
-    rounds (exact). `lora`: A and B together (approximate, because the product of their averages is not the average of
-    the products)."""
+    rounds (exact; with `cohort.mode = "async"` only while no update is stale). `lora`: A and B together (approximate,
+    because the product of their averages is not the average of the products)."""
     rank: Annotated[Count, _ADAPTER] = 8
     """Rank of the LoRA factors."""
     alpha: Annotated[Positive, _ADAPTER] = 16.0
@@ -322,7 +322,7 @@ class CohortSection(Section):
     """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
     time, each from the newest model when it is asked. A round is then one server step with the next `buffer` updates
     that arrive, and does not wait for the slowest site. `async` is refused under the secure sum and with a privacy
-    unit."""
+    unit. Where rounds train parts of the model, the mean of a parameter is over the updates that have trained it."""
     buffer: Annotated[Count | None, _ASYNC] = None
     """Updates in a round with `mode = "async"`, at most one for each site. None: half of the sites, rounded up."""
     staleness: Annotated[Annotated[int, Field(ge=0)] | None, _ASYNC] = None
@@ -778,9 +778,16 @@ class Plan(Section):
     @property
     def drawn(self) -> bool:
         """Whether the sites of a sum were told different things in earlier rounds: each sum is over a part of the
-        federation that is drawn anew, or each group of a round has a list of steps of its own."""
+        federation that is drawn anew, or each group of a round has a list of steps of its own. Cohorts that take turns
+        are drawn once."""
         of_groups = self.aggregation.groups > 1 and self.local.balance != "fixed"
-        return self.cohort.size() < self.cohort.sites or of_groups
+        anew = self.cohort.size() < self.cohort.sites and self.privacy.correlated is None
+        return anew or of_groups
+
+    @property
+    def turns(self) -> int:
+        """Rounds until the cohort of a round is asked again, where no cohort is drawn anew."""
+        return self.cohort.sites // self.cohort.size()
 
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,

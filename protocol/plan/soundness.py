@@ -371,14 +371,6 @@ def _of_asynchronous(plan: Plan) -> Iterator[Refusal]:
             "lower cohort.buffer",
             "definition",
         )
-    if plan.aggregation.compression is not None:
-        yield Refusal(
-            "aggregation.compression",
-            'no compression with cohort.mode = "async": scales are those of one round, and the updates of a '
-            "buffer are of several",
-            'remove [aggregation.compression], or set cohort.mode = "sync"',
-            "definition",
-        )
 
 
 def _of_records(plan: Plan) -> Iterator[Refusal]:
@@ -466,31 +458,16 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
 
 
 def _of_adapter(plan: Plan) -> Iterator[Refusal]:
-    """Parts of a model for each round beside what goes over several rounds."""
-    if not plan.scheduled:
-        return
-    none = "no part of the model for each round with "
-    pairs: tuple[tuple[bool, str, Because], ...] = (
-        (
-            plan.privacy.correlated is not None,
-            f"{none}privacy.correlated: later rounds cancel the noise of a parameter only if they train it",
+    """Parts of a model for each round beside noise that later rounds cancel."""
+    if plan.scheduled and plan.privacy.correlated is not None:
+        drawn = plan.aggregation.part < 1
+        yield Refusal(
+            "aggregation.part" if drawn else "model.adapter.scheme",
+            "no part of the model for each round with privacy.correlated: later rounds cancel the noise of a parameter "
+            "only if they train it",
+            "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
             "charge",
-        ),
-        (
-            plan.cohort.mode == "async",
-            f'{none}cohort.mode = "async": a buffer has updates of several rounds',
-            "definition",
-        ),
-    )
-    drawn = plan.aggregation.part < 1
-    for refused, expected, because in pairs:
-        if refused:
-            yield Refusal(
-                "aggregation.part" if drawn else "model.adapter.scheme",
-                expected,
-                "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
-                because,
-            )
+        )
 
 
 def _of_training(plan: Plan) -> Iterator[Refusal]:
@@ -499,7 +476,7 @@ def _of_training(plan: Plan) -> Iterator[Refusal]:
     if local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
         yield Refusal(
             "local.optimizer_state",
-            '"reset" with aggregation.secure = true where each sum is over a part of the federation '
+            '"reset" with aggregation.secure = true where each sum is over a part of the federation that is drawn anew '
             "(cohort.fraction below 1, or aggregation.groups with local.balance): all sites of a masked sum begin with "
             "what they carry by the same instructions, and otherwise with nothing, so it would never be used",
             'set local.optimizer_state = "reset", or cohort.fraction = 1 and local.balance = "fixed"',

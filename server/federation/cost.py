@@ -38,8 +38,9 @@ class Cost:
     coordinator_bytes: int
     """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites. With
     `aggregation.groups` it has a sum for each group at the same time. With
-    `cohort.mode = "async"` also one model for each site, because each may work on another one. Replies
-    that are being read come on top: shared segments in a simulation, mapped files over the exchange."""
+    `cohort.mode = "async"` also one model for each site, because each may work on another one, and a sum for each model
+    of which an update may be in the buffer. Replies that are being read come on top: shared segments in a simulation,
+    mapped files over the exchange."""
     tokens_per_round: int
     """The most tokens on which the updates in a round were trained."""
 
@@ -58,14 +59,16 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
-    asynchronous = 0
-    if plan.cohort.mode == "async":  # the sum is in float64
-        updates = plan.quorum()
-        asynchronous = _DOUBLE + plan.cohort.sites * _FLOAT
+    sums = plan.aggregation.groups
     vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
-    groups = plan.aggregation.groups
+    if (
+        plan.cohort.mode == "async"
+    ):  # a sum for each model of which an update is in the buffer, and the mean of all
+        updates = plan.quorum()
+        sums = min(updates, 1 + plan.cohort.most_stale())
+        vectors += plan.cohort.sites + (sums > 1)
     if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
-        vectors += groups
+        vectors += sums
     vectors += bool(plan.public.source)
     return Cost(
         parameters=parameters,
@@ -76,8 +79,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         coordinator_bytes=(parameters - trained) * _FLOAT
         + vectors * trained * _FLOAT
         + buffers * trained * _DOUBLE
-        + asynchronous * trained
-        + groups * up,
+        + sums * up,
         tokens_per_round=plan.most_tokens() * updates,
     )
 

@@ -189,8 +189,7 @@ def _step(context: RoundContext, number: int, sums: Sequence[Summed]) -> tuple[f
         return norm, refused
     with phases.during(Phase.EVALUATE):
         gate.before(number, optimizer.weights)
-    part = context.party.sums.of_round(TRAIN, number).trained
-    optimizer.step(mean, part)
+    optimizer.step(mean, context.party.sums.trained_in(sums[0].rounds))
     with phases.during(Phase.EVALUATE):
         refused = gate.of_model(number, optimizer.weights)
     if refused:  # the step was made in the only copy of the model

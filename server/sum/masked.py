@@ -27,7 +27,7 @@ from cloister.server.record import journal as steps
 from cloister.server.record.progress import SiteFailed
 from cloister.server.sum.channel import Failure
 from cloister.server.sum.complaints import Complaint, liars
-from cloister.server.sum.plain import Attempt, Plain
+from cloister.server.sum.plain import Attempt, Plain, pieces_of
 from cloister.server.sum.wanted import Asks
 
 M = TypeVar("M", Advertise, Shares, Confirm, Reveal)
@@ -147,7 +147,7 @@ class Masked(Plain):
             raise UpdateError(f"statement of {site}", expected="one that the site itself has signed")
         if manifest_digest(contribution.manifest) != statement.digest:
             raise UpdateError(f"masked vector of {site}", expected="the manifest that the site signed")
-        coordinator.fold(statement, self.pieces(contribution))
+        coordinator.fold(statement, pieces_of(contribution, self.sum_layout))
 
     def step(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cloister.aggregation.vector.average import Opened, PlainSum
+from cloister.aggregation.vector.average import Opened, PlainSum, SumLayout
 from cloister.aggregation.vector.span import Piece, check_received
 from cloister.privacy.ledger.ledger import Entry as Charged
 from cloister.protocol.errors import CloisterError, TooFewSitesError
@@ -95,21 +95,13 @@ class Plain:
         """
         total = PlainSum(self.sum_layout)
         yield from self.collect(
-            dict.fromkeys(self.attempt.sites), lambda contribution: total.add(self.pieces(contribution))
+            dict.fromkeys(self.attempt.sites),
+            lambda contribution: total.add(pieces_of(contribution, self.sum_layout)),
         )
         self.check_needed(needed)
         self.note_survivors(steps.OPENING, sorted(self.course.folded))
         self.pay()
         return total.open(self.bounds)
-
-    def pieces(self, contribution: Contribution) -> list[Piece]:
-        """The vector of a contribution, checked against its manifest.
-
-        Raises:
-            UpdateError: the vector is incomplete, or does not match the manifest.
-        """
-        layout = self.sum_layout
-        return check_received(contribution.manifest, contribution.spans, layout.length, layout.ring.dtype)
 
     def note_survivors(self, step: str, survivors: Sequence[str]) -> None:
         """Journal the sites of the sum."""
@@ -191,6 +183,15 @@ class Plain:
             detail = {"site": site, "reason": reason}
             self.party.journal.record(self.wanted.round, self.attempt.number, steps.REFUSED, detail)
         self.party.observe(SiteFailed(self.wanted.round, site, reason))
+
+
+def pieces_of(contribution: Contribution, layout: SumLayout) -> list[Piece]:
+    """The vector of a contribution, checked against its manifest.
+
+    Raises:
+        UpdateError: the vector is incomplete, or does not match the manifest.
+    """
+    return check_received(contribution.manifest, contribution.spans, layout.length, layout.ring.dtype)
 
 
 def _not_of(reply: Reply | Failure, told: Instructions) -> str | None:

@@ -237,7 +237,7 @@ def _fresh(party: Party, wanted: Wanted) -> bool:
     """Whether no site uses what it carries: by the journal if the sum has begun.
 
     In clear each site uses what it has. Under masks all of a sum must have one history, so a round is fresh where
-    cohorts are drawn, and after a round in which some site took part and is not in the sum.
+    cohorts are drawn, and after a round of its cohort in which some site took part and is not in the sum.
     """
     plan, journal = party.plan, party.journal
     if wanted.purpose != TRAIN or not plan.carries:
@@ -249,5 +249,5 @@ def _fresh(party: Party, wanted: Wanted) -> bool:
     begun = journal.newest(wanted.step(steps.BEGUN), wanted.round)
     if begun is not None:
         return bool(begun.detail["fresh"])
-    done = journal.newest(steps.DONE, wanted.round - 1)
+    done = journal.newest(steps.DONE, wanted.round - plan.turns)
     return done is None or bool(done.detail.get("behind", True))

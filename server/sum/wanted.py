@@ -57,10 +57,9 @@ class Total:
 
     def summed(self, wanted: Wanted) -> Summed:
         """It, as features see it; the mean is not copied."""
-        counters = self.opened.counters
-        return Summed(
-            wanted.round, wanted.group, self.names, self.opened.mean, counters, self.told, self.noted
-        )
+        opened, rounds = self.opened, self.opened.rounds or (wanted.round,)
+        mean, counters = opened.mean, opened.counters
+        return Summed(wanted.round, wanted.group, self.names, mean, counters, self.told, self.noted, rounds)
 
 
 @dataclass(frozen=True)

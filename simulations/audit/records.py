@@ -229,7 +229,7 @@ class RecordGame:
             total = PlainSum(part.training)
             total.add([(0, np.concatenate(sent[0].spans))])
             opened = total.open(features.bounds(by_feature))
-            summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {})
+            summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {}, (number,))
             mean = features.combine([features.decode(summed)])
             features.before_step(mean, [summed])
             weights = weights + (

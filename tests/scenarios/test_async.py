@@ -115,11 +115,6 @@ NOISY = ["privacy.noise_multiplier=1.0", "aggregation.weighting=uniform"]
         (["cohort.quorum=0.5"], "cohort.quorum", 'only valid with cohort.mode = "sync"'),
         (["cohort.buffer=5"], "cohort.buffer", "at most 4, the number of sites"),
         (["server.evaluation="], "server.evaluation", "would wait for the slowest one"),
-        (
-            ["model.adapter.scheme=rolora"],
-            "model.adapter.scheme",
-            "a buffer has updates of several rounds",
-        ),
         (["cohort.mode=sync", "cohort.buffer=2"], "cohort.buffer", 'only valid with cohort.mode = "async"'),
         (
             ["cohort.mode=sync", "cohort.staleness=2"],
@@ -451,7 +446,18 @@ def test_a_killed_run_with_stale_updates_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_round_does_not_wait_for_a_slow_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["aggregation.part=0.5", "aggregation.ring_bits=8", "aggregation.compression={}"],
+        ["model.adapter.scheme=rolora"],
+    ],
+    ids=["plain", "compressed sparse", "rolora"],
+)
+def test_a_round_does_not_wait_for_a_slow_site(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Real processes; the hardware of one site of three is ten times slower. The run says what it has summed."""
     plan = tmp_path / "plan.toml"
     plan.write_text(TINY)
@@ -462,6 +468,7 @@ def test_a_round_does_not_wait_for_a_slow_site(tmp_path: Path, capsys: pytest.Ca
         "cohort.buffer=2",
         "run.rounds=6",
         "simulation.profiles=[{share = 0.34, speed = 0.1}]",
+        *more,
         f"simulation.source={write_records(tmp_path / 'records.jsonl')}",
     ]
     options = set_options(settings)

@@ -364,9 +364,11 @@ def test_no_group_decides_the_bounds_of_all_by_its_counters(groups: int, followe
             honest = {"weight": sites * sums.training.heaviest // 1000, "clipped": 0}
             worse = {"weight": sites * sums.training.heaviest, "clipped": sites * ROTATED}
             opened = [
-                Summed(number, group, ("site",) * sites, mean, {**honest, lied: worse[lied]}, (), {})
+                Summed(
+                    number, group, ("site",) * sites, mean, {**honest, lied: worse[lied]}, (), {}, (number,)
+                )
                 if lie and group == 0
-                else Summed(number, group, ("site",) * sites, mean, honest, (), {})
+                else Summed(number, group, ("site",) * sites, mean, honest, (), {}, (number,))
                 for group in range(groups)
             ]
             at_coordinator.before_step(mean, opened)
@@ -429,11 +431,6 @@ SITE = [
         ([*EIGHT_BITS, "cohort.sites=64"], "aggregation.ring_bits", "ring_bits = 16"),
         ([*EIGHT_BITS, *SITE], "aggregation.compression", "33.35 times as large for 1,000,000 parameters"),
         ([*EIGHT_BITS, "aggregation.bound=1e9"], "aggregation.bound", "less than or equal to 1000000"),
-        (
-            [*EIGHT_BITS, "aggregation.secure=false", "cohort.mode=async", "server.evaluation=none"],
-            "aggregation.compression",
-            "scales are those of one round",
-        ),
         (
             [*EIGHT_BITS, "aggregation.compression.first_scale=0"],
             "aggregation.compression.first_scale",

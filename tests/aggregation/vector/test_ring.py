@@ -9,9 +9,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.aggregation.vector.average import BufferedSum, Counter, PlainSum, SumLayout
+from cloister.aggregation.vector.average import BufferedSum, Counter, OfModel, PlainSum, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.protocol.errors import UpdateError
+from cloister.protocol.messages.blocks import Span
 from cloister.tests.tools.seeds import seed_of
 
 Bits = Literal[8, 16, 32]
@@ -189,8 +190,9 @@ def test_a_value_beyond_a_sites_weight_is_refused_in_clear(
     """Wherever it is in the pieces; the counters after it may have any bits."""
     layout = SumLayout(Ring(bits, 1.0, 4), 6, (Counter("weight", 10, 1), Counter("clipped", 2**63)), 10)
     most = min(layout.ring.levels, -(-layout.ring.levels * weight // 10) + 1)
-    total = kind(layout)
-    add = total.add if isinstance(total, PlainSum) else lambda pieces: total.add(pieces, 1)
+    total = PlainSum(layout) if kind is PlainSum else BufferedSum(2)
+    of = OfModel(1, layout, (Span(0, 6),))
+    add = total.add if isinstance(total, PlainSum) else lambda pieces: total.add(pieces, of)
     tail = layout.tail({"weight": weight, "clipped": 2**63 - 1})
 
     def vector(step: int, at: int) -> RingVector:
@@ -208,6 +210,44 @@ def test_a_value_beyond_a_sites_weight_is_refused_in_clear(
     for step in (most, -most):
         add([(0, vector(step, 5))])
     assert total.terms == 2
+
+
+@given(masks=st.lists(st.lists(st.booleans(), min_size=9, max_size=9).filter(any), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_a_coordinate_of_a_buffer_is_the_mean_of_the_updates_that_have_it(masks: list[list[bool]]) -> None:
+    """Two updates of each model, of which each trains some coordinates."""
+    number, random, buffer = len(masks), rng(len(masks)), BufferedSum(len(masks))
+    total, weights = np.zeros(9), np.zeros(9)
+    for model, mask in enumerate(masks, start=1):
+        have = np.array(mask)
+        edges = np.flatnonzero(np.diff([0, *have, 0])).reshape(-1, 2)
+        layout = SumLayout(Ring(32, 1.0, 2), int(have.sum()), (Counter("weight", 10, 1),), heaviest=10)
+        of = OfModel(model, layout, tuple(Span(int(first), int(end)) for first, end in edges))
+        for weight in (3, 10):
+            values = random.uniform(-1, 1, layout.size).astype(np.float32)
+            buffer.add([(0, contribution(layout, values, weight))], of)
+            counts = weight / np.sqrt(1 + number - model)
+            total[have] += counts * values
+            weights[have] += counts
+    assert buffer.terms == 2 * number
+    opened = buffer.open()
+    assert opened.rounds == tuple(range(1, number + 1))
+    assert opened.counters == {"weight": 13 * number}
+    np.testing.assert_allclose(opened.mean, (total / np.maximum(weights, 1e-9))[weights > 0], atol=1e-6)
+
+
+def test_a_refused_update_leaves_a_buffer_as_it_was() -> None:
+    layout = SumLayout(Ring(32, 1.0, 2), 3, (Counter("weight", 10, 1),), heaviest=10)
+    buffer, of = BufferedSum(2), OfModel(2, layout, (Span(0, 3),))
+    with pytest.raises(UpdateError, match="at least one contribution"):
+        buffer.open()
+    good = contribution(layout, np.ones(3, np.float32), 10)
+    with pytest.raises(UpdateError, match="span"):
+        buffer.add([(1, good)], of._replace(round=1))
+    buffer.add([(0, good)], of)
+    opened = buffer.open()
+    assert opened.rounds == (2,)
+    np.testing.assert_allclose(opened.mean, 1.0, rtol=1e-6)
 
 
 @given(

@@ -10,7 +10,7 @@ from cloister.protocol.plan.pairs import FEATURES, Feature, pairs, plan_of
 from cloister.protocol.plan.settings import Because
 from cloister.protocol.plan.soundness import refusals
 
-REFUSED = 39
+REFUSED = 32
 """It does not grow: a new feature goes together with the others, or takes the place of another one."""
 
 

@@ -19,9 +19,11 @@ from scipy.linalg import toeplitz
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.spending import Spending as SiteSpending
 from cloister.clients.state.attempt import Attempts
+from cloister.clients.state.carried import Carried
 from cloister.clients.state.kept import Written
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import count_parameters, load_model
+from cloister.lm.training.moments import Carry
 from cloister.privacy.accounting import claims
 from cloister.privacy.accounting import terms as privacy_terms
 from cloister.privacy.accounting.accountant import composed
@@ -41,22 +43,25 @@ from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import PlanError, PolicyError, RunFolderError, StaleError
 from cloister.protocol.messages.cohort import draw_of
-from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN, Inbox
+from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN, Agree, Contribute, Inbox, Instructions
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json as plan_from_json
 from cloister.server import run as run_module
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.journal import Journal
+from cloister.server.record.progress import RoundDone, SiteAnswered
 from cloister.server.record.report import gather
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
 from cloister.simulations.audit.audit import audit
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import PRIVATE, RECORD, TINY, Federation, tiny, write_records
+from cloister.tests.scenarios.test_compressed_run import Run as Masked
 from cloister.tests.tools.command import found, ran, refusal, set_options
 from cloister.tests.tools.kills import die, kill_while
+from cloister.tests.tools.mutants import Mutant
 
 Z, CLIP, SITES, SIZE, ROUNDS = 2.0, 0.5, 6, 3, 6
 CORRELATED = [
@@ -714,3 +719,92 @@ def test_the_audit_plays_all_rounds_of_it(begin: Begin, monkeypatch: pytest.Monk
             with monkeypatch.context() as patch:
                 mutant(patch)
                 assert "noise" in audit(folder).row.problem
+
+
+# Moments that sites keep from their cohort's last round.
+
+KEPT = [
+    *(setting for setting in CORRELATED if not setting.startswith("server.keep")),
+    "local.optimizer_state=keep",
+    "local.steps=3",
+    "simulation.noise_seed=7",
+    "cohort.sites=8",
+    "cohort.quorum=0.75",
+]
+
+
+def test_moments_are_kept_from_a_cohorts_round_to_its_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cohorts take turns: each update of a later turn begins with what the site's own last update has left."""
+    begins: dict[tuple[str, int], int | None] = {}
+    right = Carried.make
+
+    def make(
+        carried: Carried, told: Instructions, history: bytes, made: Callable[[Carry], Any], **how: Any
+    ) -> Any:
+        def seen(carry: Carry) -> Any:
+            site = carry.after.parts[carry.after.parts.index("sites") + 1]
+            begins[site, told.sum.round] = int(carry.before.name) if carry.before else None
+            assert carry.before is None or (carry.before / "moments").stat().st_size
+            return made(carry)
+
+        return right(carried, told, history, seen, **how)
+
+    monkeypatch.setattr(Carried, "make", make)
+    party = Masked(tmp_path, *KEPT)
+    last = party.stop_at(
+        lambda event: isinstance(event, RoundDone) and event.round == 2,
+        lambda event: isinstance(event, SiteAnswered) and event.round == 4,
+    )
+    assert len(last.of(RoundDone)) == 3
+    cohorts = [draw_of(party.plan, TRAIN).cohort(party.folders, number) for number in range(1, 7)]
+    assert begins == {
+        (site, number): number - 2 if number > 2 else None
+        for number, cohort in enumerate(cohorts, start=1)
+        for site in cohort
+    }
+
+
+@pytest.mark.slow
+def test_kept_moments_change_the_model_from_the_second_turn_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that users run; the noise is declared, so that runs can be compared."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(TINY)
+    source = f"simulation.source={write_records(tmp_path / 'records.jsonl')}"
+    weights: list[list[str]] = []
+    for state in ("keep", "reset", "keep"):
+        options = set_options([*KEPT, "server.keep_checkpoints=9", f"local.optimizer_state={state}", source])
+        out = tmp_path / str(len(weights))
+        found(capsys, "simulate", str(plan), *options, "--workers", "1", "--out", str(out))
+        weights.append([row["params_sha256"] for row in RunFiles(out).metrics()])
+    kept, reset, again = weights
+    assert kept == again
+    assert [one == other for one, other in zip(kept, reset, strict=True)] == [True] * 3 + [False] * 4
+
+
+def test_a_site_that_is_not_in_a_sum_makes_the_next_round_of_its_own_cohort_fresh(tmp_path: Path) -> None:
+    party = Masked(tmp_path, *KEPT)
+    lost = draw_of(party.plan, TRAIN).cohort(party.folders, 1)[0]
+    party.channel.down = lambda site, step, request: (
+        site == lost and step == "update" and isinstance(request, Contribute) and request.sum.round == 1
+    )
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [3, 4, 4, 4, 4, 4]
+    assert party.states() == ["fresh"] * 3 + ["carried"] * 3
+
+
+def test_a_coordinator_that_calls_no_round_fresh_gets_no_sum_over_two_histories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that was absent from its cohort's first round carries nothing into the next one, and is not in it."""
+    Mutant("server.sum.sum:_fresh", 'bool(done.detail.get("behind", True))', "False").plant(monkeypatch)
+    party = Masked(tmp_path, *KEPT)
+    absent = draw_of(party.plan, TRAIN).cohort(party.folders, 1)[0]
+    party.channel.down = lambda site, step, request: (
+        site == absent and step != "join" and isinstance(request, Agree) and request.sum.round == 1
+    )
+    party.go()
+    assert [event.sites for event in party.of(RoundDone)] == [3, 4, 3, 4, 3, 4]
