@@ -1,4 +1,16 @@
-"""`cloister audit`: a lower bound on epsilon by canaries, beside the epsilon that a run claims."""
+"""`cloister audit`: attack a run's mechanism with canaries, to test its claim.
+
+Play a simulated run again, with new noise, through the functions that a run calls, and attack it with canaries. With
+unit record or owner, a new site with the records of the first one joins the plan and trains; canaries with planted
+gradients are among its units, and the noised sum of each step is seen. With unit site, new sites join and a
+coordinator runs the rounds, under masks if the plan has them; a site has a canary for its update, or no records, and
+the noised sums are seen. The lower bound on epsilon that the guesses prove is compared with the epsilon that was
+charged, and noise, clipping, sampling and number of releases with their charge; with each is printed the smallest
+error that would have been found. What is sent must follow from the noised sums to the last byte. Not played: processes
+and networks, dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the
+alarm, if the bound is above the charge or what was released is not what was charged; for honest code that has a
+probability of at most 1e-4.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +26,6 @@ if TYPE_CHECKING:
     from cloister.privacy.audit.fit import Check
     from cloister.simulations.audit.audited import Audited
 
-HELP = "attack a run's mechanism with canaries, to test its claim"
 
 ALARM = 3
 """Exit code of an audit that refutes the claim."""
@@ -22,19 +33,6 @@ ALARM = 3
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, size and confidence of the attack."""
-    parser.description = (
-        "Play a simulated run again, with new noise, through the functions that a run calls, and attack it with "
-        "canaries. With unit record or owner, a new site with the records of the first one joins the plan and "
-        "trains; canaries with planted gradients are among its units, and the noised sum of each step is seen. "
-        "With unit site, new sites join and a coordinator runs the rounds, under masks if the plan has them; a "
-        "site has a canary for its update, or no records, and the noised sums are seen. The lower bound on epsilon "
-        "that the guesses prove is compared with the epsilon that was charged, and noise, clipping, sampling and "
-        "number of releases with their charge; with each is printed the smallest error that would have been found. "
-        "What is sent must follow from the noised sums to the last byte. Not played: processes and networks, "
-        "dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the "
-        "alarm, if the bound is above the charge or what was released is not what was charged; for honest code "
-        "that has a probability of at most 1e-4."
-    )
     add_run(parser)
     parser.add_argument(
         "--canaries",

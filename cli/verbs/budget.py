@@ -1,4 +1,9 @@
-"""`cloister budget`: the epsilon of a noise multiplier, or the noise that an epsilon needs; nothing is trained."""
+"""`cloister budget`: what privacy costs, or the noise that a budget needs.
+
+Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is trained.
+Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for --steps, or
+--rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
     from cloister.cli.show.console import PipedConsole
     from cloister.privacy.accounting.accountant import Spent
 
-HELP = "what privacy costs, or the noise that a budget needs"
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _LENGTHS = (10, 30, 100, 300)
@@ -23,11 +27,6 @@ _LENGTHS = (10, 30, 100, 300)
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Unit, noise or epsilon, length, and the mechanism of each unit."""
-    parser.description = (
-        "Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is "
-        "trained. Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for "
-        "--steps, or --rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds."
-    )
     parser.add_argument(
         "--unit", choices=("record", "owner", "site"), required=True, help="what is protected"
     )

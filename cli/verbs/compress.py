@@ -1,4 +1,9 @@
-"""`cloister compress`: a smaller copy of a run's final model, and what it costs in loss."""
+"""`cloister compress`: write a smaller copy of the final model of a run, and show what it costs.
+
+Write a smaller copy of the final model of a finished run, with its adapter merged, to a folder that from_pretrained of
+transformers loads; then load it and show size, loss and speed before and after. It costs no privacy: it uses the
+model, which is public in the sense of the guarantee, and public text.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +27,9 @@ if TYPE_CHECKING:
     Text: TypeAlias = tuple[str, str, DataSection]
     """Source, split, and what the records are."""
 
-HELP = "write a smaller copy of the final model of a run, and show what it costs"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, method, public text, target folder."""
-    parser.description = (
-        "Write a smaller copy of the final model of a finished run, with its adapter merged, to a folder that "
-        "from_pretrained of transformers loads; then load it and show size, loss and speed before and after. It costs "
-        "no privacy: it uses the model, which is public in the sense of the guarantee, and public text."
-    )
     add_run(parser)
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument(

@@ -219,6 +219,18 @@ def price(plan: Plan) -> Price:
     )
 
 
+def price_facts(plan: Plan) -> dict[str, Any]:
+    """The law of a search by the plan of its trials, and its price, for `--json`."""
+    cost, chosen = price(plan), plan.simulation.search
+    assert chosen is not None, "it is the plan of a trial"
+    return {
+        **chosen.model_dump(include={"law", "mean", "shape"}),
+        "epsilon": cost.epsilon,
+        "epsilon_of_one": cost.one,
+        "delta": cost.delta,
+    }
+
+
 def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
     """Run a search to its end, from the beginning or from where an earlier process stopped.
 
@@ -457,7 +469,6 @@ def _write_untrained(folder: SearchFolder) -> None:
 def to_json(folder: SearchFolder, found: Found) -> dict[str, Any]:
     """The result for a program."""
     best = found.best
-    chosen = folder.plan.simulation.search
     answer: dict[str, Any] = {
         "search": str(folder.path),
         "best": None if best is None else str(found.folder),
@@ -465,16 +476,8 @@ def to_json(folder: SearchFolder, found: Found) -> dict[str, Any]:
         "loss": None if best is None else best.loss,
         "settings": None if best is None else dict(best.values),
     }
-    if chosen is not None:
-        cost = price(folder.plan)
-        return answer | {
-            "law": chosen.law,
-            "mean": chosen.mean,
-            "shape": chosen.shape,
-            "epsilon": cost.epsilon,
-            "epsilon_of_one": cost.one,
-            "delta": cost.delta,
-        }
+    if folder.private:
+        return answer | price_facts(folder.plan)
     trials = [
         {
             "trial": trial.number,
