@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
             )
     if arguments.json:
-        print(json.dumps(_to_json(found)))
+        print(json.dumps(asdict(found) | {"alarm": found.alarm}))
     else:
         _print(found)
     if found.alarm:
@@ -93,21 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return ALARM
     return 0
-
-
-def _to_json(found: Audited) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {
-        "what": found.what,
-        "row": asdict(found.row),
-        "claimed": found.claimed,
-        "claimed_run": found.claimed_run,
-        "delta": found.delta,
-        "at_half_noise": found.at_half_noise,
-        "checks": [asdict(check) for check in found.checks],
-        "alarm": found.alarm,
-    }
 
 
 def _print(found: Audited) -> None:

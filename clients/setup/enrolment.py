@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.clients.setup.config import SiteConfig, read_config
-from cloister.clients.setup.templates import POLICY, new_settings, with_values
+from cloister.clients.setup.templates import new_policy, new_settings, with_values
 from cloister.protocol.errors import RosterError, StorageError
 from cloister.protocol.identity.certificates import certificate_to_pem, check_authority, read_certificate
 from cloister.protocol.identity.document import read_document
@@ -94,7 +94,7 @@ def make_request(
     if not os.path.lexists(supernode_file):
         make_supernode_key(supernode_file, durable=durable)
     identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
-    for template, text in (("site.toml", new_settings(name)), ("policy.toml", POLICY)):
+    for template, text in (("site.toml", new_settings(name)), ("policy.toml", new_policy())):
         if not os.path.lexists(folder / template):
             write_bytes(folder / template, text.encode(), durable=durable)
     if not os.path.lexists(path):

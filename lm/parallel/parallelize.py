@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.model import LanguageModel, plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
 from cloister.lm.parallel.pipeline import keep_stage
 from cloister.protocol.errors import ModelError
@@ -61,8 +61,7 @@ def parallelize(
     """
     mesh = Mesh() if ranks is None else degrees(ranks)
     # transformers and PEFT know the model without its adapter by these names.
-    get_base: Any = getattr(model.module, "get_base_model", None)
-    inner: Any = model.module if get_base is None else get_base()
+    inner: Any = plain(model.module)
 
     # 1. Tensor parallelism.
     if ranks is not None and mesh.tensor > 1:

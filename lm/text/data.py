@@ -35,7 +35,7 @@ from cloister.lm.text.examples import ANSWER, CONTEXT, Example, compared, to_exa
 from cloister.lm.text.records import Record, Unusable, fingerprint, owner_of, read_each
 from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.errors import DataError
-from cloister.protocol.machine.storage import disk_refusal, write_folder
+from cloister.protocol.machine.storage import on_disk, write_folder
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
 
 _NOTHING_LEARNABLE = "without a learnable token"
@@ -412,11 +412,9 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
     """
     filed = prepared_path(folder, key)
     if not filed.exists():
-        try:
+        with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / f".{filed.name}.lock").open("wb")
-        except OSError as error:
-            raise disk_refusal(folder, error) from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not filed.exists():

@@ -33,7 +33,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -190,17 +190,8 @@ def _entry(previous: bytes, row: tuple[Any, ...]) -> Entry:
     Raises:
         ValueError: a field is out of its range.
     """
-    number, time_s, owner, id_, dataset, run, round_number, attempt, what, event, delta = row
-    charge = Charge(
-        id=id_,
-        dataset=dataset,
-        run=run,
-        round=round_number,
-        attempt=attempt,
-        what=what,
-        event=event,
-        delta=delta,
-    )
+    number, time_s, owner, *charged = row
+    charge = Charge(**dict(zip(Charge.__dataclass_fields__, charged, strict=True)))
     return Entry(number, time_s, owner, charge, link(previous, number, time_s, owner, charge))
 
 
@@ -478,9 +469,7 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
 
 
 def _append(db: sqlite3.Connection, entry: Entry) -> None:
-    c = entry.charge
-    fields = (c.id, c.dataset, c.run, c.round, c.attempt, c.what, c.event, c.delta)
-    row = (entry.number, entry.time, entry.owner, *fields, entry.hash)
+    row = (entry.number, entry.time, entry.owner, *astuple(entry.charge), entry.hash)
     db.execute(f"INSERT INTO entries ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})", row)
 
 

@@ -25,6 +25,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, RosterError
@@ -324,23 +325,9 @@ class Federation:
             raise RosterError("site", name, expected=f"one of {', '.join(self._by_name)}")
         return site
 
-    def _next(
-        self,
-        *,
-        sites: tuple[Request, ...] | None = None,
-        revoked: tuple[bytes, ...] | None = None,
-        superlink: str | None = None,
-        exchange: str | None = None,
-    ) -> Federation:
-        return replace(
-            self,
-            version=self.version + 1,
-            previous=self.fingerprint,
-            sites=self.sites if sites is None else sites,
-            revoked=self.revoked if revoked is None else revoked,
-            superlink=superlink or self.superlink,
-            exchange=exchange or self.exchange,
-        ).verified()
+    def _next(self, **changed: Any) -> Federation:
+        following = replace(self, version=self.version + 1, previous=self.fingerprint, **changed)
+        return following.verified()
 
     def _check_follows(self, installed: Federation) -> None:
         have = f"{installed.name}, version {installed.version}"

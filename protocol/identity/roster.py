@@ -32,9 +32,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import MemberError, RosterError, StorageError
+from cloister.protocol.errors import MemberError, RosterError
 from cloister.protocol.identity.document import from_base64, to_base64
-from cloister.protocol.machine.storage import write_new
+from cloister.protocol.machine.storage import write_bytes, write_new
 from cloister.protocol.plan.threshold import LARGEST
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -329,15 +329,7 @@ def save_roster(roster: Roster, path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    beside = path.with_name(path.name + ".new")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(roster.to_toml())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError("roster", str(path), expected=f"a file that can be written ({error})") from error
+    write_bytes(path, roster.to_toml().encode())
 
 
 def load_roster(path: Path) -> Roster:

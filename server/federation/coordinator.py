@@ -33,7 +33,7 @@ from cloister.protocol.identity.address import LOOPBACK, everywhere, free_port
 from cloister.protocol.machine.child import Child, append_to, spawn
 from cloister.protocol.machine.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.machine.fork_server import ending
-from cloister.protocol.machine.storage import disk_refusal, lock, write_bytes
+from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 from cloister.server.exchange.exchange import ENVIRONMENT
 from cloister.server.federation.app import SuperLink
 from cloister.server.federation.control import Answer, Control
@@ -359,11 +359,9 @@ class Coordinator:
         """Keep an event in the run's folder, and tell those who follow."""
         fields = json.loads(line)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        try:
+        with on_disk(Path(file.name)):
             file.write(json.dumps({"at": at} | fields).encode() + b"\n")
             file.flush()
-        except OSError as error:
-            raise disk_refusal(Path(file.name), error) from error
         self._metrics.take(event)
         with self._changed:
             self._run.last[type(event).__name__] = fields

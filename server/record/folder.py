@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
-from cloister.protocol.machine.storage import lock, write_bytes
+from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
 
@@ -229,15 +229,8 @@ class RunFolder(RunFiles):
         Raises:
             StorageError: the disk is full.
         """
-        try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dict(row)) + "\n")
-        except OSError as error:
-            raise StorageError(
-                str(self.metrics_file),
-                expected=f"a disk that accepts the write ({error.strerror})",
-                fix="free space, then resume",
-            ) from error
+        with on_disk(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
 
 
 def checkpoint_file(folder: Path, round_number: int) -> Path:
