@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from cloister.cli.options.shared_options import said
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = command_parser().parse_known_args(argv)
     if unknown:
         arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = int(arguments.act(arguments))
         sys.stdout.flush()  # a write that fails must fail here, inside the try
@@ -154,10 +154,6 @@ def _say(line: str, arguments: argparse.Namespace) -> None:
         logging.getLogger("cloister").error("%s", line)
     else:
         print(f"cloister: {line}", file=sys.stderr)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

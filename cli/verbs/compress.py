@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.cli.verbs.export import check_new
 from cloister.cli.verbs.tokenizer import check_public, places
-from cloister.protocol.errors import CloisterError, DataError
+from cloister.protocol.errors import CloisterError, DataError, ModelError
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
@@ -80,11 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.lm.model.model import load_saved
     from cloister.lm.output import compress
     from cloister.lm.output.export import write_model
+    from cloister.protocol.machine.prerequisites import check_extra
     from cloister.protocol.machine.storage import write_folder
     from cloister.server.record.outcome import outcome
 
     if arguments.int8:
-        compress.check_torchao()
+        check_extra("torchao", "compress", ModelError, "--int8")
     figures = outcome(files)  # refuses a run that is not finished
     measured_on, learned_from = _sources(plan, files, arguments)
     target.parent.mkdir(parents=True, exist_ok=True)

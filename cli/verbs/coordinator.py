@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cloister.cli.options.shared_options import add_action, add_json, add_log_format, add_metrics, tell
 from cloister.cli.show.agreement import asked, fingerprint_line, version_facts
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cloister.protocol.identity.request import Request
     from cloister.protocol.plan.settings import Section
     from cloister.server.federation.registry import Registry
+
+S = TypeVar("S", bound="Section")
 
 _FOUNDING = {
     "name": ("NAME", "name of the federation"),
@@ -231,7 +233,7 @@ def _approve(arguments: argparse.Namespace) -> int:
                 raise RosterError(
                     f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
                 )
-        terms = Terms.settings().from_json(_given(arguments, Terms))
+        terms = _given(arguments, Terms, "federation")
         agreed = _agreed(requests, arguments)
         return _told(Registry.create(folder, terms, agreed, now), None, arguments)
     for field in Terms.model_fields:
@@ -288,7 +290,7 @@ def _renew(arguments: argparse.Namespace) -> int:
     """
     from cloister.server.federation.registry import Registry, Renewal
 
-    renewal = Renewal.settings().from_json(_given(arguments, Renewal))
+    renewal = _given(arguments, Renewal, "renewal")
     registry = Registry.open(Path(arguments.federation))
     before = registry.federation
     renewed = registry.renew(renewal, datetime.datetime.now(datetime.UTC))
@@ -305,10 +307,13 @@ def _show(arguments: argparse.Namespace) -> int:
     return _told(Registry.open(Path(arguments.federation)), None, arguments)
 
 
-def _given(arguments: argparse.Namespace, section: type[Section]) -> str:
-    """The fields of a section that options give, as JSON."""
+def _given(arguments: argparse.Namespace, section: type[S], name: str) -> S:
+    """A section of which options give the fields."""
+    from cloister.protocol.plan.settings import Settings
+
     given = {field: getattr(arguments, field) for field in section.model_fields}
-    return json.dumps({field: value for field, value in given.items() if value is not None})
+    text = json.dumps({field: value for field, value in given.items() if value is not None})
+    return Settings(section, name, RosterError).from_json(text)
 
 
 def _read_request(path: Path) -> Request:

@@ -91,12 +91,12 @@ def _check_coordinator(path: Path, plan: Plan | None, arguments: argparse.Namesp
 def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) -> list[Finding]:
     """Check the hops, and print what is found at each as soon as it is."""
     from cloister.cli.show.console import PipedConsole
-    from cloister.protocol.machine.findings import examine, longest_s
+    from cloister.protocol.machine.findings import examine
 
     findings = []
     console = PipedConsole()
     if not arguments.json:
-        limit = longest_s(hops)
+        limit = sum(hop.limit_s for hop in hops)
         console.print(
             f"{party}: {len(hops)} hops; it waits at most {limit:g} s for others",
             markup=False,

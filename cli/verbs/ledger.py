@@ -155,10 +155,11 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     for dataset in datasets:
         name, delta = dataset["dataset"], f"{dataset['delta']:g}"
         for run in dataset["runs"]:
+            first, last = run["rounds"][0], run["rounds"][-1]
             cells = (
                 name,
                 run["run"],
-                _span(run["rounds"]),
+                str(first) if first == last else f"{first} to {last}",
                 f"{run['entries']:,}",
                 rounded_up(run["epsilon"]),
                 delta,
@@ -173,7 +174,3 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
         if dataset["note"]:
             console.print(Text(f"{dataset['dataset']}: {dataset['note']}"), soft_wrap=True)
     console.print(Text(f"head {history.head.hex()}", style="dim"), soft_wrap=True)
-
-
-def _span(rounds: list[int]) -> str:
-    return str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"

@@ -57,11 +57,11 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def whole(layout: Layout) -> tuple[Held, ...]:
     """What a process has that has every parameter."""
-    held = []
-    for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False):
-        rows, columns = matrix(shape)
-        held.append(Held(name, offset, columns, Span(0, rows), Span(0, columns)))
-    return tuple(held)
+    sizes = map(matrix, layout.shapes)
+    return tuple(
+        Held(name, offset, columns, Span(0, rows), Span(0, columns))
+        for name, (rows, columns), offset in zip(layout.names, sizes, layout.offsets, strict=False)
+    )
 
 
 class Weights:

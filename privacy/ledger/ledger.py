@@ -411,34 +411,14 @@ class Ledger:
                 "for the data can raise the budget",
             )
 
-    def spent(self, dataset: str, delta: float) -> float:
-        """Epsilon at `delta` of all charges of `dataset`, over all runs in this ledger; 0 without charges.
+    def entries(self, run: str | None = None) -> tuple[Entry, ...]:
+        """Every entry, or those of one run, oldest first.
 
         Raises:
             LedgerError: the ledger is damaged or altered.
             StorageError: it cannot be read.
         """
-        events = self._history().events(dataset)
-        return self._compose(events, delta) if events else 0.0
-
-    def datasets(self) -> tuple[str, ...]:
-        """Names of the datasets with charges, sorted; errors as `spent`."""
-        return self._history().datasets()
-
-    def entries(self, run: str | None = None) -> tuple[Entry, ...]:
-        """Every entry, or those of one run, oldest first; errors as `spent`."""
         return tuple(entry for entry in self._history().entries if run in (None, entry.charge.run))
-
-    def verify(self, noted: str | None = None) -> Verified:
-        """Verify the chain, and that it contains a head that was noted earlier; see `History.verified`.
-
-        Without a noted head this cannot detect that entries were removed from the end or that the chain was recomputed.
-
-        Raises:
-            LedgerError: an entry does not follow from those before it (names the first), or the noted head is missing.
-            StorageError: the file cannot be read.
-        """
-        return self._history().verified(noted)
 
     def _history(self) -> History:
         return read_history(self.path, self._patience_s).of_owner(self.owner)

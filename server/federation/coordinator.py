@@ -15,7 +15,6 @@ A run that stopped with a reason, or on demand, waits until it is submitted agai
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -43,8 +42,6 @@ from cloister.server.federation.registry import Registry
 from cloister.server.record.events import from_json
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.progress import Event, RoundDone
-
-_log = logging.getLogger(__name__)
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 
