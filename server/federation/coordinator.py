@@ -343,7 +343,7 @@ class Coordinator:
                 with suppress(EngineError):
                     event = from_json(line)
                     rounds += isinstance(event, RoundDone)
-                    self._keep(event, line, events)
+                    self._keep(event, line, events, files.events)
             status = process.wait()
             assert process.stdin is not None, "it is a pipe"
             process.stdin.close()
@@ -352,11 +352,11 @@ class Coordinator:
                 self._run.process = None
         return rounds, status
 
-    def _keep(self, event: Event, line: bytes, file: IO[bytes]) -> None:
+    def _keep(self, event: Event, line: bytes, file: IO[bytes], path: Path) -> None:
         """Keep an event in the run's folder, and tell those who follow."""
         fields = json.loads(line)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with on_disk(Path(file.name)):
+        with on_disk(path):
             file.write(json.dumps({"at": at} | fields).encode() + b"\n")
             file.flush()
         self._metrics.take(event)
