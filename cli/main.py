@@ -23,9 +23,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any, NoReturn, Protocol
+from types import ModuleType
+from typing import Any, NoReturn
 
+from cloister.cli.options.shared_options import said
 from cloister.cli.verbs import (
     audit,
     budget,
@@ -52,22 +53,7 @@ from cloister.cli.verbs import (
 )
 from cloister.protocol.errors import CloisterError
 
-
-class Verb(Protocol):
-    """What the module of each verb provides."""
-
-    @property
-    def HELP(self) -> str:  # noqa: N802 -- a constant of the module
-        """One line for the list of verbs."""
-
-    def options(self, parser: argparse.ArgumentParser, /) -> None:
-        """Add the verb's description, options and actions to its parser."""
-
-    def run(self, arguments: argparse.Namespace, /) -> int:
-        """Do what the arguments ask for; returns the exit code."""
-
-
-VERBS: dict[str, Verb] = {
+VERBS: dict[str, ModuleType] = {
     "simulate": simulate,
     "resume": resume,
     "tune": tune,
@@ -105,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = command_parser().parse_known_args(argv)
     if unknown:
         arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        code = int(arguments.verb.run(arguments))
+        code = int(arguments.act(arguments))
         sys.stdout.flush()  # a write that fails must fail here, inside the try
         return code
     except CloisterError as error:
@@ -140,8 +126,8 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="on an error, show the Python traceback")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for name, verb in VERBS.items():
-        of_verb = verbs.add_parser(name, help=verb.HELP)
-        of_verb.set_defaults(verb=verb)
+        of_verb = verbs.add_parser(name, **said(verb))
+        of_verb.set_defaults(act=getattr(verb, "run", None))
         verb.options(of_verb)
     return parser
 
@@ -168,10 +154,6 @@ def _say(line: str, arguments: argparse.Namespace) -> None:
         logging.getLogger("cloister").error("%s", line)
     else:
         print(f"cloister: {line}", file=sys.stderr)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from cloister.lm.model import saved
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
 from cloister.lm.text.corpus import check_corpus, corpus_records
-from cloister.lm.text.data import Prepared, check_usable
+from cloister.lm.text.data import Prepared, Store, check_usable
 from cloister.lm.text.records import Records, Unusable, read_each
 from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
@@ -370,9 +370,9 @@ def _sequences(folder: Path, index: int) -> Prepared | None:
 
 
 @lru_cache(maxsize=4)
-def _store(folder: Path) -> store.Store:
+def _store(folder: Path) -> Store:
     """The store of a run, mapped once in a worker."""
-    return store.Store(folder)
+    return Store(folder)
 
 
 @lru_cache(maxsize=4096)
@@ -396,19 +396,7 @@ def lay_out(plan: Plan, folder: Path) -> None:
         save_identity(
             key, names.site(name) / "identity.pem", durable=False
         )  # the folder is synced as a whole
-        keys = {
-            "name": name,
-            "data": "data.jsonl",
-            "state": "state",
-            "identity": "identity.pem",
-            "roster": "../roster.toml",
-            "roster_hash": roster.hash.hex(),
-            "plan": plan.digest(),
-        }
-        declare_rounding(plan, name, names.state(name))
-        toml = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
-        toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        names.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
+        write_config(plan, names, index, roster="../roster.toml", roster_hash=roster.hash.hex())
 
 
 def _check_public_sources(plan: Plan) -> None:
@@ -472,13 +460,24 @@ def divided(
     return kept, partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field), apart
 
 
-def hardware_of(plan: Plan, index: int) -> str:
-    """The speed and mesh of the site with a number, as TOML that ends a `site.toml`; empty where nothing is set."""
-    profile = profile_of(plan, index)
+def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> None:
+    """Write the `site.toml` of the site with a number, and declare its rounding."""
+    name, profile = site_name(index), profile_of(plan, index)
+    declare_rounding(plan, name, sites.state(name))
+    keys = {
+        "name": name,
+        "data": "data.jsonl",
+        "state": "state",
+        "identity": "identity.pem",
+        "plan": plan.digest(),
+        "secure": plan.aggregation.secure,
+        "speed": profile.speed,
+        **more,
+    }
     mesh = profile.mesh.model_dump(exclude_defaults=True)
-    lines = [f"speed = {profile.speed!r}"] if profile.speed != 1 else []
-    lines += ["[mesh]"] * bool(mesh) + [f"{key} = {json.dumps(value)}" for key, value in mesh.items()]
-    return "".join(line + "\n" for line in lines)
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in keys.items()]
+    lines += ["[mesh]\n"] * bool(mesh) + [f"{key} = {json.dumps(value)}\n" for key, value in mesh.items()]
+    sites.config(name).write_text("".join(lines), encoding="utf-8")
 
 
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:

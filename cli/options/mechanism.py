@@ -72,10 +72,7 @@ class Mechanism:
 
 def _of_steps(arguments: argparse.Namespace) -> Mechanism:
     unit = arguments.unit
-    for option in ("central", "separation", "participations", *_OF_SKELLAM):
-        value = getattr(arguments, option)
-        if value is not None and value is not False:
-            raise CloisterError(f"--{option}", expected="this option only with --unit site")
+    _only(arguments, ("central", "separation", "participations", *_OF_SKELLAM), "with --unit site")
     rate = arguments.sampling_rate
     if (arguments.batch_size is None) != (arguments.examples is None):
         raise CloisterError("--batch-size and --examples", expected="both options together")
@@ -103,27 +100,12 @@ def _of_steps(arguments: argparse.Namespace) -> Mechanism:
 
 
 def _of_site(arguments: argparse.Namespace) -> Mechanism:
-    for option in _OF_STEPS:
-        if getattr(arguments, option) is not None:
-            name = option.replace("_", "-")
-            raise CloisterError(f"--{name}", expected="this option only with --unit record or owner")
+    _only(arguments, _OF_STEPS, "with --unit record or owner")
     if (arguments.separation is None) != (arguments.participations is None):
         raise CloisterError("--separation and --participations", expected="both options together")
-    if arguments.separation is not None and not arguments.central:
-        raise CloisterError("--separation", arguments.separation, expected="this option only with --central")
     if arguments.central:
-        for option in _OF_SKELLAM:
-            if getattr(arguments, option) is not None:
-                raise CloisterError(f"--{option}", expected="this option only without --central")
-        if arguments.separation is not None:
-            return _correlated(arguments)
-        return Mechanism(
-            "site",
-            arguments.delta,
-            arguments.accountant,
-            lambda noise, rounds: [Gaussian(noise, rounds)],
-            "Gaussian, in each round, by a coordinator that must be trusted",
-        )
+        return _central(arguments)
+    _only(arguments, ("separation",), "with --central")
     sites: int = _given(arguments.sites, 8)
     clip: float = _given(arguments.clip, 1.0)
     dimension: int = _given(arguments.dimension, 1_000_000)
@@ -149,19 +131,29 @@ def _of_site(arguments: argparse.Namespace) -> Mechanism:
     return Mechanism("site", arguments.delta, arguments.accountant, events, mechanism)
 
 
-def _correlated(arguments: argparse.Namespace) -> Mechanism:
+def _central(arguments: argparse.Namespace) -> Mechanism:
+    _only(arguments, _OF_SKELLAM, "without --central")
     b, k = arguments.separation, arguments.participations
     for option, value in (("--separation", b), ("--participations", k)):
-        if value < 1:
+        if value is not None and value < 1:
             raise CloisterError(option, value, expected="1 or more")
-    return Mechanism(
-        "site",
-        arguments.delta,
-        arguments.accountant,
-        lambda noise, rounds: [CorrelatedGaussian(noise, rounds, b, k)],
-        f"Gaussian, correlated over all rounds, for a site in at most {k} of them that are at least {b} apart, by a "
-        "coordinator that must be trusted",
-    )
+
+    def events(noise: float, rounds: int) -> Sequence[Event]:
+        return [Gaussian(noise, rounds) if b is None else CorrelatedGaussian(noise, rounds, b, k)]
+
+    when = "in each round"
+    if b is not None:
+        when = f"correlated over all rounds, for a site in at most {k} of them that are at least {b} apart"
+    mechanism = f"Gaussian, {when}, by a coordinator that must be trusted"
+    return Mechanism("site", arguments.delta, arguments.accountant, events, mechanism)
+
+
+def _only(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
+    for option in options:
+        value = getattr(arguments, option)
+        if value is not None and value is not False:
+            name = option.replace("_", "-")
+            raise CloisterError(f"--{name}", expected=f"this option only {where}")
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The options that several verbs share, and the plan that the plan options choose.
+"""The options that several verbs share, what they say of themselves, and the plan that the plan options choose.
 
 Imported for `--help`: nothing heavy at the top.
 """
@@ -6,17 +6,45 @@ Imported for `--help`: nothing heavy at the top.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    from cloister.protocol.errors import CloisterError
     from cloister.protocol.plan.plan import Plan
 
+    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT = "private-code"
 """The shipped plan of a command without one."""
+
+
+def said(subject: object) -> dict[str, Any]:
+    """The help and the description of a verb (its module) or an action (its function): the docstring's first line, and
+    what follows it up to a section such as `Raises:`."""
+    first, _, rest = (inspect.getdoc(subject) or "").partition("\n\n")
+    line = first.rpartition("`: ")[2].rstrip(".")
+    described = re.split(r"^(?:Args|Returns|Raises):", rest, flags=re.MULTILINE)[0]
+    return {"help": line[:1].lower() + line[1:], "description": " ".join(described.split())}
+
+
+def add_action(actions: Actions, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """The parser of an action, which has the name of its function."""
+    parser: argparse.ArgumentParser = actions.add_parser(act.__name__.removeprefix("_"), **said(act))
+    parser.set_defaults(act=act)
+    return parser
+
+
+def tell(arguments: argparse.Namespace, facts: Mapping[str, object], *lines: str) -> int:
+    """Print what a verb has done: facts as one line of JSON with `--json`, else lines. Returns 0, the exit code."""
+    print(json.dumps(dict(facts)) if arguments.json else "\n".join(lines))
+    return 0
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -107,24 +135,27 @@ def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
     )
 
 
-def check_again(arguments: argparse.Namespace) -> None:
-    """Check that --again comes without an option of `add_deployed` that a run keeps from its beginning.
+def check_again(arguments: argparse.Namespace, error: type[CloisterError]) -> None:
+    """Check that `--again` comes without what a run or a search keeps from its beginning.
 
     Raises:
-        RunFolderError: it does not.
+        CloisterError: of class `error`: it does not.
     """
-    from cloister.protocol.errors import RunFolderError
-
-    kept = {"PLAN": arguments.plan, "--set": arguments.set or None}
-    kept |= {f"--{name}": getattr(arguments, name) for name in ("sites", "rounds", "out", "transport")}
-    kept["--wait"] = getattr(arguments, "wait", None)
-    given = [name for name, value in kept.items() if value is not None]
+    given = []
+    for name in ("plan", "search", "set", "sites", "rounds", "out", "transport", "wait", "dry_run"):
+        value = getattr(arguments, name, None)
+        if value is not None and value is not False and value != []:
+            given.append(name.upper() if name in ("plan", "search") else f"--{name.replace('_', '-')}")
     if arguments.again and given:
-        raise RunFolderError(
-            "--again",
-            arguments.again,
-            expected=f"it without {', '.join(given)}: a run keeps the plan, folder, transport and wait it began with",
+        raise error(
+            "--again", arguments.again, expected=f"it without {', '.join(given)}: they stay as they began"
         )
+
+
+def folder_for(out: str | None, folder: Path, name: str) -> Path:
+    """The folder that `--out` names, or a path in `folder` that nothing has: `name`, or `name-2` and so on."""
+    paths = (folder / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return Path(out) if out else next(path for path in paths if not path.exists())
 
 
 def chosen_plan(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from cloister.protocol.errors import RosterError
+
+if TYPE_CHECKING:
+    from cloister.protocol.identity.federation import Change, Federation
 
 FIX = "do not go on: one of you has another file; tell the other side, and get the file again over another channel"
 
@@ -14,6 +19,17 @@ def fingerprint_line(fingerprint: bytes) -> str:
     from cloister.protocol.identity.fingerprint import shown
 
     return f"fingerprint  {shown(fingerprint)}"
+
+
+def version_facts(federation: Federation, changes: Iterable[Change]) -> dict[str, object]:
+    """A version of a federation and what is new in it, for `--json`."""
+    return {
+        "name": federation.name,
+        "version": federation.version,
+        "fingerprint": federation.fingerprint.hex(),
+        "roster_hash": federation.roster.hash.hex(),
+        "changes": [vars(change) for change in changes],
+    }
 
 
 def asked(who: str) -> bytes:

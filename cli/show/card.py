@@ -33,6 +33,17 @@ def claim(report: RunReport) -> Verdict:
     )
 
 
+def claim_facts(report: RunReport) -> dict[str, object]:
+    """What a run may claim, for `--json`."""
+    found = claim(report)
+    return {
+        "guarantee": found.holds,
+        "sentence": found.sentence,
+        "epsilon": report.epsilon if found.holds else None,
+        "delta": report.delta if found.holds else None,
+    }
+
+
 def to_card(
     report: RunReport,
     plan: Plan,

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,116 +20,89 @@ from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.figure import Figure
 from cloister.protocol.plan.plan import Plan
-from cloister.server.record.progress import (
-    AttemptFailed,
-    BudgetSpent,
-    Connected,
-    Evaluated,
-    Event,
-    Finished,
-    NotEvaluated,
-    NotJoined,
-    Preparing,
-    Refusing,
-    RoundAbandoned,
-    RoundDone,
-    RoundStarted,
-    SiteAnswered,
-    SiteFailed,
-    Started,
-    Step,
-)
+from cloister.server.record import progress
 
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
 _DOING = {"train": "training", "evaluate": "evaluating"}
 
 
-class Display(Protocol):
-    """Shows a run while it is in progress; a context manager. `event` and `watch` may be called from any thread."""
-
-    def __enter__(self) -> Display: ...
-    def __exit__(self, *_: object) -> None: ...
-    def event(self, event: Event) -> None:
-        """Show an event of the run."""
-
-    def watch(self, site: str, at_work: bool) -> None:
-        """Show that a site started or stopped working."""
-
-
 class LineDisplay:
-    """Prints one plain line for each event; for logs and pipes."""
+    """Shows a run while it is in progress: one plain line for each event, for logs and pipes.
+
+    A context manager. `event` and `watch` may be called from any thread.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __enter__(self) -> LineDisplay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def event(self, event: Event) -> None:
-        """Print the event."""
+    def event(self, event: progress.Event) -> None:
+        """Show an event of the run."""
         line = describe(event)
         if line:
             self._console.print(Text(line), soft_wrap=True)
 
     def watch(self, site: str, at_work: bool) -> None:
-        """Print nothing: these changes are too frequent for a log."""
+        """Show that a site started or stopped working: not in lines, because a log would be full of them."""
 
 
 class Absent(dict[str, str]):
     """The sites that take no part in a run, each with the reason."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: progress.Event) -> None:
         """Follow the run."""
         match event:
-            case NotJoined(site, reason):
+            case progress.NotJoined(site, reason):
                 self[site] = reason
-            case SiteAnswered(site=site):
+            case progress.SiteAnswered(site=site):
                 self.pop(site, None)  # it has joined since
 
 
-def describe(event: Event) -> str:
+def describe(event: progress.Event) -> str:
     """An event as one plain line; empty for events that are too frequent to print."""
     match event:
-        case Preparing(what):
+        case progress.Preparing(what):
             return f"preparing {what}"
-        case Connected(sites, missing):
+        case progress.Connected(sites, missing):
             rest = "; ".join(f"{site}: {why}" for site, why in missing.items())
             return f"{len(sites)} of {len(sites) + len(missing)} sites are connected" + (
                 f"; {rest}" if rest else ""
             )
-        case Started(plan, sites, parameters, done):
+        case progress.Started(plan, sites, parameters, done):
             resumed = f", from round {done}" if done else ""
             return (
                 f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
                 f"{parameters:,} trained parameters, {_how(plan)}, plan {plan.digest()[:12]}"
             )
-        case NotJoined(site, reason):
+        case progress.NotJoined(site, reason):
             return f"{site} did not join: {reason}"
-        case SiteFailed(number, site, reason):
+        case progress.SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
-        case AttemptFailed(number, attempt, reason):
+        case progress.AttemptFailed(number, attempt, reason):
             return f"round {number}: attempt {attempt} failed: {reason}"
-        case RoundAbandoned(number, spoiled=wrong) if wrong:
+        case progress.RoundAbandoned(number, spoiled=wrong) if wrong:
             return f"round {number}: given up: a site lied in its counters: {wrong}; the model is unchanged"
-        case RoundAbandoned(number, attempts):
+        case progress.RoundAbandoned(number, attempts):
             return f"round {number}: given up after {attempts} attempts; the model is unchanged"
-        case NotEvaluated(number, spoiled=wrong) if wrong:
+        case progress.NotEvaluated(number, spoiled=wrong) if wrong:
             return f"round {number}: not evaluated: a site lied in its totals: {wrong}"
-        case NotEvaluated(number, attempts):
+        case progress.NotEvaluated(number, attempts):
             return f"round {number}: not evaluated, after {attempts} attempts"
-        case Refusing(number, sites):
+        case progress.Refusing(number, sites):
             return f"round {number}: not started: {', '.join(sites)} refused, and too few sites are left; the run ends"
-        case BudgetSpent(number, epsilon, budget, dataset):
+        case progress.BudgetSpent(number, epsilon, budget, dataset):
             of, most = (f" of {dataset!r} over all runs", "limit") if dataset else ("", "budget")
             return (
                 f"round {number}: not started: epsilon{of} is {at_most(epsilon)}, and the round would exceed the "
                 f"{most} of {budget:g}; the run ends"
             )
-        case RoundDone():
+        case progress.RoundDone():
             parts = [f"round {event.round}: {event.sites} sites"]
             if event.refused:
                 parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
@@ -139,12 +112,12 @@ def describe(event: Event) -> str:
             if event.epsilon is not None:
                 parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
             return ", ".join(parts)
-        case Evaluated():
+        case progress.Evaluated():
             found = ", ".join(_lines(EVALUATED, event.figures, "token"))
             return f"round {event.round}: {found}"
-        case Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
+        case progress.Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
             return f"{done} of {of} {what}"
-        case Finished(rounds):
+        case progress.Finished(rounds):
             return f"finished {rounds} rounds"
     return ""
 
@@ -156,7 +129,7 @@ def _lines(figures: Sequence[Figure], values: Mapping[str, Any], label: str) -> 
             yield line
 
 
-def with_group(cohort: tuple[str, ...], event: RoundStarted) -> tuple[str, ...]:
+def with_group(cohort: tuple[str, ...], event: progress.RoundStarted) -> tuple[str, ...]:
     """The sites that are asked in a round with groups, with those of another attempt at the sum of one group."""
     return cohort + tuple(site for site in event.cohort if site not in cohort)
 
@@ -185,7 +158,7 @@ def _how(plan: Plan) -> str:
     return f"{how}, private per {unit}{declared}"
 
 
-def _rate(event: RoundDone) -> float:
+def _rate(event: progress.RoundDone) -> float:
     return event.figures.get("tokens", 0) / event.seconds if event.seconds else 0.0
 
 
@@ -198,7 +171,7 @@ def _cells(figures: Sequence[Figure], values: Mapping[str, Any]) -> dict[str, st
     }
 
 
-class LiveDisplay:
+class LiveDisplay(LineDisplay):
     """A live screen: progress, sites at work, the last rounds, the last failures.
 
     Args:
@@ -213,46 +186,51 @@ class LiveDisplay:
         self._plan = plan
         self._lock = threading.Lock()
         self._status = "starting"
-        self._step: Step | None = None
+        self._step: progress.Step | None = None
         self._done = 0
         self._first = 0
-        self._begun: RoundStarted | None = None
+        self._begun: progress.RoundStarted | None = None
         self._cohort: tuple[str, ...] = ()
         self._answered: list[str] = []
         self._updates: int | None = None
         self._working: set[str] = set()
-        self._rounds: dict[int, RoundDone | None] = {}
-        self._evaluated: dict[int, Evaluated] = {}
+        self._rounds: dict[int, progress.RoundDone | None] = {}
+        self._evaluated: dict[int, progress.Evaluated] = {}
         self._failures: deque[str] = deque(maxlen=_SHOWN_FAILURES)
         self._clock = time.monotonic()
         self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
 
-    def __enter__(self) -> LiveDisplay:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def event(self, event: Event) -> None:
+    def event(self, event: progress.Event) -> None:
         """Update the screen."""
         with self._lock:
             if isinstance(
-                event, Step | Preparing | Started | RoundStarted | Finished
+                event,
+                progress.Step
+                | progress.Preparing
+                | progress.Started
+                | progress.RoundStarted
+                | progress.Finished,
             ):  # what sets the status
-                self._step = event if isinstance(event, Step) else None
+                self._step = event if isinstance(event, progress.Step) else None
             match event:
-                case Preparing(what):
+                case progress.Preparing(what):
                     self._status = f"preparing {what}"
-                case Connected() if not self._cohort:
+                case progress.Connected() if not self._cohort:
                     self._status = describe(event)
-                case Connected(missing=missing) if missing:
+                case progress.Connected(missing=missing) if missing:
                     self._failures.append(describe(event))
-                case Started(done=done):
+                case progress.Started(done=done):
                     self._done = self._first = done
                     self._status = "evaluating"
                     self._clock = time.monotonic()
-                case RoundStarted(number, attempt, purpose, cohort, updates):
+                case progress.RoundStarted(number, attempt, purpose, cohort, updates):
                     again = f", attempt {attempt}" if attempt > 1 else ""
                     self._status = f"round {number}{again}, {_DOING[purpose]}"
                     if event.beside(self._begun):
@@ -261,24 +239,30 @@ class LiveDisplay:
                     else:
                         self._begun = event
                         self._cohort, self._updates, self._answered = cohort, updates, []
-                case SiteAnswered():
+                case progress.SiteAnswered():
                     self._answered.append(event.site)
-                case NotJoined() | SiteFailed() | AttemptFailed() | RoundAbandoned() | NotEvaluated():
+                case (
+                    progress.NotJoined()
+                    | progress.SiteFailed()
+                    | progress.AttemptFailed()
+                    | progress.RoundAbandoned()
+                    | progress.NotEvaluated()
+                    | progress.BudgetSpent()
+                    | progress.Refusing()
+                ):
                     self._failures.append(describe(event))
-                case Step(what, done, of):
+                case progress.Step(what, done, of):
                     self._status = f"{done} of {of} {what}"
-                case BudgetSpent() | Refusing():
-                    self._failures.append(describe(event))
-                case RoundDone():
+                case progress.RoundDone():
                     self._done = event.round
                     self._rounds[event.round] = event
                     self._cohort = ()
                     if event.refused:
                         self._failures.append(describe(event))
-                case Evaluated():
+                case progress.Evaluated():
                     self._evaluated[event.round] = event
                     self._rounds.setdefault(event.round, None)
-                case Finished():
+                case progress.Finished():
                     self._status, self._cohort = "finished", ()
         self._live.refresh()
 
@@ -298,20 +282,20 @@ class LiveDisplay:
             ("cloister ", "bold cyan"), (plan.run.name, "bold"), "  ", (_how(plan), style), f"  {self._path}"
         )
         head.truncate(self._console.width, overflow="ellipsis")
-        progress = Table.grid(padding=(0, 1), expand=True)
-        progress.add_column(no_wrap=True)
-        progress.add_column(ratio=1)
-        progress.add_column(no_wrap=True)
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
         done, of = (self._step.done, self._step.of) if self._step else (self._done, plan.run.rounds)
         left = "" if self._step else self._time_left()
-        progress.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
+        bar.add_row(f"{done}/{of}", ProgressBar(total=of, completed=done), left)
         state = Text(self._status)
         if self._cohort:
             state.append(f"  {answers(len(self._answered), self._cohort, self._updates)}", style="green")
         if self._working:
             state.append("  at work: " + " ".join(sorted(self._working)), style="dim")
         state.truncate(self._console.width, overflow="ellipsis")
-        parts: list[RenderableType] = [head, progress, state]
+        parts: list[RenderableType] = [head, bar, state]
         shown = sorted(self._rounds)[-max(1, min(_SHOWN_ROUNDS, self._console.height - 10)) :]
         if shown:
             parts.append(self._table(shown))
@@ -358,3 +342,8 @@ class LiveDisplay:
         minutes, seconds = divmod(round(left), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
+
+
+def display_for(console: Console, plan: Plan, path: Path, *, json_: bool) -> LineDisplay:
+    """The display of a run at a console: live at a terminal, and lines elsewhere."""
+    return LiveDisplay(console, plan, path) if console.is_terminal and not json_ else LineDisplay(console)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import Absent, Display, LineDisplay, LiveDisplay
+from cloister.cli.show.display import Absent, display_for
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import DONE
@@ -36,8 +36,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             unless the disk refused a write: then the run can be resumed.
     """
     console = PipedConsole(stderr=arguments.json)
-    live = console.is_terminal and not arguments.json
-    display: Display = LiveDisplay(console, folder.plan, folder.path) if live else LineDisplay(console)
+    display = display_for(console, folder.plan, folder.path, json_=arguments.json)
     started = time.monotonic()
     outcome: Outcome | None = None
     absent = Absent()

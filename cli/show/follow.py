@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import Absent, Display, LineDisplay, LiveDisplay
+from cloister.cli.show.display import Absent, display_for
 from cloister.protocol.errors import EngineError
 from cloister.server.federation.control import command
 from cloister.server.record.events import from_json
@@ -27,8 +27,7 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
         EngineError: the run has failed, or was stopped; or the coordinator has ended.
     """
     console = PipedConsole(stderr=json_)
-    live = console.is_terminal and not json_
-    display: Display = LiveDisplay(console, read_plan(path), path) if live else LineDisplay(console)
+    display = display_for(console, read_plan(path), path, json_=json_)
     started = time.monotonic()
     state, reason, absent = "", "", Absent()
     with display:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
-from cloister.cli.show.display import Display
+from cloister.cli.show.display import LineDisplay
 from cloister.lm.output.generate import generate
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
@@ -24,7 +24,7 @@ from cloister.privacy.accounting.claims import unit
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
-from cloister.protocol.plan.plan import DataSection, Plan
+from cloister.protocol.plan.plan import DataSection
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
@@ -56,7 +56,7 @@ def to_json(
         texts or tokens; `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
         None where there is no figure.
     """
-    epsilon = None if _noise_declared(folder.plan) else outcome.epsilon
+    epsilon = None if folder.plan.simulation.noise_seed is not None else outcome.epsilon
     over = None if epsilon is None else _over_runs(folder, epsilon)
     label = folder.plan.data.label
     return {
@@ -116,7 +116,7 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
 
 
 def losses_of_sites(
-    console: Console, folder: RunFolder, display: Display, workers: int | None
+    console: Console, folder: RunFolder, display: LineDisplay, workers: int | None
 ) -> Losses | None:
     """Evaluate each site of a finished run, and keep the result; None if that is not possible.
 
@@ -169,7 +169,7 @@ def print_outcome(
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"
-    elif _noise_declared(plan):
+    elif plan.simulation.noise_seed is not None:
         reason = "the noise came from the declared seed simulation.noise_seed"
     if reason:
         console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
@@ -217,11 +217,6 @@ def _tried(console: Console, failure: str, make: Callable[[], T]) -> T | None:
 
 def _warn(console: Console, line: str) -> None:
     console.print(Text(line, style="yellow"), soft_wrap=True)
-
-
-def _noise_declared(plan: Plan) -> bool:
-    """Whether the noise comes from a seed in the plan: anyone who reads the plan can subtract it."""
-    return plan.simulation.noise_seed is not None
 
 
 def _summary(folder: RunFolder, outcome: Outcome) -> Table:

@@ -1,10 +1,23 @@
-"""`cloister audit`: a lower bound on epsilon by canaries, beside the epsilon that a run claims."""
+"""`cloister audit`: attack a run's mechanism with canaries, to test its claim.
+
+Play a simulated run again, with new noise, through the functions that a run calls, and attack it with canaries. With
+unit record or owner, a new site with the records of the first one joins the plan and trains; canaries with planted
+gradients are among its units, and the noised sum of each step is seen. With unit site, new sites join and a
+coordinator runs the rounds, under masks if the plan has them; a site has a canary for its update, or no records, and
+the noised sums are seen. The lower bound on epsilon that the guesses prove is compared with the epsilon that was
+charged, and noise, clipping, sampling and number of releases with their charge; with each is printed the smallest
+error that would have been found. What is sent must follow from the noised sums to the last byte. Not played: processes
+and networks, dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the
+alarm, if the bound is above the charge or what was released is not what was charged; for honest code that has a
+probability of at most 1e-4.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +27,6 @@ if TYPE_CHECKING:
     from cloister.privacy.audit.fit import Check
     from cloister.simulations.audit.audited import Audited
 
-HELP = "attack a run's mechanism with canaries, to test its claim"
 
 ALARM = 3
 """Exit code of an audit that refutes the claim."""
@@ -22,19 +34,6 @@ ALARM = 3
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, size and confidence of the attack."""
-    parser.description = (
-        "Play a simulated run again, with new noise, through the functions that a run calls, and attack it with "
-        "canaries. With unit record or owner, a new site with the records of the first one joins the plan and "
-        "trains; canaries with planted gradients are among its units, and the noised sum of each step is seen. "
-        "With unit site, new sites join and a coordinator runs the rounds, under masks if the plan has them; a "
-        "site has a canary for its update, or no records, and the noised sums are seen. The lower bound on epsilon "
-        "that the guesses prove is compared with the epsilon that was charged, and noise, clipping, sampling and "
-        "number of releases with their charge; with each is printed the smallest error that would have been found. "
-        "What is sent must follow from the noised sums to the last byte. Not played: processes and networks, "
-        "dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the "
-        "alarm, if the bound is above the charge or what was released is not what was charged; for honest code "
-        "that has a probability of at most 1e-4."
-    )
     add_run(parser)
     parser.add_argument(
         "--canaries",
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
             )
     if arguments.json:
-        print(json.dumps(_to_json(found)))
+        print(json.dumps(asdict(found) | {"alarm": found.alarm}))
     else:
         _print(found)
     if found.alarm:
@@ -95,21 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return ALARM
     return 0
-
-
-def _to_json(found: Audited) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {
-        "what": found.what,
-        "row": asdict(found.row),
-        "claimed": found.claimed,
-        "claimed_run": found.claimed_run,
-        "delta": found.delta,
-        "at_half_noise": found.at_half_noise,
-        "checks": [asdict(check) for check in found.checks],
-        "alarm": found.alarm,
-    }
 
 
 def _print(found: Audited) -> None:

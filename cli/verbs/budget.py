@@ -1,4 +1,9 @@
-"""`cloister budget`: the epsilon of a noise multiplier, or the noise that an epsilon needs; nothing is trained."""
+"""`cloister budget`: what privacy costs, or the noise that a budget needs.
+
+Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is trained.
+Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for --steps, or
+--rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
     from cloister.cli.show.console import PipedConsole
     from cloister.privacy.accounting.accountant import Spent
 
-HELP = "what privacy costs, or the noise that a budget needs"
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _LENGTHS = (10, 30, 100, 300)
@@ -23,29 +27,19 @@ _LENGTHS = (10, 30, 100, 300)
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Unit, noise or epsilon, length, and the mechanism of each unit."""
-    parser.description = (
-        "Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is "
-        "trained. Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for "
-        "--steps, or --rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds."
-    )
     parser.add_argument(
         "--unit", choices=("record", "owner", "site"), required=True, help="what is protected"
     )
-    parser.add_argument(
-        "--noise-multiplier", type=float, metavar="Z", help="noise in units of the clipping norm"
-    )
-    parser.add_argument(
-        "--target-epsilon", type=float, metavar="E", help="epsilon of the whole run, to find its noise"
-    )
-    parser.add_argument(
-        "--delta", type=float, default=1e-5, metavar="D", help="delta of the guarantee (default: 1e-5)"
-    )
-    parser.add_argument("--rounds", type=int, metavar="R", help="rounds of the run")
-    parser.add_argument(
+    _number(parser, "--noise-multiplier", float, "Z", "noise in units of the clipping norm")
+    _number(parser, "--target-epsilon", float, "E", "epsilon of the whole run, to find its noise")
+    _number(parser, "--delta", float, "D", "delta of the guarantee (default: 1e-5)", 1e-5)
+    _number(parser, "--rounds", int, "R", "rounds of the run")
+    _number(
+        parser,
         "--group",
-        type=int,
-        metavar="K",
-        help="also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
+        int,
+        "K",
+        "also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
     )
     parser.add_argument(
         "--accountant",
@@ -58,42 +52,37 @@ def options(parser: argparse.ArgumentParser) -> None:
     _add_site_noise(parser.add_argument_group("unit site"))
 
 
+def _number(
+    parser: argparse._ActionsContainer, name: str, kind: type, metavar: str, told: str, default: object = None
+) -> None:
+    parser.add_argument(name, type=kind, metavar=metavar, help=told, default=default)
+
+
 def _add_private_steps(steps: argparse._ArgumentGroup) -> None:
     """The options of DP-SGD."""
-    steps.add_argument(
-        "--sampling-rate", type=float, metavar="Q", help="probability that a unit is in a step"
-    )
-    steps.add_argument(
-        "--batch-size", type=int, metavar="B", help="expected units in a step; with --examples"
-    )
-    steps.add_argument(
-        "--examples", type=int, metavar="N", help="units of the smallest site; with --batch-size"
-    )
-    steps.add_argument("--steps", type=int, metavar="S", help="steps of the whole run, instead of --rounds")
-    steps.add_argument("--steps-per-round", type=int, metavar="K", help="steps of a round (default: 1)")
+    _number(steps, "--sampling-rate", float, "Q", "probability that a unit is in a step")
+    _number(steps, "--batch-size", int, "B", "expected units in a step; with --examples")
+    _number(steps, "--examples", int, "N", "units of the smallest site; with --batch-size")
+    _number(steps, "--steps", int, "S", "steps of the whole run, instead of --rounds")
+    _number(steps, "--steps-per-round", int, "K", "steps of a round (default: 1)")
 
 
 def _add_site_noise(site: argparse._ArgumentGroup) -> None:
     """The options of noise on whole updates."""
     site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
-    site.add_argument(
+    _number(
+        site,
         "--separation",
-        type=int,
-        metavar="B",
-        help="correlate the noise of --central; least rounds from one round with a site to its next",
+        int,
+        "B",
+        "correlate the noise of --central; least rounds from one round with a site to its next",
     )
-    site.add_argument(
-        "--participations", type=int, metavar="K", help="most rounds with one site; with --separation"
-    )
-    site.add_argument("--sites", type=int, metavar="N", help="sites in a round (default: 8)")
-    site.add_argument(
-        "--quorum", type=float, metavar="F", help="fraction of the sites in the smallest sum (default: 0.75)"
-    )
-    site.add_argument(
-        "--colluders", type=float, metavar="F", help="fraction of the sites that add no noise (default: 0.1)"
-    )
-    site.add_argument("--clip", type=float, metavar="C", help="clipping norm of an update (default: 1)")
-    site.add_argument("--dimension", type=int, metavar="P", help="parameters of an update (default: 1000000)")
+    _number(site, "--participations", int, "K", "most rounds with one site; with --separation")
+    _number(site, "--sites", int, "N", "sites in a round (default: 8)")
+    _number(site, "--quorum", float, "F", "fraction of the sites in the smallest sum (default: 0.75)")
+    _number(site, "--colluders", float, "F", "fraction of the sites that add no noise (default: 0.1)")
+    _number(site, "--clip", float, "C", "clipping norm of an update (default: 1)")
+    _number(site, "--dimension", int, "P", "parameters of an update (default: 1000000)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,9 @@
-"""`cloister compress`: a smaller copy of a run's final model, and what it costs in loss."""
+"""`cloister compress`: write a smaller copy of the final model of a run, and show what it costs.
+
+Write a smaller copy of the final model of a finished run, with its adapter merged, to a folder that from_pretrained of
+transformers loads; then load it and show size, loss and speed before and after. It costs no privacy: it uses the
+model, which is public in the sense of the guarantee, and public text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.cli.verbs.export import check_new
 from cloister.cli.verbs.tokenizer import check_public, places
-from cloister.protocol.errors import CloisterError, DataError
+from cloister.protocol.errors import CloisterError, DataError, ModelError
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
@@ -22,16 +27,9 @@ if TYPE_CHECKING:
     Text: TypeAlias = tuple[str, str, DataSection]
     """Source, split, and what the records are."""
 
-HELP = "write a smaller copy of the final model of a run, and show what it costs"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, method, public text, target folder."""
-    parser.description = (
-        "Write a smaller copy of the final model of a finished run, with its adapter merged, to a folder that "
-        "from_pretrained of transformers loads; then load it and show size, loss and speed before and after. It costs "
-        "no privacy: it uses the model, which is public in the sense of the guarantee, and public text."
-    )
     add_run(parser)
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument(
@@ -82,11 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.lm.model.model import load_saved
     from cloister.lm.output import compress
     from cloister.lm.output.export import write_model
+    from cloister.protocol.machine.prerequisites import check_extra
     from cloister.protocol.machine.storage import write_folder
     from cloister.server.record.outcome import outcome
 
     if arguments.int8:
-        compress.check_torchao()
+        check_extra("torchao", "compress", ModelError, "--int8")
     figures = outcome(files)  # refuses a run that is not finished
     measured_on, learned_from = _sources(plan, files, arguments)
     target.parent.mkdir(parents=True, exist_ok=True)

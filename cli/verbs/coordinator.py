@@ -1,4 +1,9 @@
-"""`cloister coordinator approve | remove | revoke | renew | show | start | run`: a federation, and its coordinator."""
+"""`cloister coordinator`: make a federation of approved sites, change it, and run its coordinator.
+
+Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in one file
+that every site installs after its operator has compared the fingerprint. `start` runs the coordinator's process, which
+sites connect to.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,20 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeVar
 
-from cloister.cli.options.shared_options import add_json, add_log_format, add_metrics
-from cloister.cli.show.agreement import asked, fingerprint_line
+from cloister.cli.options.shared_options import add_action, add_json, add_log_format, add_metrics, tell
+from cloister.cli.show.agreement import asked, fingerprint_line, version_facts
 from cloister.protocol.errors import RosterError
 
 if TYPE_CHECKING:
+    from cloister.cli.options.shared_options import Actions
     from cloister.protocol.identity.federation import Federation
     from cloister.protocol.identity.request import Request
+    from cloister.protocol.plan.settings import Section
     from cloister.server.federation.registry import Registry
 
-    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
-HELP = "make a federation of approved sites, change it, and run its coordinator"
+S = TypeVar("S", bound="Section")
 
 _FOUNDING = {
     "name": ("NAME", "name of the federation"),
@@ -29,11 +35,6 @@ _FOUNDING = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
-    parser.description = (
-        "Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in "
-        "one file that every site installs after its operator has compared the fingerprint. `start` runs the "
-        "coordinator's process, which sites connect to."
-    )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_approve(actions)
     _add_changes(actions)
@@ -42,13 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def _add_approve(actions: Actions) -> None:
     """The action `approve`, which makes a federation or its next version."""
-    approve = actions.add_parser(
-        "approve",
-        help="approve requests of sites: make a federation, add sites, or take a site's next key",
-        description="Approve requests of sites. The first time, make the folder of the federation, with a certificate "
-        "authority and the certificate of the SuperLink. Later, add sites, or replace the key of a site whose old "
-        "key signed the request. Compare the fingerprint of each request with the site first, by telephone.",
-    )
+    approve = add_action(actions, _approve)
     approve.add_argument("requests", nargs="+", metavar="REQUEST", help="a site's request file")
     approve.add_argument("--out", required=True, metavar="FEDERATION", help="the folder of the federation")
     _add_fingerprint(approve)
@@ -61,59 +56,32 @@ def _add_approve(actions: Actions) -> None:
         metavar="N",
         help="days for which the certificate authority is valid (default: 3650)",
     )
-    approve.set_defaults(act=_approve)
     add_json(approve)
 
 
 def _add_changes(actions: Actions) -> None:
     """The actions that change or print a federation that is there."""
-    remove = actions.add_parser(
-        "remove",
-        help="remove a site that leaves",
-        description="Make a version without a site that leaves. Its key may come back.",
-    )
-    revoke = actions.add_parser(
-        "revoke",
-        help="revoke the key of a site, after it was lost or stolen",
-        description="Make a version in which the key of a site is revoked for good. With --request, the site has the "
-        "keys of that request from then on, which the old key has not signed: be sure who sent it. Runs that have "
-        "begun go on with the old key: stop them if it was stolen.",
-    )
+    remove = add_action(actions, _remove)
+    revoke = add_action(actions, _revoke)
     revoke.add_argument("--request", metavar="REQUEST", help="the site's new request (default: it leaves)")
     _add_fingerprint(revoke)
-    renew = actions.add_parser(
-        "renew",
-        help="make the SuperLink's certificate again, or move a server",
-        description="Make the SuperLink's certificate again, with the same key. Other addresses make a new version, "
-        "which the sites install.",
-    )
+    renew = add_action(actions, _renew)
     renew.add_argument("--superlink", metavar="HOST:PORT", help="another address of Flower's SuperLink")
     renew.add_argument(
         "--exchange", metavar="HOST:PORT", help="another address of the coordinator's exchange"
     )
     _add_certificate(renew)
-    show = actions.add_parser(
-        "show",
-        help="print the newest version and its fingerprint",
-        description="Print the sites, addresses, certificates and the fingerprint of the newest version.",
-    )
+    show = add_action(actions, _show)
     for action in (remove, revoke):
         action.add_argument("site", metavar="SITE", help="name of the site")
-    for action, act in ((remove, _remove), (revoke, _revoke), (renew, _renew), (show, _show)):
+    for action in (remove, revoke, renew, show):
         action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-        action.set_defaults(act=act)
         add_json(action)
 
 
 def _add_processes(actions: Actions) -> None:
     """The actions `start` and `run`: the coordinator's process, and that of one run."""
-    start = actions.add_parser(
-        "start",
-        help="run the coordinator: let sites connect, and run what is submitted",
-        description="Run the coordinator until Ctrl-C or SIGTERM. It starts Flower's SuperLink, prints the command, "
-        "and starts it again when it ends; it runs the runs that are submitted, one after the other. A run that was "
-        "interrupted goes on at the next start.",
-    )
+    start = add_action(actions, _start)
     start.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
     start.add_argument(
         "--superlink-bind",
@@ -129,30 +97,22 @@ def _add_processes(actions: Actions) -> None:
     )
     add_metrics(start)
     add_log_format(start)
-    start.set_defaults(act=_start)
-    one = actions.add_parser(
-        "run",
-        help="the process of one run, which `start` starts",
-        description="Run one run, and print its events as lines of JSON. `start` starts this process with the right "
-        "options; it is here so that what it prints can be typed.",
-    )
+    one = add_action(actions, _run)
     one.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
     one.add_argument("run", metavar="RUN", help="the run folder")
     one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
     one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
     one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
     add_log_format(one)
-    one.set_defaults(act=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the action says."""
-    arguments.act(arguments, datetime.datetime.now(datetime.UTC))
-    return 0
+def _start(arguments: argparse.Namespace) -> int:
+    """Run the coordinator: let sites connect, and run what is submitted.
 
-
-def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
-    """Run the coordinator until it is interrupted."""
+    Run the coordinator until Ctrl-C or SIGTERM. It starts Flower's SuperLink, prints the command, and starts it again
+    when it ends; it runs the runs that are submitted, one after the other. A run that was interrupted goes on at the
+    next start.
+    """
     import logging
 
     from cloister.cli.verbs.logs import log_to_stderr
@@ -173,10 +133,15 @@ def _start(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
         coordinator.run()
     finally:
         coordinator.stop()
+    return 0
 
 
-def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
-    """Run one run, and print its events."""
+def _run(arguments: argparse.Namespace) -> int:
+    """The process of one run, which `start` starts.
+
+    Run one run, and print its events as lines of JSON. `start` starts this process with the right options; it is here
+    so that what it prints can be typed.
+    """
     import logging
     import resource
     import threading
@@ -221,6 +186,7 @@ def _run(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
         SuperLink(arguments.superlink_api, secret, certificate) as superlink,
     ):
         coordinate(folder, registry, superlink, observe, arguments.bind)
+    return 0
 
 
 def _add_fingerprint(parser: argparse.ArgumentParser) -> None:
@@ -236,6 +202,7 @@ def _add_fingerprint(parser: argparse.ArgumentParser) -> None:
 def _add_certificate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--certificate-name",
+        dest="certificate_names",
         action="append",
         metavar="HOST",
         help="a DNS name or IP address in the SuperLink's certificate, besides the host of its address; repeatable",
@@ -248,21 +215,31 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _approve(arguments: argparse.Namespace, now: datetime.datetime) -> None:
-    from cloister.server.federation.registry import Registry
+def _approve(arguments: argparse.Namespace) -> int:
+    """Approve requests of sites: make a federation, add sites, or take a site's next key.
 
-    folder = Path(arguments.out)
+    Approve requests of sites. The first time, make the folder of the federation, with a certificate authority and the
+    certificate of the SuperLink. Later, add sites, or replace the key of a site whose old key signed the request.
+    Compare the fingerprint of each request with the site first, by telephone.
+    """
+    from cloister.server.federation.registry import Registry, Terms
+
+    folder, now = Path(arguments.out), datetime.datetime.now(datetime.UTC)
     requests = [_read_request(Path(name)) for name in arguments.requests]
     founding = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if founding:
-        terms = _terms(arguments)
+        for field in _FOUNDING:
+            if getattr(arguments, field) is None:
+                raise RosterError(
+                    f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
+                )
+        terms = _given(arguments, Terms, "federation")
         agreed = _agreed(requests, arguments)
-        _told(Registry.create(folder, terms, agreed, now), None, arguments)
-        return
-    for field in (*_FOUNDING, "certificate_name", "certificate_days", "authority_days"):
+        return _told(Registry.create(folder, terms, agreed, now), None, arguments)
+    for field in Terms.model_fields:
         if getattr(arguments, field) is not None:
             raise RosterError(
-                f"--{field.replace('_', '-')}",
+                f"--{field.replace('_', '-').replace('names', 'name')}",
                 getattr(arguments, field),
                 expected="it only for a new federation",
                 fix="to change addresses or certificates: cloister coordinator renew",
@@ -271,70 +248,72 @@ def _approve(arguments: argparse.Namespace, now: datetime.datetime) -> None:
     registry.check_certificates(now)
     new = [request for request in requests if registry.federation.site(request.name) != request]
     if not new:
-        _told(registry, None, arguments)  # an interrupted command is run again
-        return
+        return _told(registry, None, arguments)  # an interrupted command is run again
     following = registry.federation.approving(new)
     _agreed(new, arguments)
-    _told(registry.publish(following), registry.federation, arguments)
+    return _told(registry.publish(following), registry.federation, arguments)
 
 
-def _remove(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+def _remove(arguments: argparse.Namespace) -> int:
+    """Remove a site that leaves.
+
+    Make a version without a site that leaves. Its key may come back.
+    """
     from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     following = registry.federation.removing(arguments.site)
-    _told(registry.publish(following), registry.federation, arguments)
+    return _told(registry.publish(following), registry.federation, arguments)
 
 
-def _revoke(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+def _revoke(arguments: argparse.Namespace) -> int:
+    """Revoke the key of a site, after it was lost or stolen.
+
+    Make a version in which the key of a site is revoked for good. With --request, the site has the keys of that
+    request from then on, which the old key has not signed: be sure who sent it. Runs that have begun go on with the
+    old key: stop them if it was stolen.
+    """
     from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     request = _read_request(Path(arguments.request)) if arguments.request else None
     following = registry.federation.revoking(arguments.site, request)
     _agreed([request] if request else [], arguments)
-    _told(registry.publish(following), registry.federation, arguments)
+    return _told(registry.publish(following), registry.federation, arguments)
 
 
-def _renew(arguments: argparse.Namespace, now: datetime.datetime) -> None:
+def _renew(arguments: argparse.Namespace) -> int:
+    """Make the SuperLink's certificate again, or move a server.
+
+    Make the SuperLink's certificate again, with the same key. Other addresses make a new version, which the sites
+    install.
+    """
     from cloister.server.federation.registry import Registry, Renewal
 
-    given = {
-        "superlink": arguments.superlink,
-        "exchange": arguments.exchange,
-        "certificate_names": arguments.certificate_name,
-        "certificate_days": arguments.certificate_days,
-    }
-    renewal = Renewal.settings().from_json(_json(given))
+    renewal = _given(arguments, Renewal, "renewal")
     registry = Registry.open(Path(arguments.federation))
     before = registry.federation
-    renewed = registry.renew(renewal, now)
-    _told(renewed, before if renewed.federation != before else None, arguments)
+    renewed = registry.renew(renewal, datetime.datetime.now(datetime.UTC))
+    return _told(renewed, before if renewed.federation != before else None, arguments)
 
 
-def _show(arguments: argparse.Namespace, _now: datetime.datetime) -> None:
+def _show(arguments: argparse.Namespace) -> int:
+    """Print the newest version and its fingerprint.
+
+    Print the sites, addresses, certificates and the fingerprint of the newest version.
+    """
     from cloister.server.federation.registry import Registry
 
-    _told(Registry.open(Path(arguments.federation)), None, arguments)
+    return _told(Registry.open(Path(arguments.federation)), None, arguments)
 
 
-def _terms(arguments: argparse.Namespace) -> Any:
-    from cloister.server.federation.registry import Terms
+def _given(arguments: argparse.Namespace, section: type[S], name: str) -> S:
+    """A section of which options give the fields."""
+    from cloister.protocol.plan.settings import Settings
 
-    given = {field: getattr(arguments, field) for field in _FOUNDING}
-    for field, value in given.items():
-        if value is None:
-            raise RosterError(
-                f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
-            )
-    given["certificate_names"] = arguments.certificate_name
-    given["certificate_days"] = arguments.certificate_days
-    given["authority_days"] = arguments.authority_days
-    return Terms.settings().from_json(_json(given))
-
-
-def _json(given: dict[str, Any]) -> str:
-    return json.dumps({field: value for field, value in given.items() if value is not None})
+    given = {field: getattr(arguments, field) for field in section.model_fields}
+    text = json.dumps({field: value for field, value in given.items() if value is not None})
+    return Settings(section, name, RosterError).from_json(text)
 
 
 def _read_request(path: Path) -> Request:
@@ -376,36 +355,27 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
     return requests
 
 
-def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> None:
+def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> int:
     """Print a version, what is new in it, and what to do next."""
     federation = registry.federation
     changes = federation.changes_since(before) if before else ()
-    if arguments.json:
-        print(json.dumps(_found(registry) | {"changes": [vars(change) for change in changes]}))
-        return
-    for change in changes:
-        print(f"{change.kind:<8}  {change.what}  {change.detail}")
-    print(f"{federation.name}, version {federation.version}: {len(federation.sites)} sites")
-    for site in federation.sites:
-        print(f"  {site.name}")
-    print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
-    for name in ("authority", "superlink"):
-        print(f"certificate  {name}: valid until {registry.certificate(name).not_valid_after_utc:%Y-%m-%d}")
-    print(f"file         {registry.file}")
-    print(f"{fingerprint_line(federation.fingerprint)}\n")
-    print("next:")
-    print(f"  1. Send {registry.file.name} to every site, by any channel.")
-    print("  2. Tell every site the fingerprint over another channel, such as the telephone.")
-    print(f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX")
-
-
-def _found(registry: Registry) -> dict[str, Any]:
-    federation = registry.federation
-    return {
-        "name": federation.name,
-        "version": federation.version,
-        "fingerprint": federation.fingerprint.hex(),
+    until = {name: registry.certificate(name).not_valid_after_utc for name in ("authority", "superlink")}
+    facts = version_facts(federation, changes) | {
         "file": str(registry.file),
-        "roster_hash": federation.roster.hash.hex(),
         "sites": [site.name for site in federation.sites],
     }
+    return tell(
+        arguments,
+        facts,
+        *(f"{change.kind:<8}  {change.what}  {change.detail}" for change in changes),
+        f"{federation.name}, version {federation.version}: {len(federation.sites)} sites",
+        *(f"  {site.name}" for site in federation.sites),
+        f"superlink    {federation.superlink}\nexchange     {federation.exchange}",
+        *(f"certificate  {name}: valid until {last:%Y-%m-%d}" for name, last in until.items()),
+        f"file         {registry.file}",
+        f"{fingerprint_line(federation.fingerprint)}\n",
+        "next:",
+        f"  1. Send {registry.file.name} to every site, by any channel.",
+        "  2. Tell every site the fingerprint over another channel, such as the telephone.",
+        f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX",
+    )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from cloister.cli.verbs.plan import size
 from cloister.clients.checks.memory_estimate import RankMemory, estimated_memory
 from cloister.clients.ranks.device_mesh import is_here, memory_of, mesh_for
 from cloister.lm.parallel.mesh import Mesh
@@ -66,8 +67,8 @@ class Devices:
                 raise ModelError(
                     "mesh",
                     self.mesh.degrees(),
-                    expected=f"ranks that hold at most the {_size(memory_of(name))} of {name}, but those on it need "
-                    f"{_size(needed)} without activations",
+                    expected=f"ranks that hold at most the {size(memory_of(name))} of {name}, but those on it need "
+                    f"{size(needed)} without activations",
                     fix="raise mesh.shard, train an adapter, or check for GPUs of another machine with --device cuda",
                 )
 
@@ -104,7 +105,7 @@ class Devices:
         from rich.table import Table
 
         console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
-        console.print(f"State folder: {_size(self._on_disk())} on disk, besides the data", highlight=False)
+        console.print(f"State folder: {size(self._on_disk())} on disk, besides the data", highlight=False)
         kinds = iter(self._kinds())
         while some := list(islice(kinds, _KINDS)):
             table = Table(show_header=False)
@@ -138,20 +139,20 @@ class Devices:
         for field, degree in _degrees(self.mesh).items():
             yield f"{field} (of {degree})", _runs(sorted({self._place(rank)[field] for rank in ranks}))
         yield "parameters held", f"{part.parameters:,}"
-        yield "weights", _size(part.weights)
-        yield "gradients", _size(part.gradients)
-        yield "moments of the optimizer", _size(part.moments)
+        yield "weights", size(part.weights)
+        yield "gradients", size(part.gradients)
+        yield "moments of the optimizer", size(part.moments)
         if self.plan.privacy.dpsgd:
-            yield "sum of clipped gradients", _size(part.sums)
-        yield "largest block gathered at a time", _size(part.gathered)
+            yield "sum of clipped gradients", size(part.sums)
+        yield "largest block gathered at a time", size(part.gathered)
         yield "span of the update, elements", f"{largest.span.size:,}"
-        yield "update", _size(largest.update)
-        yield "coded update", _size(largest.coded)
-        yield "needed, without activations", _size(largest.needed(name))
+        yield "update", size(largest.update)
+        yield "coded update", size(largest.coded)
+        yield "needed, without activations", size(largest.needed(name))
         if name == "cpu":
-            yield "memory of the machine", _size(memory_of(name))
+            yield "memory of the machine", size(memory_of(name))
         else:
-            yield "memory of the device", _size(memory_of(name)) if is_here(name) else "absent"
+            yield "memory of the device", size(memory_of(name)) if is_here(name) else "absent"
 
     def _place(self, rank: int) -> Mapping[str, int]:
         return self.mesh.coordinates(rank)._asdict()
@@ -172,9 +173,3 @@ def _runs(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     return ", ".join("-".join(map(str, run)) for run in found)
-
-
-def _size(count: float) -> str:
-    from cloister.cli.verbs.plan import size
-
-    return size(count)

@@ -1,4 +1,11 @@
-"""`cloister doctor PATH`: the first hop between a site and its coordinator that fails, why, and what to do."""
+"""`cloister doctor`: find the first hop between a site and its coordinator that fails, and what to do.
+
+Check a party of a federation, hop by hop. With a site's TOML: its federation, keys, releases, disk and devices, then
+the way to the SuperLink and to the exchange: proxy, DNS, TCP, CONNECT, TLS and ALPN, and whether the SuperLink accepts
+the site's clock. The SuperLink is there while `cloister coordinator start` runs, the exchange while a run goes on.
+With the folder of a federation: the coordinator's own certificates, disk, names and ports. Exit code 0: no hop failed;
+1: one did.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,6 @@ if TYPE_CHECKING:
     from cloister.protocol.machine.findings import Finding, Hop
     from cloister.protocol.plan.plan import Plan
 
-HELP = "find the first hop between a site and its coordinator that fails, and what to do"
 
 _FAILED = 1
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
@@ -27,13 +33,6 @@ _LONGEST_S = 600.0
 
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --plan and --timeout."""
-    parser.description = (
-        "Check a party of a federation, hop by hop. With a site's TOML: its federation, keys, releases, disk and "
-        "devices, then the way to the SuperLink and to the exchange: proxy, DNS, TCP, CONNECT, TLS and ALPN, and "
-        "whether the SuperLink accepts the site's clock. The SuperLink is there while `cloister coordinator start` "
-        "runs, the exchange while a run goes on. With the folder of a federation: the coordinator's own certificates, "
-        "disk, names and ports. Exit code 0: no hop failed; 1: one did."
-    )
     parser.add_argument(
         "path", metavar="PATH", help="a site's TOML file, or the folder of a federation at its coordinator"
     )
@@ -92,12 +91,12 @@ def _check_coordinator(path: Path, plan: Plan | None, arguments: argparse.Namesp
 def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) -> list[Finding]:
     """Check the hops, and print what is found at each as soon as it is."""
     from cloister.cli.show.console import PipedConsole
-    from cloister.protocol.machine.findings import examine, longest_s
+    from cloister.protocol.machine.findings import examine
 
     findings = []
     console = PipedConsole()
     if not arguments.json:
-        limit = longest_s(hops)
+        limit = sum(hop.limit_s for hop in hops)
         console.print(
             f"{party}: {len(hops)} hops; it waits at most {limit:g} s for others",
             markup=False,

@@ -1,30 +1,25 @@
-"""`cloister export`: the final model of a run as a folder for others, with a model card."""
+"""`cloister export`: write the final model of a run to a folder for others, with a model card.
+
+Write the final model of a finished run to a folder that from_pretrained of transformers loads, or that of PEFT if the
+run trained an adapter, with its tokenizer and a model card (README.md): data, training, evaluation, and what the run
+may claim about privacy, as in its privacy report.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_json, add_run
+from cloister.cli.options.shared_options import add_json, add_run, tell
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 
 if TYPE_CHECKING:
-    from cloister.privacy.report.report import RunReport, Verdict
-    from cloister.protocol.plan.plan import Plan
-    from cloister.server.record.outcome import Outcome
-
-HELP = "write the final model of a run to a folder for others, with a model card"
+    pass
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, target folder, merge."""
-    parser.description = (
-        "Write the final model of a finished run to a folder that from_pretrained of transformers loads, or that of "
-        "PEFT if the run trained an adapter, with its tokenizer and a model card (README.md): data, training, "
-        "evaluation, and what the run may claim about privacy, as in its privacy report."
-    )
     add_run(parser)
     parser.add_argument("folder", metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
@@ -43,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     source, target = Path(arguments.run), Path(arguments.folder)
     plan, files = read_plan(source, recorded), RunFiles(source)
     check_new(target, "DIR")
-    from cloister.cli.show.card import claim, to_card
+    from cloister.cli.show.card import claim, claim_facts, to_card
     from cloister.lm.output.export import Form, base_licence, write_model
     from cloister.protocol.machine.storage import write_bytes, write_folder
     from cloister.server.record.history import run_history
@@ -78,30 +73,19 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         fix = f"move {files.final} away, and make it again: {files.resume_command()}"
         raise RunFolderError(str(files.final), expected=error.expected, fix=fix) from error
-    found = claim(report)
-    if arguments.json:
-        made = {"run": str(source), "folder": str(target), "form": forms[0]}
-        print(json.dumps(made | _facts(plan, found, report, figures)))
-        return 0
-    print(found.sentence)
-    print(f"model   {target} ({forms[0]})\ncard    {target / 'README.md'}")
-    return 0
-
-
-def _facts(plan: Plan, found: Verdict, report: RunReport, figures: Outcome) -> dict[str, object]:
-    """What the model may claim, and how good it is, as JSON."""
     confusion = figures.confusion
-    return {
-        "guarantee": found.holds,
-        "sentence": found.sentence,
-        "epsilon": report.epsilon if found.holds else None,
-        "delta": report.delta if found.holds else None,
+    facts = claim_facts(report) | {
+        "run": str(source),
+        "folder": str(target),
+        "form": forms[0],
         "final_loss": figures.final_loss,
         "bits_per_byte": figures.figures.get("bits_per_byte"),
         "accuracy": figures.figures.get("accuracy"),
         "classification": None if confusion is None else confusion.to_json(plan.data.outcomes),
         "params_sha256": figures.params_sha256,
     }
+    made = f"model   {target} ({forms[0]})\ncard    {target / 'README.md'}"
+    return tell(arguments, facts, claim(report).sentence, made)
 
 
 def check_new(folder: Path, name: str) -> None:

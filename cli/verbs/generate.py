@@ -1,4 +1,7 @@
-"""`cloister generate`: write text with the final model of a run."""
+"""`cloister generate`: write text with the final model of a run.
+
+Print a prompt and the text with which the final model of a finished run continues it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,9 @@ from pathlib import Path
 from cloister.cli.options.shared_options import add_run
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 
-HELP = "write text with the final model of a run"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, prompt, sampling."""
-    parser.description = (
-        "Print a prompt and the text with which the final model of a finished run continues it."
-    )
     add_run(parser)
     parser.add_argument(
         "--prompt",

@@ -1,4 +1,7 @@
-"""`cloister ledger verify | show`: check the hash chain of a ledger, and print what was spent by dataset and run."""
+"""`cloister ledger`: verify a ledger, and show what was spent.
+
+Work with ledgers: durable lists of every release that was charged.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister.cli.options.shared_options import add_json
+from cloister.cli.options.shared_options import add_action, add_json, tell
 from cloister.protocol.errors import LedgerError
 
 if TYPE_CHECKING:
     from cloister.privacy.accounting.accountant import Spent
     from cloister.privacy.ledger.ledger import Entry, History
 
-HELP = "verify a ledger, and show what was spent"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `verify` and `show`."""
-    parser.description = "Work with ledgers: durable lists of every release that was charged."
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    verify = actions.add_parser(
-        "verify",
-        help="check that a ledger was not altered",
-        description="Check the hash chain of a ledger, and print the number of its entries and its head. Exit code 1, "
-        "and the reason, if the ledger was altered.",
-    )
+    verify = add_action(actions, _verify)
     verify.add_argument("--head", metavar="HEX", help="a head noted earlier, for example from a report")
-    show = actions.add_parser(
-        "show",
-        help="print what was spent, by dataset and run",
-        description="Print the epsilon of each run, and of all runs together, by dataset.",
-    )
-    for name, action in {"verify": verify, "show": show}.items():
-        action.set_defaults(action=name)
+    show = add_action(actions, _show)
+    for action in (verify, show):
         action.add_argument("ledger", metavar="PATH", help="a ledger, or a run folder")
         add_json(action)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Verify a ledger or show what is in it; returns 1 for a ledger that does not verify."""
-    path = _find(Path(arguments.ledger))
-    return _verify(path, arguments) if arguments.action == "verify" else _show(path, arguments)
 
 
 def rounded_up(epsilon: float | None) -> str:
@@ -68,8 +52,13 @@ def _find(path: Path) -> Path:
     return found
 
 
-def _verify(path: Path, arguments: argparse.Namespace) -> int:
-    noted = arguments.head
+def _verify(arguments: argparse.Namespace) -> int:
+    """Check that a ledger was not altered.
+
+    Check the hash chain of a ledger, and print the number of its entries and its head. Exit code 1, and the reason, if
+    the ledger was altered.
+    """
+    path, noted = _find(Path(arguments.ledger)), arguments.head
     if noted is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", noted):
         raise LedgerError("--head", noted, expected="64 hexadecimal digits")
     from cloister.privacy.ledger.ledger import read_history
@@ -83,25 +72,25 @@ def _verify(path: Path, arguments: argparse.Namespace) -> int:
             print(json.dumps({"ledger": str(path), "ok": False, "problem": str(error)}))
         print(f"cloister: {error}", file=sys.stderr)
         return 1
-    if arguments.json:
-        print(
-            json.dumps({"ledger": str(path), "entries": verified.entries, "head": verified.head, "ok": True})
-        )
-        return 0
-    print(f"entries {verified.entries}\nhead {verified.head}")
-    if noted is None:
-        print(
-            "ok: the hash chain verifies. Only a head noted elsewhere (--head) shows that no entries are missing at "
-            "its end."
-        )
-    else:
-        print("ok: the hash chain verifies, and contains the noted head")
-    return 0
+    return tell(
+        arguments,
+        {"ledger": str(path), "entries": verified.entries, "head": verified.head, "ok": True},
+        f"entries {verified.entries}\nhead {verified.head}",
+        "ok: the hash chain verifies, and contains the noted head"
+        if noted is not None
+        else "ok: the hash chain verifies. Only a head noted elsewhere (--head) shows that no entries are missing at "
+        "its end.",
+    )
 
 
-def _show(path: Path, arguments: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> int:
+    """Print what was spent, by dataset and run.
+
+    Print the epsilon of each run, and of all runs together, by dataset.
+    """
     from cloister.privacy.ledger.ledger import read_history
 
+    path = _find(Path(arguments.ledger))
     history = read_history(path)
     datasets = [_dataset(history, name) for name in history.datasets()]
     if arguments.json:
@@ -166,10 +155,11 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     for dataset in datasets:
         name, delta = dataset["dataset"], f"{dataset['delta']:g}"
         for run in dataset["runs"]:
+            first, last = run["rounds"][0], run["rounds"][-1]
             cells = (
                 name,
                 run["run"],
-                _span(run["rounds"]),
+                str(first) if first == last else f"{first} to {last}",
                 f"{run['entries']:,}",
                 rounded_up(run["epsilon"]),
                 delta,
@@ -184,7 +174,3 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
         if dataset["note"]:
             console.print(Text(f"{dataset['dataset']}: {dataset['note']}"), soft_wrap=True)
     console.print(Text(f"head {history.head.hex()}", style="dim"), soft_wrap=True)
-
-
-def _span(rounds: list[int]) -> str:
-    return str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"

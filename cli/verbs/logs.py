@@ -1,4 +1,10 @@
-"""`cloister logs PATH`: what a coordinator, a run or a site has logged; and how processes that stay log."""
+"""`cloister logs`: print what a run, a coordinator or a site has logged.
+
+Print the last lines that were logged: the events of a deployed run, for the run folder; what Flower's SuperLink has
+logged, for the folder of a federation; what its SuperNode has logged, for a site's TOML. With --audit: every join,
+refusal, release and charge, of a coordinator (the folder of its federation) or a site. A coordinator and a site log to
+their standard error themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,6 @@ from pathlib import Path
 
 from cloister.protocol.errors import AuditLogError, EngineError, RunFolderError
 
-HELP = "print what a run, a coordinator or a site has logged"
-
 FIELDS = ("run", "round", "attempt", "site")
 """What a message may be about: the identity of the run, and so on."""
 _LOOK_S = 0.5
@@ -24,12 +28,6 @@ _LOOK_S = 0.5
 
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --lines, --follow, --json."""
-    parser.description = (
-        "Print the last lines that were logged: the events of a deployed run, for the run folder; what Flower's "
-        "SuperLink has logged, for the folder of a federation; what its SuperNode has logged, for a site's TOML. With "
-        "--audit: every join, refusal, release and charge, of a coordinator (the folder of its federation) or a site. "
-        "A coordinator and a site log to their standard error themselves."
-    )
     parser.add_argument(
         "path", metavar="PATH", help="a run folder, the folder of a federation, or a site's TOML file"
     )

@@ -1,4 +1,7 @@
-"""`cloister plan new | check`: a plan to edit, with the meaning of each field; a plan as it will run, and its cost."""
+"""`cloister plan`: make a plan, and check it before a run.
+
+Work with plans: what the parties agree on before a run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_json, add_plan, chosen_plan
+from cloister.cli.options.shared_options import add_action, add_json, add_plan, chosen_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,41 +21,23 @@ if TYPE_CHECKING:
     from cloister.protocol.plan.plan import Plan
     from cloister.server.federation.cost import Cost, SecureCost
 
-HELP = "make a plan, and check it before a run"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `new` and `check`."""
-    parser.description = "Work with plans: what the parties agree on before a run."
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    new = actions.add_parser(
-        "new",
-        help="print a plan to edit, with the meaning of each field",
-        description="Print a plan as a TOML file: each field with its value, after a comment that says what it means. "
-        "A field without a value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt "
-        "> my-plan.toml",
-    )
+    new = add_action(actions, _new)
     add_plan(new, default="the defaults of all fields")
-    new.set_defaults(act=_new)
-    check = actions.add_parser(
-        "check",
-        help="print a plan as it will run, and its cost; refuse it if unsound",
-        description="Print a plan with every default filled in, its digest, and its cost for a site and for the "
-        "coordinator. An unsound plan is refused, with the field that is wrong; so is a plan whose simulation.source "
-        "is missing on this machine, has other fields than [data], or cannot be divided over the sites.",
-    )
+    check = add_action(actions, _check)
     add_plan(check)
     add_json(check)
-    check.set_defaults(act=_check)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the action says."""
-    return int(arguments.act(arguments))
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    """Print the plan as a file."""
+    """Print a plan to edit, with the meaning of each field.
+
+    Print a plan as a TOML file: each field with its value, after a comment that says what it means. A field without a
+    value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt > my-plan.toml
+    """
     plan = chosen_plan(arguments, default="")
     from cloister.protocol.plan.template import to_toml
 
@@ -61,7 +46,12 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Print the resolved plan and its cost."""
+    """Print a plan as it will run, and its cost; refuse it if unsound.
+
+    Print a plan with every default filled in, its digest, and its cost for a site and for the coordinator. An unsound
+    plan is refused, with the field that is wrong; so is a plan whose simulation.source is missing on this machine, has
+    other fields than [data], or cannot be divided over the sites.
+    """
     from dataclasses import asdict
 
     plan = chosen_plan(arguments)

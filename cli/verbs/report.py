@@ -1,25 +1,21 @@
-"""`cloister report`: what a run may claim about privacy, as a page to read and sign and as JSON."""
+"""`cloister report`: write what a run may claim about privacy, as a page to sign.
+
+Write report.html and report.json: the privacy guarantee of a run in one sentence, or that there is none, with its
+assumptions, its charges and what it does not cover. An unfinished run is reported up to its last round.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, add_run
+from cloister.cli.options.shared_options import add_json, add_run, tell
 from cloister.protocol.errors import CloisterError
-
-HELP = "write what a run may claim about privacy, as a page to sign"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, output folder."""
-    parser.description = (
-        "Write report.html and report.json: the privacy guarantee of a run in one sentence, or that there is none, "
-        "with its assumptions, its charges and what it does not cover. An unfinished run is reported up to its "
-        "last round."
-    )
     add_run(parser)
     parser.add_argument("--output", metavar="DIR", help="folder to write to (default: the run folder)")
     add_json(parser)
@@ -31,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = folder if arguments.output is None else Path(arguments.output)
     if output.exists() and not output.is_dir():
         raise CloisterError("--output", str(output), expected="a folder, not a file")
+    from cloister.cli.show.card import claim_facts
     from cloister.privacy.report.page import to_html
     from cloister.privacy.report.report import to_json, verdict
     from cloister.privacy.report.summary import plain
@@ -43,28 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
     write_bytes(data, to_json(report).encode())
     write_bytes(page, to_html(report).encode())
     claim = verdict(report)
-    if arguments.json:
-        facts = {
-            "run": str(folder),
-            "guarantee": claim.holds,
-            "sentence": claim.sentence,
-            "epsilon": report.epsilon if claim.holds else None,
-            "delta": report.delta if claim.holds else None,
-            "groups": {row.units: row.epsilon for row in report.groups} if claim.holds else None,
-            "dataset": asdict(report.dataset) if claim.holds and report.dataset is not None else None,
-            "html": str(page),
-            "json": str(data),
-        }
-        print(json.dumps(facts))
-        return 0
-    print(claim.sentence)
+    facts = claim_facts(report) | {
+        "run": str(folder),
+        "groups": {row.units: row.epsilon for row in report.groups} if claim.holds else None,
+        "dataset": asdict(report.dataset) if claim.holds and report.dataset is not None else None,
+        "html": str(page),
+        "json": str(data),
+    }
+    lines = [claim.sentence]
     for part in plain(report):
         if part.lines:
-            print(f"\n{part.title}", *(f"  {line}" for line in part.lines), sep="\n")
-    print()
+            lines += [f"\n{part.title}", *(f"  {line}" for line in part.lines)]
+    lines.append("")
     if not report.ledger.verified:
-        print(f"ledger  {report.ledger.problem}")
+        lines.append(f"ledger  {report.ledger.problem}")
     if report.dataset is not None and report.dataset.problem:
-        print(f"dataset {report.dataset.problem}")
-    print(f"report  {page}\n        {data}")
-    return 0
+        lines.append(f"dataset {report.dataset.problem}")
+    return tell(arguments, facts, *lines, f"report  {page}\n        {data}")

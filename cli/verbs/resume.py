@@ -1,4 +1,7 @@
-"""`cloister resume`: continue a run that was stopped, killed or interrupted."""
+"""`cloister resume`: continue a run that was stopped.
+
+Continue a run that was stopped, killed or interrupted, after the last round that was done.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,9 @@ from cloister.cli.options.shared_options import add_engine, add_json, add_per_si
 if TYPE_CHECKING:
     from cloister.protocol.plan.plan import Plan
 
-HELP = "continue a run that was stopped"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run folder, engine."""
-    parser.description = (
-        "Continue a run that was stopped, killed or interrupted, after the last round that was done."
-    )
     add_run(parser)
     add_per_site(parser)
     add_engine(parser)

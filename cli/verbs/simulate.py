@@ -1,28 +1,31 @@
-"""`cloister simulate`: run a whole federation on this machine."""
+"""`cloister simulate`: run a whole federation on this machine.
+
+Run a whole federation on this machine: the coordinator and every site, each with its own records, exchanging the same
+messages as in a deployment. The result is kept in the run folder.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_engine, add_json, add_per_site, add_plan, chosen_plan
+from cloister.cli.options.shared_options import (
+    add_engine,
+    add_json,
+    add_per_site,
+    add_plan,
+    chosen_plan,
+    folder_for,
+)
 
 if TYPE_CHECKING:
-    from cloister.protocol.plan.plan import Plan
-
-HELP = "run a whole federation on this machine"
+    pass
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Plan, run folder, engine."""
-    parser.description = (
-        "Run a whole federation on this machine: the coordinator and every site, each with its own records, "
-        "exchanging the same messages as in a deployment. The result is kept in the run folder."
-    )
     add_plan(parser)
     parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
     parser.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
@@ -61,17 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         "simulation.per_site": "true" if arguments.per_site else None,
     }
     plan = chosen_plan(arguments, fields)
-    out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
-    with RunFolder.create(out, plan) as folder:
+    with RunFolder.create(folder_for(arguments.out, Path("runs"), plan.run.name), plan) as folder:
         return execute(folder, arguments, new=True)
 
 
 def _text(value: str) -> str:
     """A string as TOML: a name such as `2024` stays text."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def _names(plan: Plan) -> Iterator[Path]:
-    yield Path("runs") / plan.run.name
-    for number in itertools.count(2):
-        yield Path("runs") / f"{plan.run.name}-{number}"

@@ -1,4 +1,8 @@
-"""`cloister site request | install | rotate | check | start`: a site's keys, its data and devices, its process."""
+"""`cloister site`: set up a site, check its data and devices, and run it.
+
+Set up a site: make its keys and its request, install the federation that the coordinator made of all requests, replace
+its keys; check its data; and run it. Keys never leave the site's machine.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_json, add_log_format, add_plan, chosen_plan
-from cloister.cli.show.agreement import asked, check, fingerprint_line
+from cloister.cli.options.shared_options import (
+    add_action,
+    add_json,
+    add_log_format,
+    add_plan,
+    chosen_plan,
+    tell,
+)
+from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
 from cloister.protocol.errors import DataError
 
 if TYPE_CHECKING:
+    from cloister.cli.options.shared_options import Actions
     from cloister.cli.verbs.devices import Devices
     from cloister.clients.setup.config import SiteConfig
     from cloister.clients.setup.enrolment import Offer
@@ -25,17 +37,9 @@ if TYPE_CHECKING:
     from cloister.protocol.identity.request import Request
     from cloister.protocol.plan.plan import Plan
 
-    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
-
-HELP = "set up a site, check its data and devices, and run it"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `request`, `install`, `rotate`, `check` and `start`."""
-    parser.description = (
-        "Set up a site: make its keys and its request, install the federation that the coordinator made of all "
-        "requests, replace its keys; check its data; and run it. Keys never leave the site's machine."
-    )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
     _add_work(actions)
@@ -43,12 +47,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def _add_setup(actions: Actions) -> None:
     """The actions `request`, `install` and `rotate`: the site's own files."""
-    request = actions.add_parser(
-        "request",
-        help="make a site's keys, settings and request",
-        description="Make a site's keys, a site.toml and a policy.toml to fill in, and the request to send to the "
-        "coordinator. A key or file that is there is never replaced.",
-    )
+    request = add_action(actions, _request)
     request.add_argument(
         "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
     )
@@ -58,43 +57,20 @@ def _add_setup(actions: Actions) -> None:
         metavar="TEXT",
         help="who answers for the site, and how to reach them; every site sees it",
     )
-    install = actions.add_parser(
-        "install",
-        help="install the federation that the coordinator sent",
-        description="Show what a version of the federation changes, compare its fingerprint with the one that the "
-        "coordinator told you, and install it. Without --fingerprint it is asked for. Runs that have begun go on with "
-        "the version that was installed when they began.",
-    )
+    install = add_action(actions, _install)
     install.add_argument("file", metavar="FILE", help="the file of the federation")
     install.add_argument("--fingerprint", metavar="HEX", help="the fingerprint that you were told")
-    rotate = actions.add_parser(
-        "rotate",
-        help="make new keys, and the request to replace the present ones",
-        description="Make new keys for the site, and a request, signed with the present key, to replace the present "
-        "ones. They are used once a federation with them is installed.",
-    )
-    for action, act in ((request, _request), (install, _install), (rotate, _rotate)):
+    rotate = add_action(actions, _rotate)
+    for action in (request, install, rotate):
         action.add_argument(
             "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
         )
-        action.set_defaults(act=act)
         add_json(action)
 
 
 def _add_work(actions: Actions) -> None:
     """The actions `check` and `start`: the site before a run, and in it."""
-    check_ = actions.add_parser(
-        "check",
-        help="check a site's data and devices for a plan",
-        description="Check a site for a plan before the run; the coordinator hears nothing of it, and nothing is "
-        "charged. First its data: it is prepared, as the first training would do it, and the number of records that "
-        "are used and that are not is printed, with the reasons. These counts are exact and no privacy unit covers "
-        "them, so their line, and their object in JSON, is marked: must stay at this site. Send neither it nor an "
-        "error about a record to anyone. A record that cannot be used is "
-        "left out and counted. What is prepared is kept in the site's state folder, and the run does not "
-        "prepare it again. Then its devices: what each rank of the site's mesh will hold, which must fit into the "
-        "memory of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.",
-    )
+    check_ = add_action(actions, _check)
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
     check_.add_argument(
@@ -105,25 +81,10 @@ def _add_work(actions: Actions) -> None:
         metavar="NAME",
         help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
-    check_.set_defaults(act=_check)
     add_json(check_)
-    start = actions.add_parser(
-        "start",
-        help="run the site: connect to the coordinator, and take part in its runs",
-        description="Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and "
-        "starts it again when it ends. It opens connections to the coordinator's two addresses only, and to the hub if "
-        "the plan's model or tokenizer or the site's data is a hub name; none is opened to it. It runs no code that a "
-        "coordinator sends. A site that was killed is started again with the same command, and goes on with the "
-        "run.",
-    )
+    start = add_action(actions, _start)
     start.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_log_format(start)
-    start.set_defaults(act=_start)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the action says."""
-    return int(arguments.act(arguments))
 
 
 def _closed(config: SiteConfig) -> SiteConfig:
@@ -146,7 +107,13 @@ def _own_files() -> Iterator[None]:
 
 @_own_files()
 def _start(arguments: argparse.Namespace) -> int:
-    """Run the site until it is interrupted."""
+    """Run the site: connect to the coordinator, and take part in its runs.
+
+    Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and starts it again when it
+    ends. It opens connections to the coordinator's two addresses only, and to the hub if the plan's model or tokenizer
+    or the site's data is a hub name; none is opened to it. It runs no code that a coordinator sends. A site that was
+    killed is started again with the same command, and goes on with the run.
+    """
     import threading
 
     from cloister.cli.verbs.logs import log_to_stderr
@@ -173,7 +140,16 @@ def _start(arguments: argparse.Namespace) -> int:
 
 @_own_files()
 def _check(arguments: argparse.Namespace) -> int:
-    """Check the data, the devices, or both; a mesh that does not fit the plan is refused before data is prepared."""
+    """Check a site's data and devices for a plan.
+
+    Check a site for a plan before the run; the coordinator hears nothing of it, and nothing is charged. First its
+    data: it is prepared, as the first training would do it, and the number of records that are used and that are not
+    is printed, with the reasons. These counts are exact and no privacy unit covers them, so their line, and their
+    object in JSON, is marked: must stay at this site. Send neither it nor an error about a record to anyone. A record
+    that cannot be used is left out and counted. What is prepared is kept in the site's state folder, and the run does
+    not prepare it again. Then its devices: what each rank of the site's mesh will hold, which must fit into the memory
+    of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.
+    """
     plan = chosen_plan(arguments)
     from cloister.clients.setup.config import read_config
 
@@ -242,51 +218,60 @@ def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: De
 
 
 def _request(arguments: argparse.Namespace) -> int:
-    """Make keys, settings and request, and print what to do with the request."""
+    """Make a site's keys, settings and request.
+
+    Make a site's keys, a site.toml and a policy.toml to fill in, and the request to send to the coordinator. A key or
+    file that is there is never replaced.
+    """
     from cloister.clients.setup.enrolment import make_request
 
     folder = Path(arguments.folder)
     today = datetime.datetime.now(datetime.UTC).date()
-    request, path = make_request(folder, arguments.name, arguments.contact, today)
-    if arguments.json:
-        _print_request(request, path)
-        return 0
-    print(f"identity  {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again")
-    print(f"key       {folder / 'supernode.key'}: secret")
-    print(f"settings  {folder / 'site.toml'} and policy.toml: fill them in")
-    _tell(request, path)
-    return 0
+    return _requested(
+        arguments,
+        *make_request(folder, arguments.name, arguments.contact, today),
+        f"identity  {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again",
+        f"key       {folder / 'supernode.key'}: secret",
+        f"settings  {folder / 'site.toml'} and policy.toml: fill them in",
+    )
 
 
 def _rotate(arguments: argparse.Namespace) -> int:
-    """Make the next keys and the request for them, and print what to do with it."""
+    """Make new keys, and the request to replace the present ones.
+
+    Make new keys for the site, and a request, signed with the present key, to replace the present ones. They are used
+    once a federation with them is installed.
+    """
     from cloister.clients.setup.enrolment import make_rotation
 
     today = datetime.datetime.now(datetime.UTC).date()
     request, path = make_rotation(Path(arguments.folder), today)
-    if arguments.json:
-        _print_request(request, path)
-        return 0
-    print("The present keys stay in use until a federation with the new ones is installed.")
-    _tell(request, path)
-    return 0
+    stay = "The present keys stay in use until a federation with the new ones is installed."
+    return _requested(arguments, request, path, stay)
 
 
-def _print_request(request: Request, path: Path) -> None:
-    print(json.dumps({"name": request.name, "request": str(path), "fingerprint": request.fingerprint.hex()}))
-
-
-def _tell(request: Request, path: Path) -> None:
-    print(f"request   {path}: public")
-    print(f"{fingerprint_line(request.fingerprint)}\n")
-    print("next:")
-    print(f"  1. Send {path.name} to the coordinator, by any channel.")
-    print("  2. Tell the coordinator the fingerprint over another channel, such as the telephone.")
-    print("  3. With the file that the coordinator sends back: cloister site install FILE")
+def _requested(arguments: argparse.Namespace, request: Request, path: Path, *made: str) -> int:
+    """Print what was made, the request, and what to do with it."""
+    return tell(
+        arguments,
+        {"name": request.name, "request": str(path), "fingerprint": request.fingerprint.hex()},
+        *made,
+        f"request   {path}: public",
+        f"{fingerprint_line(request.fingerprint)}\n",
+        "next:",
+        f"  1. Send {path.name} to the coordinator, by any channel.",
+        "  2. Tell the coordinator the fingerprint over another channel, such as the telephone.",
+        "  3. With the file that the coordinator sends back: cloister site install FILE",
+    )
 
 
 def _install(arguments: argparse.Namespace) -> int:
-    """Show a version, compare its fingerprint with the given one, and install it."""
+    """Install the federation that the coordinator sent.
+
+    Show what a version of the federation changes, compare its fingerprint with the one that the coordinator told you,
+    and install it. Without --fingerprint it is asked for. Runs that have begun go on with the version that was
+    installed when they began.
+    """
     from cloister.clients.setup.enrolment import consider, install
     from cloister.protocol.identity import fingerprint
     from cloister.protocol.identity.document import read_document
@@ -303,20 +288,9 @@ def _install(arguments: argparse.Namespace) -> int:
         _show(offer)
     if told is None:
         check(asked("the coordinator"), federation.fingerprint, f"{path}")
-    installed = install(offer)
-    if arguments.json:
-        found = {
-            "name": federation.name,
-            "version": federation.version,
-            "fingerprint": federation.fingerprint.hex(),
-            "installed": str(installed),
-            "roster_hash": federation.roster.hash.hex(),
-            "changes": [vars(change) for change in offer.changes],
-        }
-        print(json.dumps(found))
-        return 0
-    print(f"\ninstalled    {installed}")
-    return 0
+    installed = str(install(offer))
+    facts = version_facts(federation, offer.changes) | {"installed": installed}
+    return tell(arguments, facts, f"\ninstalled    {installed}")
 
 
 def _show(offer: Offer) -> None:

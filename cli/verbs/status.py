@@ -1,4 +1,10 @@
-"""`cloister status PATH`: what a coordinator and its sites do, or whether a site's process is well."""
+"""`cloister status`: show what a coordinator and its sites do, or probe a site.
+
+For the folder of a federation whose coordinator runs on this machine: the runs, and what each site of the present one
+does. For a site's TOML: whether its process is alive, and in which run. With --probe only the exit code counts, 0 if
+it is well and 1 if not: for systemd, Docker and Kubernetes, because neither a site nor its SuperNode listens on a port
+that could be probed.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,9 @@ from typing import Any
 from cloister.cli.options.shared_options import add_json
 from cloister.protocol.errors import EngineError, RunFolderError
 
-HELP = "show what a coordinator and its sites do, or probe a site"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --follow, --probe, --json."""
-    parser.description = (
-        "For the folder of a federation whose coordinator runs on this machine: the runs, and what each site of the "
-        "present one does. For a site's TOML: whether its process is alive, and in which run. With --probe only the "
-        "exit code counts, 0 if it is well and 1 if not: for systemd, Docker and Kubernetes, because neither a site "
-        "nor its SuperNode listens on a port that could be probed."
-    )
     parser.add_argument("path", metavar="PATH", help="the folder of a federation, or a site's TOML file")
     parser.add_argument("--follow", action="store_true", help="show the present run until it has ended")
     parser.add_argument(

@@ -1,4 +1,9 @@
-"""`cloister track RUN`: send a run's metrics to Weights & Biases or MLflow."""
+"""`cloister track`: send a run's metrics to Weights & Biases or MLflow.
+
+Send the figures of a run's rounds, the epsilon spent among them, and the fields of its plan to an experiment tracker.
+A run that goes on is sent to its newest round but one; the command continues where it ended before. TensorBoard needs
+no command: tensorboard --logdir RUN/tensorboard.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,12 @@ from pathlib import Path
 
 from cloister.cli.options.shared_options import add_json, add_run
 
-HELP = "send a run's metrics to Weights & Biases or MLflow"
-
 _LOOK_S = 1.0
 """Seconds between two looks at a run that goes on."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """RUN, --to, --project, --uri, --offline, --follow, --json."""
-    parser.description = (
-        "Send the figures of a run's rounds, the epsilon spent among them, and the fields of its plan to an experiment "
-        "tracker. A run that goes on is sent to its newest round but one; the command continues where it ended before. "
-        "TensorBoard needs no command: tensorboard --logdir RUN/tensorboard."
-    )
     add_run(parser)
     parser.add_argument("--to", required=True, choices=("wandb", "mlflow"), help="the tracker")
     parser.add_argument(

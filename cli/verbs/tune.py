@@ -1,16 +1,28 @@
-"""`cloister tune`: search over fields of a plan, with the price of the search under a privacy unit."""
+"""`cloister tune`: search over fields of a plan; private searches have a price.
+
+Run a plan several times with other settings, each time a whole simulation, and find the settings with the least
+held-out loss. SEARCH is a TOML file: sampler (grid, random or tpe), trials, pruner, workers, and a [[parameter]] for
+each field. Under a privacy unit the number of trials is drawn in secret, only the best trial is kept, and its report
+has the price of the search.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_engine, add_json, add_plan, chosen_plan
+from cloister.cli.options.shared_options import (
+    add_engine,
+    add_json,
+    add_plan,
+    check_again,
+    chosen_plan,
+    folder_for,
+    tell,
+)
 from cloister.protocol.errors import CloisterError, SearchError
 
 if TYPE_CHECKING:
@@ -21,7 +33,6 @@ if TYPE_CHECKING:
     from cloister.simulations.search.study import Trial
     from cloister.simulations.search.tuning import Found, SearchFolder
 
-HELP = "search over fields of a plan; private searches have a price"
 
 _SHOWN = 10
 """Trials of the table at the end."""
@@ -29,12 +40,6 @@ _SHOWN = 10
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Plan, search, folder, engine."""
-    parser.description = (
-        "Run a plan several times with other settings, each time a whole simulation, and find the settings with the "
-        "least held-out loss. SEARCH is a TOML file: sampler (grid, random or tpe), trials, pruner, workers, and a "
-        "[[parameter]] for each field. Under a privacy unit the number of trials is drawn in secret, only the best "
-        "trial is kept, and its report has the price of the search."
-    )
     add_plan(parser)
     parser.add_argument("search", nargs="?", metavar="SEARCH", help="a TOML file")
     parser.add_argument(
@@ -55,7 +60,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run a search, new or begun."""
     if arguments.again is not None:
-        _check_again(arguments)
+        check_again(arguments, SearchError)
     elif arguments.plan is None or arguments.search is None:
         raise SearchError(
             "SEARCH",
@@ -75,62 +80,24 @@ def run(arguments: argparse.Namespace) -> int:
     plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
     check(plan, search)
     if arguments.dry_run:
-        return _say_price(plan, search, arguments, console)
+        return _say_price(plan, search, arguments)
     from cloister.simulations.search.tuning import SearchFolder
 
-    out = Path(arguments.out) if arguments.out else next(path for path in _names(plan) if not path.exists())
+    out = folder_for(arguments.out, Path("runs"), f"{plan.run.name}-search")
     with SearchFolder.create(out, plan, search) as folder:
         return _tune(folder, arguments, console, new=True)
 
 
-def _check_again(arguments: argparse.Namespace) -> None:
-    given = {"PLAN": arguments.plan, "SEARCH": arguments.search, "--set": arguments.set or None}
-    given |= {f"--{name}": getattr(arguments, name) for name in ("sites", "out")}
-    wrong = [name for name, value in given.items() if value is not None] + ["--dry-run"] * arguments.dry_run
-    if wrong:
-        raise SearchError(
-            "--again",
-            arguments.again,
-            expected=f"it without {', '.join(wrong)}: a search keeps plan, settings and folder it began with",
-        )
-
-
-def _names(plan: Plan) -> Iterator[Path]:
-    yield Path("runs") / f"{plan.run.name}-search"
-    for number in itertools.count(2):
-        yield Path("runs") / f"{plan.run.name}-search-{number}"
-
-
-def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace, console: Console) -> int:
+def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int:
     """Print what a search would do and cost."""
     if plan.privacy.unit == "none":
-        if arguments.json:
-            print(json.dumps({"trials": search.count(), "epsilon": None}))
-        else:
-            _say(console, _opening(plan, search))
-        return 0
+        return tell(arguments, {"trials": search.count(), "epsilon": None}, _opening(plan, search))
     from cloister.simulations.search.search import private_plan
-    from cloister.simulations.search.tuning import price
+    from cloister.simulations.search.tuning import price, price_facts
 
     trial = private_plan(plan, search, "0" * 32)
-    if arguments.json:
-        cost, chosen = price(trial), trial.simulation.search
-        assert chosen is not None, "it is the plan of a trial"
-        facts = {"trials": None, "law": chosen.law, "mean": chosen.mean, "shape": chosen.shape}
-        print(
-            json.dumps(
-                {
-                    **facts,
-                    "epsilon": cost.epsilon,
-                    "epsilon_of_one": cost.one,
-                    "delta": cost.delta,
-                    "one_search_in_a_hundred": cost.many,
-                }
-            )
-        )
-    else:
-        _say(console, _opening(trial, search))
-    return 0
+    facts = {"trials": None, **price_facts(trial), "one_search_in_a_hundred": price(trial).many}
+    return tell(arguments, facts, _opening(trial, search))
 
 
 def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: Console, *, new: bool) -> int:

@@ -1,4 +1,9 @@
-"""`cloister up`: rehearse a deployment on this machine."""
+"""`cloister up`: rehearse a deployment on this machine, with real processes.
+
+Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and every site
+with Flower's SuperLink and SuperNodes, over TLS with the keys of each party, runs the plan, and ends all of it. The
+run folder is that of `cloister simulate`, with the same final weights if no noise is drawn.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +17,12 @@ from cloister.cli.options.shared_options import (
     add_metrics,
     check_again,
     chosen_plan,
+    folder_for,
 )
-
-HELP = "rehearse a deployment on this machine, with real processes"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Plan, run folder, --again, --transport."""
-    parser.description = (
-        "Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and "
-        "every site with Flower's SuperLink and SuperNodes, over TLS with the keys of each party, runs the plan, and "
-        "ends all of it. The run folder is that of `cloister simulate`, with the same final weights if no noise is "
-        "drawn."
-    )
     add_deployed(parser, "runs")
     add_log_format(parser)
     add_metrics(parser)
@@ -36,13 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.cli.show.console import PipedConsole
     from cloister.cli.show.display import describe
     from cloister.cli.show.follow import follow
-    from cloister.cli.verbs.submit import free_name
     from cloister.protocol.errors import RunFolderError
     from cloister.server.record.folder import RunFiles, RunFolder, read_plan
     from cloister.server.record.progress import Event
     from cloister.simulations.rehearsal.rehearsal import prepare, running
 
-    check_again(arguments)
+    check_again(arguments, RunFolderError)
     console = PipedConsole(stderr=arguments.json)
 
     def told(line: str) -> None:
@@ -62,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     else:
         plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-        out = Path(arguments.out) if arguments.out else free_name(Path("runs"), plan.run.name)
+        out = folder_for(arguments.out, Path("runs"), plan.run.name)
         with RunFolder.create(out, plan) as folder:
             try:
                 prepare(folder, observe, arguments.transport or "exchange")

@@ -20,6 +20,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.identity.supernode import load_supernode_key
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.findings import Hop, Skipped
 from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
 from cloister.protocol.plan.plan import Plan
@@ -35,7 +36,7 @@ _HOPS: tuple[tuple[str, Callable[[Route], str | Skipped], int], ...] = (
 """The hops to a server, and the waits of each."""
 
 
-class SiteDoctor:
+class SiteDoctor(Closing):
     """The hops of a site; a context manager, which closes the connections.
 
     Args:
@@ -53,10 +54,8 @@ class SiteDoctor:
         self._federation: Federation | None = None
         self._routes: dict[str, Route] = {}
 
-    def __enter__(self) -> SiteDoctor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the connections."""
         for route in self._routes.values():
             route.close()
 

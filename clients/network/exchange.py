@@ -41,19 +41,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.invitation import Invitation, prove
-from cloister.protocol.messages.exchange_pb2 import (
-    Alive,
-    FromSite,
-    Held,
-    Hello,
-    Letter,
-    Part,
-    Proof,
-    ToSite,
-    Vector,
-    Wanted,
-    Welcome,
-)
+from cloister.protocol.messages import exchange_pb2 as pb
 from cloister.protocol.messages.messages import Failed
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
@@ -86,7 +74,6 @@ _SAME = 6
 """Tries to reach the address of one invitation before another invitation is asked for."""
 _HASHES = 3
 """Tries to send or fetch a vector that does not match its hash."""
-_CLOSE_S = 60.0
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MESSAGE),
     ("grpc.max_send_message_length", MESSAGE),
@@ -121,7 +108,7 @@ class _Session:
 
     channel: grpc.Channel
     key: bytes = field(repr=False)
-    unsent: queue.SimpleQueue[FromSite | None]
+    unsent: queue.SimpleQueue[pb.FromSite | None]
 
     def call(self, kind: str, name: str) -> Any:
         """A call of the service, with messages as bytes."""
@@ -136,7 +123,7 @@ class _Session:
 class _Requests:
     """The coordinator's requests, one at a time."""
 
-    newest: Letter | None = None
+    newest: pb.Letter | None = None
     """The newest one, until its handling begins."""
     handled: bytes = b""
     """The one that is handled: its id."""
@@ -145,7 +132,7 @@ class _Requests:
     unasked: bool = False
     """Whether it did not wait for it."""
 
-    def heard(self, said: ToSite) -> None:
+    def heard(self, said: pb.ToSite) -> None:
         """Note a request, or that its reply was taken."""
         match said.WhichOneof("said"):
             case "request":
@@ -155,7 +142,7 @@ class _Requests:
             case "taken":
                 self.taken, self.unasked = said.taken.id, said.taken.unasked
 
-    def begin(self) -> Letter | None:
+    def begin(self) -> pb.Letter | None:
         """The newest request, which is handled from now on."""
         letter, self.newest = self.newest, None
         if letter is not None:
@@ -282,9 +269,9 @@ class ExchangeSite:
             ExchangeError: the coordinator cannot be reached, or did not answer as expected.
         """
         channel = open_channel(invitation.address, invitation.server_name, invitation.certificate)
-        unsent: queue.SimpleQueue[FromSite | None] = queue.SimpleQueue()
-        unsent.put(FromSite(hello=Hello(version=VERSION, token=invitation.token)))
-        welcome: Welcome | None = None
+        unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
+        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, token=invitation.token)))
+        welcome: pb.Welcome | None = None
         try:
             messages = iter(unsent.get, None)
             call = channel.stream_stream("/cloister.Exchange/Session")(
@@ -297,7 +284,7 @@ class ExchangeSite:
                     moving.moved()
                     if welcome is None:
                         if kind == "challenge":
-                            unsent.put(FromSite(proof=self._proof(invitation, said.challenge.nonce)))
+                            unsent.put(pb.FromSite(proof=self._proof(invitation, said.challenge.nonce)))
                         elif kind == "welcome":
                             welcome = said.welcome
                             moving.limit_s = SILENT_S
@@ -320,16 +307,18 @@ class ExchangeSite:
             raise ExchangeError("session", expected="one that the coordinator keeps open")
         return replace(invitation, token=welcome.token), False
 
-    def _proof(self, invitation: Invitation, nonce: bytes) -> Proof:
+    def _proof(self, invitation: Invitation, nonce: bytes) -> pb.Proof:
         signature = prove(self._identity, invitation, nonce, self._name)
-        return Proof(name=self._name, key=self._identity.public_key().public_bytes_raw(), signature=signature)
+        return pb.Proof(
+            name=self._name, key=self._identity.public_key().public_bytes_raw(), signature=signature
+        )
 
     def _connected(self, session: _Session | None) -> None:
         with self._changed:
             self._session = session
             self._changed.notify_all()
 
-    def _heard(self, said: ToSite) -> None:
+    def _heard(self, said: pb.ToSite) -> None:
         with self._changed:
             self._requests.heard(said)
             self._changed.notify_all()
@@ -359,7 +348,7 @@ class ExchangeSite:
                 stalled = [each for each in self._moving if now - each.at > each.limit_s]
                 if self._session is not None and now - said_at >= HEARTBEAT_S - wait_s / 2:
                     said_at = now
-                    self._session.unsent.put(FromSite(alive=Alive()))
+                    self._session.unsent.put(pb.FromSite(alive=pb.Alive()))
             for each in stalled:
                 each.call.cancel()
 
@@ -379,13 +368,13 @@ class ExchangeSite:
                     _log.exception("failed")
                 self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
 
-    def _next(self) -> Letter | None:
+    def _next(self) -> pb.Letter | None:
         with self._changed:
             self._requests.handled = b""
             self._changed.wait_for(self._superseded)
             return None if self._stopped.is_set() else self._requests.begin()
 
-    def _reply(self, letter: Letter) -> Parcel | None:
+    def _reply(self, letter: pb.Letter) -> Parcel | None:
         """The reply to a request: the one that was kept, or the site's; None if there is a newer request."""
         if self._kept is not None and self._kept[0] == letter.id:
             return self._kept[1]
@@ -408,7 +397,7 @@ class ExchangeSite:
             )
             return None if self._superseded() else self._session
 
-    def _fetch(self, letter: Letter) -> list[Buffer] | None:
+    def _fetch(self, letter: pb.Letter) -> list[Buffer] | None:
         """The frames of a request; None if there is a newer one.
 
         Raises:
@@ -433,10 +422,10 @@ class ExchangeSite:
     def _deliver(self, id: bytes, reply: Parcel) -> bool:
         """Send a reply, in each session again, until the coordinator has taken it, does not wait for it or asks for
         something else; returns whether it has taken it."""
-        letter = Letter(
+        letter = pb.Letter(
             id=id,
             frame=reply.frame,
-            vectors=[Vector(hash=each.name, size=each.data.nbytes) for each in reply.vectors],
+            vectors=[pb.Vector(hash=each.name, size=each.data.nbytes) for each in reply.vectors],
         )
         sent = [each for each in reply.vectors if each.data.nbytes]
         session: _Session | None = None
@@ -446,7 +435,7 @@ class ExchangeSite:
             with self._changed:
                 session = self._session
                 if session is not None:
-                    session.unsent.put(FromSite(reply=letter))
+                    session.unsent.put(pb.FromSite(reply=letter))
                     self._changed.wait_for(partial(self._settled, id, session))
                 if self._requests.taken == id:
                     return not self._requests.unasked
@@ -459,7 +448,7 @@ class ExchangeSite:
         """Whether a reply that was sent in a session need not be waited for in it any longer."""
         return self._requests.taken == id or self._superseded() or self._session is not session
 
-    def _persist(self, transfer: Callable[[_Session], None]) -> bool:
+    def _persist(self, move: Callable[[_Session], None]) -> bool:
         """Repeat a transfer until it is done; False if there is a newer request.
 
         Raises:
@@ -470,7 +459,7 @@ class ExchangeSite:
         failures = 0
         while (session := self._open_session()) is not None:
             try:
-                transfer(session)
+                move(session)
                 return True
             except TransferError:
                 refused += 1
@@ -490,7 +479,7 @@ class ExchangeSite:
 
     def _download(self, session: _Session, arrival: Arrival) -> None:
         turn, held = arrival.take()
-        wanted = Wanted(hash=arrival.name, offset=held).SerializeToString()
+        wanted = pb.Wanted(hash=arrival.name, offset=held).SerializeToString()
         call = session.call("unary_stream", "Download")(wanted, metadata=session.metadata)
         with self._watched(call, STALL_S) as moving:
             for data in call:
@@ -503,7 +492,7 @@ class ExchangeSite:
         size = vector.data.nbytes
 
         def parts() -> Iterator[bytes]:
-            yield Part(vector=Vector(hash=vector.name, size=size), request=id).SerializeToString()
+            yield pb.Part(vector=pb.Vector(hash=vector.name, size=size), request=id).SerializeToString()
             held = start.get()
             if held is None:
                 return
@@ -516,7 +505,7 @@ class ExchangeSite:
             whole = False
             try:
                 for data in call:  # to the end: gRPC's server never frees all of a call that is cancelled
-                    held = Held.FromString(data)
+                    held = pb.Held.FromString(data)
                     moving.moved()
                     start.put(held.size)
                     whole = held.whole
@@ -543,9 +532,9 @@ def open_channel(address: str, server_name: str, root: bytes) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root), options)
 
 
-def _parsed(data: bytes) -> ToSite:
+def _parsed(data: bytes) -> pb.ToSite:
     try:
-        said: ToSite = ToSite.FromString(data)
+        said: pb.ToSite = pb.ToSite.FromString(data)
     except DecodeError:
         raise ExchangeError("message", f"{len(data)} bytes", expected="one of the exchange") from None
     return said

@@ -14,7 +14,6 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
@@ -24,6 +23,7 @@ from cloister.clients.network.proxy import proxy_for, proxy_of_supernode
 from cloister.protocol.errors import CertificateError, ConnectionFailedError, one_line
 from cloister.protocol.identity.address import Endpoint, host_of, port_of, resolve
 from cloister.protocol.identity.certificates import is_self_signed, names_of, read_certificate
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.findings import Skipped
 
 _NO_RUN = "nothing listens there while no run goes on, or a firewall rejects it: check again during a run"
@@ -32,7 +32,7 @@ _HEAD = 2**14
 
 
 @dataclass
-class Route:
+class Route(Closing):
     """The way to a server."""
 
     server: str
@@ -46,12 +46,6 @@ class Route:
     _proxy: _Proxy | None = None
     _endpoints: list[Endpoint] = field(default_factory=list)
     _socket: socket.socket | None = field(default=None, repr=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connection; idempotent."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cloister.clients.ranks import peers
 from cloister.clients.ranks import rank as rank_process
@@ -30,6 +30,7 @@ from cloister.clients.ranks.rank import Answered, Begin, Place
 from cloister.lm.parallel.mesh import Mesh
 from cloister.protocol.errors import RankError
 from cloister.protocol.machine import fork_server
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.segments import Channel, Frame, packed
 
 Command = TypeVar("Command")
@@ -49,7 +50,7 @@ class _Rank:
     pipe: Channel
 
 
-class Ranks(Generic[Command, Answer]):
+class Ranks(Closing, Generic[Command, Answer]):
     """Processes that answer commands together.
 
     They belong to one thread of the site's process and end with that process, however it ends; use them as a context
@@ -93,12 +94,6 @@ class Ranks(Generic[Command, Answer]):
     def __len__(self) -> int:
         """Number of ranks."""
         return len(self._devices)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all ranks within 2 s, and kill those that are busy; idempotent."""

@@ -58,7 +58,7 @@ class Resident:
     """Rosters, identity keys, plans, the loaded model of one plan, once for each mesh, and attempts under way."""
 
     def __init__(self) -> None:
-        self._rosters = lru_cache(maxsize=4)(_pinned_roster)
+        self._rosters = lru_cache(maxsize=4)(lambda path, pinned: load_roster(Path(path)).pinned(pinned))
         self._identities = lru_cache(maxsize=4096)(load_identity)
         self._plans: dict[bytes, Plan] = {}
         self._serves: object = None
@@ -170,7 +170,3 @@ class Resident:
             PlanError: the model does not fit the plan's privacy.
         """
         return (PrivateTrainer if plan.privacy.dpsgd else Trainer)(plan, model, device)
-
-
-def _pinned_roster(path: str, pinned: str) -> Roster:
-    return load_roster(Path(path)).pinned(pinned)

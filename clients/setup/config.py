@@ -29,38 +29,42 @@ class SiteConfig(Section):
     update how many devices it has."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """The site's name in the federation."""
+    """The site's name, as on its card."""
     data: Annotated[str, Field(min_length=1)]
-    """Its records: a file, a folder of files, or a hub name."""
+    """Its records: a file, a folder of files, or the name of a dataset on the hub. Relative paths start at this file's
+    folder."""
     split: str = "train"
     """Split of a hub data set."""
     state: Annotated[str, Field(min_length=1)]
-    """Folder for the state that the site keeps between messages."""
+    """Folder for what the site keeps between messages, such as the secrets of the current attempt."""
     identity: str = ""
-    """File of its Ed25519 identity key, for the secure sum."""
+    """File of its Ed25519 identity key. Anyone who has it can impersonate this site."""
     supernode_key: str = ""
-    """File of the key by which Flower authenticates the site's SuperNode, in OpenSSH's format."""
+    """File of the key by which the coordinator's SuperLink knows this site's SuperNode, in OpenSSH's format."""
     federation: str = ""
-    """File of the federation that is installed (`protocol/identity/federation.py`); the certificate of the
-    coordinator's authority, `authority.pem`, is beside it. Empty: none is."""
+    """File of the federation that is installed; the certificate of the coordinator's authority, `authority.pem`, is
+    beside it. Empty: none is. `cloister site install` sets it, the roster and the roster's hash, after it has compared
+    the federation's fingerprint."""
     roster: str = ""
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
     plan: str = ""
-    """Digest of the one plan under masks that it takes part in (`cloister plan check` prints it); empty: the first that
-    it joins."""
+    """Digest of the one plan under masks that it takes part in; `cloister plan check PLAN.toml` prints it. Read the
+    plan first, then set its digest. Empty: the first plan that it is asked to join, and no other."""
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
-    """Fewest sites whose sum it takes part in."""
+    """Smallest number of sites in a sum in which it takes part."""
     policy: str = ""
-    """File of the site's policy (`privacy/ledger/policy.py`); empty: it demands no more than the keys here."""
+    """File of what the site demands of a plan's privacy, and the most that may be spent on its data over all runs;
+    empty: it demands no more than the keys here."""
     dataset: str = ""
     """Name under which the ledger keeps what this data has spent; empty: the value of `data`. Data that is moved or
     grows is the same data: keep its name."""
     ledger: str = ""
-    """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs."""
+    """File of the site's privacy ledger; empty: `ledger.sqlite` in the state folder. It must outlive runs and state
+    folders: keep it where it is backed up. A lost ledger loses what was spent."""
     device: str = "auto"
     """`auto` (the GPUs this process sees, else the CPU), or a torch device such as `cuda:1` or `cpu`."""
     speed: Annotated[float, Field(ge=SLOWEST, le=FASTEST)] = 1.0

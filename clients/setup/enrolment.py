@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.clients.setup.config import SiteConfig, read_config
-from cloister.clients.setup.templates import POLICY, new_settings, with_values
+from cloister.clients.setup.templates import new_policy, new_settings, with_values
 from cloister.protocol.errors import RosterError, StorageError
 from cloister.protocol.identity.certificates import certificate_to_pem, check_authority, read_certificate
 from cloister.protocol.identity.document import read_document
@@ -94,7 +94,7 @@ def make_request(
     if not os.path.lexists(supernode_file):
         make_supernode_key(supernode_file, durable=durable)
     identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
-    for template, text in (("site.toml", new_settings(name)), ("policy.toml", POLICY)):
+    for template, text in (("site.toml", new_settings(name)), ("policy.toml", new_policy())):
         if not os.path.lexists(folder / template):
             write_bytes(folder / template, text.encode(), durable=durable)
     if not os.path.lexists(path):
@@ -147,7 +147,7 @@ def make_rotation(folder: Path, day: datetime.date) -> tuple[Request, Path]:
     if not os.path.lexists(identity_file):
         save_identity(new_identity(), identity_file)
     make_supernode_key(supernode_file)
-    path = folder / f"{config.name}-{_number(identity_file)}.request"
+    path = folder / f"{config.name}-{_numbered(identity_file)[1]}.request"
     if not os.path.lexists(path):
         identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
         made = Request.of(config.name, identity, supernode, entry.contact, day, replaces=old)
@@ -281,7 +281,7 @@ def _own(
         own = _read_request(folder / f"{config.name}.request")
     elif following.exists() and _public(following) == entry.key:
         identity, supernode = following, _next(supernode)
-        own = _read_request(folder / f"{config.name}-{_number(following)}.request")
+        own = _read_request(folder / f"{config.name}-{_numbered(following)[1]}.request")
     else:
         present = installed.site(config.name)
         if present is None:
@@ -306,18 +306,14 @@ def _read_request(path: Path) -> Request:
 
 
 def _next(path: Path) -> Path:
-    """The file of the key that replaces the key at `path`: identity.pem, identity-2.pem, identity-3.pem, ..."""
-    return path.with_name(f"{_stem(path)}-{_number(path) + 1}{path.suffix}")
+    """Where the key after one is kept: `identity.pem`, then `identity-2.pem`."""
+    stem, number = _numbered(path)
+    return path.with_name(f"{stem}-{number + 1}{path.suffix}")
 
 
-def _number(path: Path) -> int:
+def _numbered(path: Path) -> tuple[str, int]:
     found = _NUMBERED.fullmatch(path.stem)
-    return int(found[2]) if found else 1
-
-
-def _stem(path: Path) -> str:
-    found = _NUMBERED.fullmatch(path.stem)
-    return found[1] if found else path.stem
+    return (found[1], int(found[2])) if found else (path.stem, 1)
 
 
 def _written(path: Path, folder: Path) -> str:

@@ -41,7 +41,7 @@ from typing import Self
 from cloister.aggregation.secure.secure_sum import Answered
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError, StorageError
-from cloister.protocol.machine.storage import sync, sync_folders, write_new
+from cloister.protocol.machine.storage import disk_refusal, on_disk, sync, sync_folders, write_new
 from cloister.protocol.messages.messages import NOTHING_CARRIED
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
@@ -195,7 +195,7 @@ class AttemptFiles:
                     written += os.pwrite(file, before[written:], written)
                 os.ftruncate(file, written)
                 sync(file)
-            raise _refusal(self._folder, error) from error
+            raise disk_refusal(self._folder, error) from error
         finally:
             os.close(file)
 
@@ -213,12 +213,10 @@ class AttemptFiles:
         No answer depends on it: an attempt that a power cut brings back gives the answer that was marked, and no other.
         A disk that copies on write, and an SSD, may keep the old blocks.
         """
-        try:
+        with on_disk(self._folder):
             os.pwrite(self._attempt, bytes(state.end), 0)
             sync(self._attempt)  # before the truncation, which would drop the zeros
             os.ftruncate(self._attempt, 0)
-        except OSError as error:
-            raise _refusal(self._folder, error) from error
         return State(state.marks, None, 0)
 
     def _read_marks(self) -> Marks:
@@ -259,12 +257,10 @@ class AttemptFiles:
 
     def _mark(self, marks: Marks) -> Marks:
         marks = replace(marks, writes=marks.writes + 1)
-        try:
+        with on_disk(self._folder):
             if os.pwrite(self._marks, _slot(marks), marks.writes % 2 * _SLOT) != _SLOT:
                 raise OSError(None, "no space left")
             sync(self._marks)
-        except OSError as error:
-            raise _refusal(self._folder, error) from error
         return marks
 
     def _append(self, end: int, contents: tuple[tuple[Value, ...], ...]) -> int:
@@ -279,7 +275,7 @@ class AttemptFiles:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._attempt, end)
-            raise _refusal(self._folder, error) from error
+            raise disk_refusal(self._folder, error) from error
         return end + len(frames)
 
 
@@ -289,7 +285,7 @@ def _open(path: Path) -> int:
     except FileNotFoundError:
         raise _unknown(path, "missing") from None
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise disk_refusal(path, error) from error
 
 
 def _hash(request: bytes) -> bytes:
@@ -355,7 +351,3 @@ def _unknown(path: Path, how: str) -> StorageError:
         "answered, and could reveal its update",
         fix="for a new run give the site a new state folder and keep its ledger; do not restore an earlier copy",
     )
-
-
-def _refusal(folder: Path, error: OSError) -> StorageError:
-    return StorageError(str(folder), expected=f"a disk that accepts the write ({error.strerror})")

@@ -22,7 +22,7 @@ from cloister.aggregation.vector.span import Manifest, Piece, check_received, ma
 from cloister.clients.setup.config import Membership
 from cloister.lm.model.layout import Vector
 from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
-from cloister.protocol.machine.storage import disk_refusal, write_bytes, write_file, write_new
+from cloister.protocol.machine.storage import on_disk, write_bytes, write_file, write_new
 from cloister.protocol.messages.blocks import all_finite
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose
@@ -171,10 +171,8 @@ class Kept:
             StorageError: the disk refuses the access.
         """
         path = self._state / "update.lock"
-        try:
+        with on_disk(path):
             lock = path.open("wb")
-        except OSError as error:
-            raise disk_refusal(path, error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -63,7 +63,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Passes
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.model.weights import Held, Named, Weights, Whole, whole
+from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry
@@ -466,7 +466,7 @@ class PrivateTrainer:
         Args:
             names: The parameters that gradients are given for.
         """
-        weights = None if isinstance(self.weights, Whole) else self.weights
+        weights = None if type(self.weights) is Weights else self.weights
         return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device, weights)
 
     def _steps(

@@ -16,7 +16,6 @@ are those of a model in float32.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from cloister.protocol.errors import ModelError
+from cloister.protocol.machine.prerequisites import check_extra
 
 _TRAINED = (".lora_", ".modules_to_save.", ".original_module")
 """In the names of what is trained beside a base: factors, and a classifier's head, whose first values PEFT keeps."""
@@ -39,17 +39,15 @@ def check_machine(precision: BasePrecision) -> None:
     """
     if precision != "nf4":
         return
-    fix = 'set model.adapter.base_precision = "bfloat16"'
+    field = "model.adapter.base_precision"
     if not torch.cuda.is_available():
-        expected = "a CUDA GPU on every party, the coordinator too, and this machine has none"
-    elif importlib.util.find_spec("bitsandbytes") is None:
-        expected, fix = (
-            "the package bitsandbytes, which is not installed",
-            "pip install 'cloister[quantized]'",
+        raise ModelError(
+            field,
+            precision,
+            expected="a CUDA GPU on every party, the coordinator too, and this machine has none",
+            fix='set model.adapter.base_precision = "bfloat16"',
         )
-    else:
-        return
-    raise ModelError("model.adapter.base_precision", precision, expected=expected, fix=fix)
+    check_extra("bitsandbytes", "quantized", ModelError, field, precision)
 
 
 def lower(module: nn.Module, precision: BasePrecision) -> bool:
@@ -70,7 +68,7 @@ def lower(module: nn.Module, precision: BasePrecision) -> bool:
             changed = True
             continue
         if isinstance(layer, nn.Embedding):
-            layer.register_forward_hook(_in_float32)
+            layer.register_forward_hook(lambda _layer, _inputs, output: output.float())
         weight: Any = layer.weight
         lowered = weight.detach().to(torch.bfloat16)
         changed = changed or not torch.equal(lowered.to(weight.dtype), weight)
@@ -147,7 +145,3 @@ def _quantized(layer: nn.Linear) -> nn.Module:
     quantized.weight = Params4bit(weight, quant_type="nf4", module=quantized).to("cuda").to("cpu")
     quantized.bias = layer.bias
     return quantized
-
-
-def _in_float32(_layer: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-    return output.float()

@@ -270,20 +270,13 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
-        raise ModelError(
-            "model.name", section.name, expected=f"a {what} of transformers ({first_line(error)})"
-        ) from error
+        raise _no_model(section.name, f"a {what} of transformers ({first_line(error)})") from error
     if config.model_type not in known:
-        raise ModelError(
-            "model.name",
-            section.name,
-            expected=f"a {what} of transformers, but its type is {config.model_type}",
-        )
+        raise _no_model(section.name, f"a {what} of transformers, but its type is {config.model_type}")
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            "model.name",
+        raise _no_model(
             section.name,
-            expected="a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
+            "a model that is not quantized; model.adapter.base_precision lowers the base under an adapter",
         )
     return _for_training(config, plan), place
 
@@ -304,10 +297,9 @@ def _builtin_config(plan: Plan) -> PreTrainedConfig:
     kind = section.name.removeprefix(BUILTIN)
     if kind not in types:
         nearest = difflib.get_close_matches(kind, types, n=3) or ["llama", "gpt2", "qwen3"]
-        raise ModelError(
-            "model.name",
+        raise _no_model(
             section.name,
-            expected=f"builtin: followed by a {what} type of transformers",
+            f"builtin: followed by a {what} type of transformers",
             fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
         )
     cls = CONFIG_MAPPING[kind]
@@ -362,21 +354,18 @@ def locate(name: str, revision: str = "main") -> Place:
     folder = Path(name).expanduser()
     if folder.exists() or looks_like_path(name):
         if not folder.is_dir():
-            raise ModelError("model.name", name, expected="an existing folder with a model, or a hub name")
+            raise _no_model(name, "an existing folder with a model, or a hub name")
         if not (folder / "config.json").is_file():
-            raise ModelError(
-                "model.name", name, expected="a folder that holds config.json, as save_pretrained writes"
-            )
+            raise _no_model(name, "a folder that holds config.json, as save_pretrained writes")
         return Place(str(folder))
     if on_hub(name, kind="model", revision=revision, field="model.name", error=ModelError):
         return Place(name, revision, local_files_only=False)
     from huggingface_hub import try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        raise ModelError(
-            "model.name",
+        raise _no_model(
             name,
-            expected="an existing folder, or a name in the hub's local cache, because the hub cannot be reached",
+            "an existing folder, or a name in the hub's local cache, because the hub cannot be reached",
             fix="download the model on a machine with a network, copy it here and give its folder",
         )
     return Place(name, revision)
@@ -484,14 +473,11 @@ def _loaded(
             )
     except Exception as error:  # see `_configure`
         what = "sequence classifier" if classify else "causal LM"
-        raise ModelError(
-            "model.name", place.name, expected=f"a complete checkpoint of a {what} ({first_line(error)})"
-        ) from error
+        raise _no_model(place.name, f"a complete checkpoint of a {what} ({first_line(error)})") from error
     if getattr(module, "_hf_peft_config_loaded", False):
-        raise ModelError(
-            "model.name",
+        raise _no_model(
             place.name,
-            expected="a model without an adapter of its own (adapter_config.json)",
+            "a model without an adapter of its own (adapter_config.json)",
             fix="merge the adapter into the model first: cloister export --form merged, or merge_and_unload() of PEFT",
         )
     missing = set(info["missing_keys"])
@@ -503,10 +489,9 @@ def _loaded(
     absent += sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent or info.get("error_msgs"):
         named = ", ".join(absent[:3]) or first_line(info["error_msgs"][0])
-        raise ModelError(
-            "model.name",
+        raise _no_model(
             place.name,
-            expected=f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
+            f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
         )
     return cast("PreTrainedModel", module), new
 
@@ -723,6 +708,10 @@ def _without_adapter(module: Any) -> PreTrainedModel:
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()
     return plain
+
+
+def _no_model(name: str, expected: str, fix: str = "") -> ModelError:
+    return ModelError("model.name", name, expected=expected, fix=fix)
 
 
 def _inconsistent(section: ModelSection, error: Exception) -> ModelError:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -103,7 +102,7 @@ class Forward:
             given["position_ids"] = positions
         if self._classifies:
             given["attention_mask"] = self._before_padding(inputs)
-        with self._arithmetic():
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
             logits: torch.Tensor = self.module(**given).logits
         return logits[:, None] if self._classifies else logits
 
@@ -114,9 +113,6 @@ class Forward:
         last = (places * (tokens != config.get_text_config().pad_token_id)).argmax(1, keepdim=True)
         mask: torch.Tensor = (places <= last).long()
         return mask
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
 
 
 class Direct:

@@ -1,4 +1,4 @@
-"""Where the parameters of a model that is trained are: `Whole` in one process, or a part in each rank (`shards.py`).
+"""Where the parameters of a model that is trained are: all in one process, or a part in each rank (`shards.py`).
 
 Training is the same program in both cases. What differs is behind `Weights`: how the global model gets into the
 parameters and the update out of them, which tensors the optimizer steps on, which rows of a micro-batch this process
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -57,26 +57,29 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def whole(layout: Layout) -> tuple[Held, ...]:
     """What a process has that has every parameter."""
-    held = []
-    for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False):
-        rows, columns = matrix(shape)
-        held.append(Held(name, offset, columns, Span(0, rows), Span(0, columns)))
-    return tuple(held)
+    sizes = map(matrix, layout.shapes)
+    return tuple(
+        Held(name, offset, columns, Span(0, rows), Span(0, columns))
+        for name, (rows, columns), offset in zip(layout.names, sizes, layout.offsets, strict=False)
+    )
 
 
-class Weights(Protocol):
-    """The parameters of a model in one process; every rank calls the same methods in the same order."""
+class Weights:
+    """The parameters of a model, all in this process; `Shards` has a part of them in each rank.
 
-    def span(self, part: Layout) -> Span:
-        """This process's part of the vector of what a round trains."""
+    Every rank calls the same methods in the same order.
 
-    @property
-    def draws(self) -> tuple[str, ...]:
-        """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+    Args:
+        model: The model, on its device.
+    """
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process does what one of them does for all."""
+    draws: tuple[str, ...] = ()
+    """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+    leads: bool = True
+    """Whether this process does what one of them does for all."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
 
     def place(self, start: Vector) -> None:
         """Copy the global model, float32 (layout.size,), into the parameters.
@@ -84,15 +87,23 @@ class Weights(Protocol):
         Raises:
             UpdateError: the vector does not have the model's layout.
         """
+        self._model.layout.scatter(start, self._model.module)
+
+    def span(self, part: Layout) -> Span:
+        """This process's part of the vector of what a round trains."""
+        return Span(0, part.size)
 
     def trained(self, part: Layout) -> Named:
         """What the optimizer steps on in a round that trains a part: plain tensors on the device, in layout order."""
+        return self._model.trainable(part)
 
     def rows(self, batch_size: int) -> slice:
         """This process's rows of a micro-batch; there may be none."""
+        return slice(0, batch_size)
 
     def passes(self, forward: Forward, batch_size: int) -> Passes:
         """How this process's rows of micro-batches of `batch_size` rows go through the model."""
+        return Direct(forward, self.before_backward)
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch, which is or is not the last one of its step."""
@@ -105,113 +116,41 @@ class Weights(Protocol):
 
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:
         """Scale the gradients so that the L2 norm over all parameters of the model is at most `norm`."""
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a value over the processes that have different rows, and over the stages of a pipeline."""
-
-    def least(self, number: int) -> int:
-        """The smallest of the numbers that the processes give."""
-
-    def update(self, start: Vector, part: Layout) -> Vector:
-        """The part's parameters minus those of the global model, float32: this process's span of the update."""
-
-    @property
-    def held(self) -> tuple[Held, ...]:
-        """What this process has of each parameter of the layout, in its order."""
-
-    @property
-    def units(self) -> slice:
-        """Which of the units of a batch this process's replica takes."""
-
-    def unit_rows(self, n: int) -> tuple[slice, int]:
-        """This process's rows of the `n` rows of a unit that its replica takes; there may be none. And the most rows of
-        them that a process has."""
-
-    def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the processes of a replica, in place; the same in each of them."""
-
-    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas, in place; each process has the same part of its replica."""
-
-
-class Whole:
-    """Every parameter is in this process.
-
-    Args:
-        model: The model, on its device.
-    """
-
-    draws: tuple[str, ...] = ()
-    leads = True
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-
-    def place(self, start: Vector) -> None:
-        """See `Weights`."""
-        self._model.layout.scatter(start, self._model.module)
-
-    def span(self, part: Layout) -> Span:
-        """See `Weights`."""
-        return Span(0, part.size)
-
-    def trained(self, part: Layout) -> Named:
-        """See `Weights`."""
-        return self._model.trainable(part)
-
-    def rows(self, batch_size: int) -> slice:
-        """See `Weights`."""
-        return slice(0, batch_size)
-
-    def passes(self, forward: Forward, batch_size: int) -> Passes:
-        """See `Weights`."""
-        return Direct(forward, self.before_backward)
-
-    def before_backward(self, *, last: bool) -> None:
-        """See `Weights`."""
-
-    def take_gradients(self) -> None:
-        """See `Weights`."""
-
-    def add_replicas(self) -> None:
-        """See `Weights`."""
-
-    def clip(self, trained: list[nn.Parameter], norm: float) -> None:
-        """See `Weights`."""
         clip_grad_norm_(trained, norm)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Weights`."""
+        """The sum of a value over the processes that have different rows, and over the stages of a pipeline."""
         return value
 
     def least(self, number: int) -> int:
-        """See `Weights`."""
+        """The smallest of the numbers that the processes give."""
         return number
 
     def update(self, start: Vector, part: Layout) -> Vector:
-        """See `Weights`."""
+        """The part's parameters minus those of the global model, float32: this process's span of the update."""
         update = part.flatten(self._model.module)
         update -= self._model.layout.pick(start, part)
         return update
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """See `Weights`."""
+        """What this process has of each parameter of the layout, in its order."""
         return whole(self._model.layout)
 
     @property
     def units(self) -> slice:
-        """See `Weights`."""
+        """Which of the units of a batch this process's replica takes."""
         return slice(None)
 
     def unit_rows(self, n: int) -> tuple[slice, int]:
-        """See `Weights`."""
+        """This process's rows of the `n` rows of a unit that its replica takes; there may be none. And the most rows of
+        them that a process has."""
         return slice(0, n), n
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Weights`."""
+        """The sum over the processes of a replica, in place; the same in each of them."""
         return values
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Weights`."""
+        """The sum over the replicas, in place; each process has the same part of its replica."""
         return values

@@ -14,7 +14,6 @@ byte, which is no smaller than 8 bits.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from cloister.lm.model.model import (
 from cloister.lm.tasks.evaluate import evaluate, subset, to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.protocol.errors import ModelError
+from cloister.protocol.machine.prerequisites import check_extra
 
 _FIXED = ("vocab_size", "model_type", "max_position_embeddings")
 """Fields of a configuration that the student shares with its teacher."""
@@ -99,27 +99,13 @@ def prune(source: Path, folder: Path, share: float) -> None:
     _save(module, tokenizer, folder)
 
 
-def check_torchao() -> None:
-    """Check that torchao is installed.
-
-    Raises:
-        ModelError: it is not.
-    """
-    if importlib.util.find_spec("torchao") is None:
-        raise ModelError(
-            "--int8",
-            expected="the package torchao, which is not installed",
-            fix="pip install 'cloister[compress]'",
-        )
-
-
 def to_8_bits(source: Path, folder: Path) -> None:
     """Write the model with the weights of its linear layers, but the output layer, in 8 bits.
 
     Raises:
         ModelError: torchao is not installed.
     """
-    check_torchao()
+    check_extra("torchao", "compress", ModelError, "--int8")
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 

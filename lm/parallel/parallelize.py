@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.model import LanguageModel, plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
 from cloister.lm.parallel.pipeline import keep_stage
 from cloister.protocol.errors import ModelError
@@ -61,8 +61,7 @@ def parallelize(
     """
     mesh = Mesh() if ranks is None else degrees(ranks)
     # transformers and PEFT know the model without its adapter by these names.
-    get_base: Any = getattr(model.module, "get_base_model", None)
-    inner: Any = model.module if get_base is None else get_base()
+    inner: Any = plain(model.module)
 
     # 1. Tensor parallelism.
     if ranks is not None and mesh.tensor > 1:
@@ -131,17 +130,16 @@ def _tensor_plan(inner: Any, mesh: Mesh) -> dict[str, ParallelStyle]:
 
 
 def _style(name: str) -> ParallelStyle:
-    if name == "colwise":
-        return ColwiseParallel()
-    if name in ("colwise_rep", "colwise_gather_output"):
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "rowwise":
-        return RowwiseParallel()
-    if name == "rowwise_split_input":
-        return RowwiseParallel(input_layouts=Replicate())
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    }
     # A norm of the heads that this rank has: its gradient is the sum over the ranks of a tensor group. The dimension
     # does not matter, as long as the norm is not over it.
-    return SequenceParallel(use_local_output=True)
+    return styles.get(name) or SequenceParallel(use_local_output=True)
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

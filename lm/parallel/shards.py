@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.passes import Direct, Forward, Passes
-from cloister.lm.model.weights import Held, Named, matrix
+from cloister.lm.model.weights import Held, Named, Weights, matrix
 from cloister.lm.parallel.mesh import Coordinates, Mesh, degrees
 from cloister.lm.parallel.parallelize import sharded_modules
 from cloister.lm.parallel.pipeline import Pipeline
@@ -159,7 +159,7 @@ class _Part:
         return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
 
 
-class Shards:
+class Shards(Weights):
     """This rank's part of the parameters; `Weights` says what its methods do.
 
     Args:

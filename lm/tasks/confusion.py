@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -94,14 +94,7 @@ class Confusion:
             "accuracy": self.accuracy if self.records else None,
             "macro": {"precision": macro.precision, "recall": macro.recall, "f1": macro.f1},
             "by_class": [
-                {
-                    "class": name,
-                    "precision": each.precision,
-                    "recall": each.recall,
-                    "f1": each.f1,
-                    "support": each.support,
-                }
-                for name, each in zip(classes, self.by_class(), strict=True)
+                {"class": name, **asdict(each)} for name, each in zip(classes, self.by_class(), strict=True)
             ],
         }
 

@@ -1,7 +1,7 @@
 """Examples -> token sequences: split off held-out ones, lay both parts out, cache them on disk, draw batches.
 
 Sequences are two int32 matrices of the plan's sequence length (and positions where several examples share a sequence).
-They are written once as `.npy` and memory-mapped by every process of the site. A data loader with workers and collators
+They are written once, and memory-mapped by every process of the site. A data loader with workers and collators
 was refused: all tokens are made before training starts, so no step waits for data, and a batch is one fancy index into
 a mapped matrix.
 
@@ -15,6 +15,7 @@ be used, such as one without an owner, is left out: an error would say that ther
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from cloister.lm.text.examples import ANSWER, CONTEXT, Example, compared, to_exa
 from cloister.lm.text.records import Record, Unusable, fingerprint, owner_of, read_each
 from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.errors import DataError
-from cloister.protocol.machine.storage import disk_refusal, write_folder
+from cloister.protocol.machine.storage import on_disk, write_folder
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
 
 _NOTHING_LEARNABLE = "without a learnable token"
@@ -338,62 +339,114 @@ def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[
     return _batches(n, batch_size, seed)
 
 
-def save_prepared(folder: Path, prepared: Prepared) -> None:
-    """Write prepared sequences to `folder`, whole or not at all; an existing folder is replaced.
+_TYPES: dict[str, np.dtype[Any]] = {
+    "tokens": np.dtype(np.int32),
+    "labels": np.dtype(np.int32),
+    "positions": np.dtype(np.int32),
+    "starts": np.dtype(np.int64),
+    "shares": np.dtype(np.float32),
+    "answers": np.dtype(np.int32),
+}
+"""The arrays of `Sequences`, each kind in a file of its own."""
+_INDEX = "index.json"
+
+
+def write_prepared(folder: Path, sites: Iterable[Prepared | None]) -> None:
+    """Write the sequences of one site or many into a folder, which `Store` maps.
+
+    Args:
+        folder: The folder, which is there and empty.
+        sites: The sequences of each site; None: its records could not be used.
+    """
+    with contextlib.ExitStack() as stack:
+        files = {kind: stack.enter_context(open(folder / f"{kind}.bin", "wb")) for kind in _TYPES}
+        index = [None if prepared is None else _entry(prepared, files) for prepared in sites]
+    (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
+    """Append the arrays of a site to the files, and return where they are."""
+    entry: dict[str, Any] = {"records": prepared.records, "left_out": dict(prepared.left_out)}
+    for name, part in prepared.parts():
+        arrays = {}
+        for kind, type_ in _TYPES.items():
+            array = getattr(part, kind)
+            if array is not None:
+                file = files[kind]
+                arrays[kind] = (file.tell() // type_.itemsize, array.shape)
+                file.write(np.ascontiguousarray(array, type_).tobytes())
+        entry[name] = {"n_bytes": part.n_bytes, "arrays": arrays}
+    return entry
+
+
+class Store:
+    """What `write_prepared` wrote, mapped: the arrays are read-only and shared between processes.
+
+    Args:
+        folder: The folder.
 
     Raises:
-        StorageError: the disk is full or refuses the write; an existing folder is unchanged.
+        DataError: it is missing or damaged.
     """
 
-    def fill(temporary: Path) -> None:
-        about: dict[str, Any] = {
-            "records": prepared.records,
-            "left_out": dict(prepared.left_out),
-            "parts": {},
-        }
-        for name, part in prepared.parts():
-            present = {kind: array for kind, array in vars(part).items() if isinstance(array, np.ndarray)}
-            for kind, array in present.items():
-                np.save(temporary / f"{name}-{kind}.npy", array)
-            about["parts"][name] = {"n_bytes": part.n_bytes, "rows": len(part), "arrays": list(present)}
-        (temporary / "prepared.json").write_text(json.dumps(about), encoding="utf-8")
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with self._whole():
+            self._index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            files = {kind: folder / f"{kind}.bin" for kind in _TYPES}
+            self._arrays: dict[str, NDArray[Any]] = {
+                kind: np.memmap(path, _TYPES[kind], "r") if path.stat().st_size else np.empty(0, _TYPES[kind])
+                for kind, path in files.items()
+            }
 
-    write_folder(folder, fill)
+    def site(self, index: int) -> Prepared | None:
+        """The sequences of the site with a number; None if its records could not be used, and it must say why.
+
+        Raises:
+            DataError: they are damaged.
+        """
+        entry = self._index[index]
+        if entry is None:
+            return None
+        with self._whole():
+            train, held_out = (self._sequences(entry[part]) for part in ("train", "held_out"))
+            asked = self._sequences(entry["asked"]) if "asked" in entry else None
+        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]), asked)
+
+    def _sequences(self, entry: dict[str, Any]) -> Sequences:
+        arrays: dict[str, Any] = {"positions": None}
+        for kind, (offset, shape) in entry["arrays"].items():
+            size = int(np.prod(shape))
+            arrays[kind] = self._arrays[kind][offset : offset + size].reshape(shape)
+        return Sequences(**arrays, n_bytes=entry["n_bytes"])
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                "prepared data",
+                str(self._folder),
+                expected=f"a folder of tokenised data ({error})",
+                fix="remove the folder, and the next start makes it again",
+            ) from error
 
 
 def load_prepared(folder: Path) -> Prepared:
-    """Map the sequences that `save_prepared` wrote; the arrays are read-only and shared between processes.
+    """Map the sequences of one site.
 
     Raises:
         DataError: the folder is missing or damaged.
     """
-    try:
-        about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
-        parts = {}
-        for name in about["parts"]:
-            part = about["parts"][name]
-            mode: Any = "r" if part["rows"] else None  # an empty array cannot be memory-mapped
-            arrays = {kind: np.load(folder / f"{name}-{kind}.npy", mmap_mode=mode) for kind in part["arrays"]}
-            parts[name] = Sequences(**{"positions": None, **arrays}, n_bytes=int(part["n_bytes"]))
-        return Prepared(
-            parts["train"],
-            parts["held_out"],
-            int(about["records"]),
-            Counter(about["left_out"]),
-            parts.get("asked"),
-        )
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise DataError(
-            "prepared data",
-            str(folder),
-            expected=f"a folder of tokenised data ({error})",
-            fix="remove the folder, and the next run makes it again",
-        ) from error
+    found = Store(folder).site(0)
+    assert found is not None, "a site keeps only what it can use"
+    return found
 
 
 def prepared_path(folder: Path, key: str) -> Path:
     """Where `cached` keeps the sequences with a key."""
-    return folder / f"tokens-{key[:32]}"
+    return folder / f"tokens-2-{key[:32]}"
 
 
 def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
@@ -412,15 +465,14 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
     """
     filed = prepared_path(folder, key)
     if not filed.exists():
-        try:
+        with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / f".{filed.name}.lock").open("wb")
-        except OSError as error:
-            raise disk_refusal(folder, error) from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not filed.exists():
-                save_prepared(filed, make())
+                made = make()
+                write_folder(filed, lambda temporary: write_prepared(temporary, [made]))
     return load_prepared(filed)
 
 

@@ -92,19 +92,22 @@ def to_examples(
         DataError: as `check_tokenizer`.
     """
     check_tokenizer(tokenizer, data)
-    encode = _classified(tokenizer, data) if data.task == "classify" else _learned(tokenizer, data)
+    # A chat template adds the begin and end tokens of a chat itself.
+    encode = (
+        _classified(tokenizer, data)
+        if data.task == "classify"
+        else _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
+    )
     classes = {name: index for index, name in enumerate(data.classes)}
     choices = {name: index for index, name in enumerate(data.choices)}
 
     def rendered() -> Iterator[_Rendered]:
         for number, record in enumerate(records, start=1):
             place = unusable.place or f"record {number}"
-            fields = unusable.tried(
-                f"without the fields of data.format {data.format!r}", _fields, data, place, record
-            )
-            if fields is None:
+            without = f"without the fields of data.format {data.format!r}"
+            if (fields := unusable.tried(without, _fields, data, place, record)) is None:
                 continue
-            text = unusable.tried("refused by the chat template", _render, tokenizer, place, fields)
+            text = unusable.tried("refused by the chat template", _rendered, tokenizer, place, fields)
             if text is None:
                 continue
             label: int | None = None
@@ -128,14 +131,6 @@ def to_examples(
         for (record, _, label, question), example in zip(batch, examples, strict=True):
             if example is not None:
                 yield record, replace(example, label=label, question=question)
-
-
-def _learned(
-    tokenizer: PreTrainedTokenizerBase, data: DataSection
-) -> Callable[[Sequence[_Text]], list[Example]]:
-    """Encodes texts of which tokens are learned."""
-    # A chat template adds the begin and end tokens of a chat itself.
-    return _Encoder(tokenizer, whole=data.format == "text", close=data.format != "messages")
 
 
 def _classified(
@@ -257,20 +252,20 @@ def _fields(data: DataSection, place: str, record: Record) -> _Text | list[dict[
     return text, [(0, len(text))]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, place: str, fields: _Text | list[dict[str, Any]]) -> _Text:
-    return _render_chat(tokenizer, place, fields) if isinstance(fields, list) else fields
-
-
 _STAND_IN = "\ue0f1\ue0f2\ue0f3"  # private-use characters: no template and hardly any text contains them
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[dict[str, Any]]) -> _Text:
-    """Render a chat and find the assistant's turns in it.
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, place: str, messages: _Text | list[dict[str, Any]]
+) -> _Text:
+    """A text as it is; a chat rendered, with the assistant's turns in it.
 
     To locate a turn, the chat is rendered again with a placeholder as the turn's content: the two renderings differ
     exactly in the turn. This also works for templates that strip, reorder or shorten the content. The text that the
     template adds after a turn (its end token) is learned with the turn.
     """
+    if isinstance(messages, tuple):
+        return messages
     template = tokenizer.get_chat_template()
 
     def rendered(turns: list[dict[str, Any]]) -> str:

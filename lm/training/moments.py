@@ -22,7 +22,7 @@ import torch
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.weights import Weights
 from cloister.lm.training.optimizer import LocalOptimizer
-from cloister.protocol.machine.storage import allocate, disk_refusal
+from cloister.protocol.machine.storage import allocate, on_disk
 
 _FLOAT = np.dtype("<f4")
 _NAME = "moments"
@@ -69,10 +69,8 @@ class Moments:
         path = self._carry.before / _NAME
         if not path.exists():  # unit `site`: an update that was not finite, or of no records, has left none
             return
-        try:
+        with on_disk(path):
             stored: Vector = np.memmap(path, _FLOAT, "c")
-        except OSError as error:
-            raise disk_refusal(path, error) from error
         for part, tensor, _ in self._parts(stored, optimizer):
             tensor.copy_(torch.from_numpy(part))
 
@@ -86,7 +84,7 @@ class Moments:
             StorageError: the disk is full or refuses the write.
         """
         path, weights = self._carry.after / _NAME, self._weights
-        try:
+        with on_disk(path):
             if weights.leads:
                 allocate(path, self._size * _FLOAT.itemsize)
                 before = self._carry.before / _NAME if self._carry.before else None
@@ -98,8 +96,6 @@ class Moments:
                 if first:
                     part[...] = tensor.cpu().numpy()
             stored.flush()
-        except OSError as error:
-            raise disk_refusal(path, error) from error
         weights.least(0)  # it is whole
 
     @property

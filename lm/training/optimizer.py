@@ -48,11 +48,11 @@ class LocalOptimizer:
         others = [parameter for name, parameter in trained if name not in by_muon]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(_muon(matrices, local, device))
+            rate, momentum, decay = local.learning_rate, local.momentum, local.weight_decay
+            dtype = iterations_in(device)
+            self._parts.append(Muon(matrices, lr=rate, momentum=momentum, weight_decay=decay, dtype=dtype))
         if others:
-            self._parts.append(
-                _sgd(others, local) if local.optimizer == "sgd" else _adamw(others, local, device)
-            )
+            self._parts.append(_by_element(others, local, device))
 
     def step(self, number: float) -> None:
         """Step with the learning rate of the plan's local step `number` of the run, from 0; drop the gradients."""
@@ -119,28 +119,14 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if p.ndim == 2 and id(p) not in excluded}
 
 
-def _muon(matrices: list[nn.Parameter], local: LocalSection, device: torch.device) -> Muon:
-    return Muon(
-        matrices,
-        lr=local.learning_rate,
-        momentum=local.momentum,
-        weight_decay=local.weight_decay,
-        dtype=iterations_in(device),
-    )
-
-
-def _adamw(parameters: list[nn.Parameter], local: LocalSection, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        _decayed(parameters, local),
-        lr=local.learning_rate,
-        betas=local.betas,
-        fused=device.type in ("cpu", "cuda"),
-    )
-
-
-def _sgd(parameters: list[nn.Parameter], local: LocalSection) -> torch.optim.SGD:
-    # Without momentum, torch's weight decay is the decoupled one: it is added to a gradient that was clipped before.
-    return torch.optim.SGD(_decayed(parameters, local), lr=local.learning_rate)
+def _by_element(
+    parameters: list[nn.Parameter], local: LocalSection, device: torch.device
+) -> torch.optim.Optimizer:
+    groups, rate = _decayed(parameters, local), local.learning_rate
+    if local.optimizer == "sgd":
+        # Without momentum, torch's weight decay is the decoupled one: it is added to the gradient that was clipped.
+        return torch.optim.SGD(groups, lr=rate)
+    return torch.optim.AdamW(groups, lr=rate, betas=local.betas, fused=device.type in ("cpu", "cuda"))
 
 
 def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, MicroBatch
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.model.weights import Named, Weights, Whole
+from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.moments import Carry, Moments
@@ -88,7 +88,7 @@ class Bench:
         self.model = model
         self.device = device
         self.module = model.module.to(device)
-        self.weights: Weights = Whole(model)
+        self.weights = Weights(model)
         if ranks is not None:
             from cloister.lm.parallel.shards import (
                 Shards,  # it takes a second to import, which one process saves

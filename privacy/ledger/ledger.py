@@ -33,7 +33,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -190,17 +190,8 @@ def _entry(previous: bytes, row: tuple[Any, ...]) -> Entry:
     Raises:
         ValueError: a field is out of its range.
     """
-    number, time_s, owner, id_, dataset, run, round_number, attempt, what, event, delta = row
-    charge = Charge(
-        id=id_,
-        dataset=dataset,
-        run=run,
-        round=round_number,
-        attempt=attempt,
-        what=what,
-        event=event,
-        delta=delta,
-    )
+    number, time_s, owner, *charged = row
+    charge = Charge(**dict(zip(Charge.__dataclass_fields__, charged, strict=True)))
     return Entry(number, time_s, owner, charge, link(previous, number, time_s, owner, charge))
 
 
@@ -420,34 +411,14 @@ class Ledger:
                 "for the data can raise the budget",
             )
 
-    def spent(self, dataset: str, delta: float) -> float:
-        """Epsilon at `delta` of all charges of `dataset`, over all runs in this ledger; 0 without charges.
+    def entries(self, run: str | None = None) -> tuple[Entry, ...]:
+        """Every entry, or those of one run, oldest first.
 
         Raises:
             LedgerError: the ledger is damaged or altered.
             StorageError: it cannot be read.
         """
-        events = self._history().events(dataset)
-        return self._compose(events, delta) if events else 0.0
-
-    def datasets(self) -> tuple[str, ...]:
-        """Names of the datasets with charges, sorted; errors as `spent`."""
-        return self._history().datasets()
-
-    def entries(self, run: str | None = None) -> tuple[Entry, ...]:
-        """Every entry, or those of one run, oldest first; errors as `spent`."""
         return tuple(entry for entry in self._history().entries if run in (None, entry.charge.run))
-
-    def verify(self, noted: str | None = None) -> Verified:
-        """Verify the chain, and that it contains a head that was noted earlier; see `History.verified`.
-
-        Without a noted head this cannot detect that entries were removed from the end or that the chain was recomputed.
-
-        Raises:
-            LedgerError: an entry does not follow from those before it (names the first), or the noted head is missing.
-            StorageError: the file cannot be read.
-        """
-        return self._history().verified(noted)
 
     def _history(self) -> History:
         return read_history(self.path, self._patience_s).of_owner(self.owner)
@@ -478,9 +449,7 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
 
 
 def _append(db: sqlite3.Connection, entry: Entry) -> None:
-    c = entry.charge
-    fields = (c.id, c.dataset, c.run, c.round, c.attempt, c.what, c.event, c.delta)
-    row = (entry.number, entry.time, entry.owner, *fields, entry.hash)
+    row = (entry.number, entry.time, entry.owner, *astuple(entry.charge), entry.hash)
     db.execute(f"INSERT INTO entries ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})", row)
 
 

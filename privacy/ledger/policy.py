@@ -99,11 +99,13 @@ def offer_of(
 
 
 class Policy(Section):
-    """A site's demands. Read one with `load_policy`."""
+    """What a site demands before it takes part. The site itself checks it, and sends a signed refusal to any plan that
+    asks for more."""
 
     units: Annotated[tuple[Unit, ...], Field(min_length=1)] = ("record", "owner", "site")
-    """Units of privacy that are accepted: a whole `record`, a `window` (one piece of a text, so that a long text is
-    many), an `owner` with all records, a `site`; `none` accepts a plan without any guarantee."""
+    """Units of privacy that are accepted: `record` (a whole record of this site), `window` (a piece of a text: a text
+    of twenty pieces is twenty units, and is not protected as a whole), `owner` (all records of one person, whom a field
+    of the records names), `site` (everything that the site holds); `none` accepts a plan without any guarantee."""
     least_window: Annotated[int, Field(ge=1)] = 1
     """Fewest tokens of a window, where that is the unit."""
     owner_fields: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -117,7 +119,8 @@ class Policy(Section):
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
     trusted_coordinator: bool = False
-    """Accept a plan in which a trusted coordinator adds the noise."""
+    """Accept a plan in which a trusted coordinator adds the noise: it sees the sum without noise, and no site can check
+    that it adds any."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
     """Fewest sites in a sum that is opened."""
     secure_required: bool = True

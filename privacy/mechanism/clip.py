@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.privacy.mechanism.noise import NoiseStream, check_positive
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import BLOCK, cut
 
@@ -126,7 +126,7 @@ def clip(
         UpdateError: an element is not finite; nothing was written.
         ValueError: another argument is out of range, or has the wrong type or shape.
     """
-    _check_positive("bound", bound)
+    check_positive("bound", bound)
     norm = l2_norm(vector, offset, gather)
     into = np.empty_like(vector) if out is None else out
     _check_vector("out", into)
@@ -156,7 +156,7 @@ def rounded_l2(bound: float, d: int, beta: float = BETA) -> float:
     Raises:
         ValueError: an argument is out of range.
     """
-    _check_positive("bound", bound)
+    check_positive("bound", bound)
     _check_count(d)
     if not 0 <= beta < 1:
         raise ValueError(f"beta is {beta}: expected 0 or more and below 1")
@@ -172,7 +172,7 @@ def rounded_l1(l2: float, d: int) -> float:
 
     The first is Cauchy and Schwarz's inequality; the second holds because |i| <= i^2 for an integer.
     """
-    _check_positive("l2", l2)
+    check_positive("l2", l2)
     _check_count(d)
     return min(math.sqrt(d) * l2, l2 * l2)
 
@@ -214,8 +214,8 @@ def integer_round(
         UpdateError: an element is not finite, or the norm is above `l2_bound`.
         ValueError: another argument is out of range, or has the wrong type or shape.
     """
-    _check_positive("scale", scale)
-    _check_positive("l2_bound", l2_bound)
+    check_positive("scale", scale)
+    check_positive("l2_bound", l2_bound)
     if scale * l2_bound > _MOST_STEPS:
         raise ValueError(f"scale * l2_bound is {scale * l2_bound:.6g}: expected at most 2^32")
     if offset + vector.size > dimension:
@@ -259,11 +259,6 @@ def _check_vector(name: str, vector: npt.NDArray[Any]) -> None:
     if vector.dtype != np.float32 or vector.ndim != 1:
         shown = f"{vector.dtype}{list(vector.shape)}"
         raise ValueError(f"{name} is {shown}: expected one dimension of float32")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value}: expected a positive, finite number")
 
 
 def _check_count(d: int) -> None:

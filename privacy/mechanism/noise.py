@@ -154,7 +154,7 @@ class NoiseStream:
         Raises:
             ValueError: an argument is out of range.
         """
-        _check_positive("sigma", sigma)
+        check_positive("sigma", sigma)
         _check_range(offset, size)
         vector = np.empty(size, np.float64)
         for block, samples in self._normals(vector, offset):
@@ -175,7 +175,7 @@ class NoiseStream:
         Raises:
             ValueError: an argument is out of range, or the vector has the wrong type, shape or memory layout.
         """
-        _check_positive("sigma", sigma)
+        check_positive("sigma", sigma)
         _check_vector(vector, offset)
 
         def add(part: Samples, start: int) -> None:
@@ -204,7 +204,7 @@ class NoiseStream:
         Raises:
             ValueError: an argument is out of range.
         """
-        _check_positive("variance", variance)
+        check_positive("variance", variance)
         if variance > LARGEST_VARIANCE:
             raise ValueError(
                 f"variance is {variance:.6g}: expected at most 2^33, because the sampler of Poisson(variance / 2)"
@@ -268,7 +268,12 @@ def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int
             part.result()
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
+    """Refuse what is no positive, finite number.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}: expected a positive, finite number")
 

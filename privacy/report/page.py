@@ -175,22 +175,10 @@ def to_html(report: RunReport) -> str:
         plain=plain(report),
         questions=questions(report),
         several=several(report),
-        groups=_groups(report) if claim.holds else (),
+        groups=report.groups if claim.holds else (),
+        guess=lambda epsilon: meaning(epsilon, report.delta or 0.0).guess,
         plots=[each for each in plots if each],
     )
-
-
-def _groups(report: RunReport) -> list[dict[str, Any]]:
-    """The rows of the table of groups, with the guesses that each epsilon allows."""
-    assert report.delta is not None
-    return [
-        {
-            "units": row.units,
-            "epsilon": row.epsilon,
-            "guess": None if row.epsilon is None else meaning(row.epsilon, report.delta).guess,
-        }
-        for row in report.groups
-    ]
 
 
 @cache

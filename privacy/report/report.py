@@ -350,24 +350,26 @@ def _objection(report: RunReport) -> str:
             "No privacy guarantee holds for this run: its noise was drawn from a declared seed, and anyone who has the "
             "seed can recompute the noise and subtract it."
         )
-    if not report.ledger.verified:
-        return (
-            "No privacy guarantee is claimed for this run: its ledger does not verify"
-            f" ({report.ledger.problem or 'no reason was recorded'})."
-        )
-    if not any(row.sites for row in report.rounds):  # a round that was given up has no sites
-        return (
-            "No privacy guarantee is claimed for this run: it finished no round, so it released no model that was "
-            "trained on the sites' data."
-        )
+    reason = _unclaimed(report)
+    if reason:
+        return f"No privacy guarantee is claimed for this run: {reason}."
     if report.epsilon is None:
         return (
             "No privacy guarantee holds for this run: no finite epsilon can be stated for what it released."
         )
+    return ""
+
+
+def _unclaimed(report: RunReport) -> str:
+    """What keeps a guarantee from being claimed, though noise was added for it; empty if nothing does."""
+    if not report.ledger.verified:
+        return f"its ledger does not verify ({report.ledger.problem or 'no reason was recorded'})"
+    if not any(row.sites for row in report.rounds):  # a round that was given up has no sites
+        return "it finished no round, so it released no model that was trained on the sites' data"
+    if report.epsilon is None:
+        return ""
     if not report.ledger.rows:
-        return (
-            "No privacy guarantee is claimed for this run: its ledger holds no charge for what it released."
-        )
+        return "its ledger holds no charge for what it released"
     return _contradiction(report, report.epsilon) or _weakness(report, report.epsilon)
 
 
@@ -375,46 +377,36 @@ def _contradiction(report: RunReport, epsilon: float) -> str:
     """A row of the ledger or an audit that contradicts a claim of `epsilon`; empty if there is none."""
     for row in report.ledger.rows:
         if row.epsilon is not None and row.epsilon > epsilon:
-            return (
-                f"No privacy guarantee is claimed for this run: row {row.number} of the ledger has epsilon "
-                f"{at_most(row.epsilon)}, above the {at_most(epsilon)} that would be claimed."
-            )
+            above = f"above the {at_most(epsilon)} that would be claimed"
+            return f"row {row.number} of the ledger has epsilon {at_most(row.epsilon)}, {above}"
     audit = report.audit
     if audit is None:
         return ""
     claimed = epsilon if audit.claimed is None else min(epsilon, audit.claimed)
     bound = audit.epsilon if audit.refuting is None else audit.refuting
     if bound > claimed:
-        return (
-            f"No privacy guarantee is claimed for this run: an audit found that epsilon is above "
-            f"{at_least(bound)}, and {at_most(claimed)} would be claimed."
-        )
+        found = f"epsilon is above {at_least(bound)}, and {at_most(claimed)} would be claimed"
+        return f"an audit found that {found}"
     if audit.problem:
-        return (
-            "No privacy guarantee is claimed for this run: an audit found that what was released is not what was "
-            f"charged ({audit.problem})."
-        )
+        return f"an audit found that what was released is not what was charged ({audit.problem})"
     return ""
 
 
 def _weakness(report: RunReport, epsilon: float) -> str:
     """Why a guarantee of `epsilon` would be true but without practical protection; empty if it protects."""
     assert report.delta is not None
-    sites = len(report.sites)
+    sites, published = len(report.sites), ""
     if report.delta >= UNCLAIMED_DELTA:
-        return (
-            f"No privacy guarantee is claimed for this run: its delta is {scientific(report.delta)}, and a run that "
-            "publishes each unit with probability 1/100 would meet that delta as well."
-        )
-    if report.unit == "site" and sites and report.delta >= 1 / sites:
-        return (
-            f"No privacy guarantee is claimed for this run: its delta is {scientific(report.delta)}, and a run that "
-            f"publishes one of its {sites:,} sites, drawn at random, would meet that delta as well."
-        )
+        published = "each unit with probability 1/100"
+    elif report.unit == "site" and sites and report.delta >= 1 / sites:
+        published = f"one of its {sites:,} sites, drawn at random,"
+    if published:
+        delta = scientific(report.delta)
+        return f"its delta is {delta}, and a run that publishes {published} would meet that delta as well"
     if epsilon > LARGEST_EPSILON:
         return (
-            f"No privacy guarantee is claimed for this run: its epsilon is {at_most(epsilon)}, and above "
-            f"{LARGEST_EPSILON:g} a guess of whether one unit was used can be right in more than 99.99 of 100 cases."
+            f"its epsilon is {at_most(epsilon)}, and above {LARGEST_EPSILON:g} a guess of whether one unit was used "
+            "can be right in more than 99.99 of 100 cases"
         )
     return ""
 

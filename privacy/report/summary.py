@@ -24,45 +24,37 @@ class Part:
     """Sentences."""
 
 
+def _part(title: str, *lines: str) -> Part:
+    return Part(title, tuple(filter(None, lines)))
+
+
 def plain(report: RunReport) -> tuple[Part, ...]:
     """The run for a reader who is not an engineer: no formula, no Greek letter."""
     if not verdict(report).holds:
         return (
-            Part(
+            _part(
                 "What this means",
-                (
-                    (
-                        "Nothing is claimed. Treat the models of this run as if they could repeat the data on which "
-                        "they were trained, and give them only to people who may see that data."
-                    ),
-                ),
+                "Nothing is claimed. Treat the models of this run as if they could repeat the data on which "
+                "they were trained, and give them only to people who may see that data.",
             ),
-            Part("What to do", ("Ask the engineers about the reason above before anything is signed.",)),
+            _part("What to do", "Ask the engineers about the reason above before anything is signed."),
         )
     assert report.epsilon is not None
     assert report.delta is not None
     return (
-        Part(
+        _part(
             "What was protected",
-            (
-                (
-                    f"{_capital(report.unit_in_words)}. The models are nearly the same with it and without it. "
-                    f"{len(report.sites)} {'site' if len(report.sites) == 1 else 'sites'} took part."
-                ),
-            ),
+            f"{_capital(report.unit_in_words)}. The models are nearly the same with it and without it. "
+            f"{len(report.sites)} {'site' if len(report.sites) == 1 else 'sites'} took part.",
         ),
-        Part("From whom", (report.protected_from,) if report.protected_from else ()),
+        _part("From whom", report.protected_from),
         Part("How strong the protection is", tuple(_strength(report, report.epsilon, report.delta))),
-        *((Part("How this run was chosen", (report.search,)),) if report.search else ()),
-        Part(
+        *((_part("How this run was chosen", report.search),) if report.search else ()),
+        _part(
             "What it does not cover",
-            (
-                (
-                    "What is true of many people: the models are meant to learn it, with or without any one of them. "
-                    f"More {several(report)} than the figures above say. How the data was collected and is stored. The "
-                    "full list is below."
-                ),
-            ),
+            "What is true of many people: the models are meant to learn it, with or without any one of them. "
+            f"More {several(report)} than the figures above say. How the data was collected and is stored. The "
+            "full list is below.",
         ),
         Part("What to check before you sign", tuple(_checks(report))),
         Part("Who is responsible for what", report.responsible),
@@ -136,27 +128,21 @@ def questions(report: RunReport) -> tuple[Part, ...]:
     claim = verdict(report)
     claimed = claim.holds and report.epsilon is not None and report.delta is not None
     return (
-        Part("What is the privacy unit?", (f"{_capital(report.unit_in_words)}.",)),
-        Part("When are two data sets neighbours?", (f"When they differ by {report.relation}.",)),
+        _part("What is the privacy unit?", f"{_capital(report.unit_in_words)}."),
+        _part("When are two data sets neighbours?", f"When they differ by {report.relation}."),
         Part("What is the trust model?", (report.trust_model,) if report.trust_model else report.trusted),
-        Part("How large is epsilon?", (_epsilon(report) if claimed else claim.sentence,)),
-        Part("How large is delta?", (_delta(report),)),
-        Part(
-            "How do the costs of several releases and runs add up?", (_composition(report, claimed=claimed),)
-        ),
+        _part("How large is epsilon?", _epsilon(report) if claimed else claim.sentence),
+        _part("How large is delta?", _delta(report)),
+        _part("How do the costs of several releases and runs add up?", _composition(report, claimed=claimed)),
         Part("Which mechanism, and is the implementation right?", tuple(_implementation(report))),
-        Part(
+        _part(
             "Which side channels remain?",
-            (
-                (
-                    "Participation, dropouts, refusals, durations and the size of messages are not noised, and "
-                    "durations can depend on the data."
-                ),
-            ),
+            "Participation, dropouts, refusals, durations and the size of messages are not noised, and "
+            "durations can depend on the data.",
         ),
-        Part("How exposed is the data before a release?", (report.exposure,) if report.exposure else ()),
-        Part("What does the noise cost in usefulness?", (_usefulness(report),)),
-        Part("What is not covered?", (f"{len(report.not_covered)} points: see “What is not covered”.",)),
+        _part("How exposed is the data before a release?", report.exposure),
+        _part("What does the noise cost in usefulness?", _usefulness(report)),
+        _part("What is not covered?", f"{len(report.not_covered)} points: see “What is not covered”."),
     )
 
 

@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import threading
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
@@ -126,22 +127,20 @@ def free_port() -> int:
     raise EngineError("port", LOOPBACK, expected="a free one from 10000 to 32000")
 
 
-def _address(text: str) -> str:
-    try:
-        host_of(text)
-    except RosterError as error:
-        raise ValueError(error.expected) from None
-    return text
+def _checked(check: Callable[[str], str]) -> AfterValidator:
+    """A validator of a field, of a check that raises a `RosterError`."""
+
+    def validate(text: str) -> str:
+        try:
+            check(text)
+        except RosterError as error:
+            raise ValueError(error.expected) from None
+        return text
+
+    return AfterValidator(validate)
 
 
-def _host(text: str) -> str:
-    try:
-        return check_host(text)
-    except RosterError as error:
-        raise ValueError(error.expected) from None
-
-
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, _checked(host_of)]
 """HOST:PORT in settings."""
-Host = Annotated[str, AfterValidator(_host)]
+Host = Annotated[str, _checked(check_host)]
 """A DNS name or an IP address in settings."""

@@ -31,7 +31,7 @@ from typing import IO, Any, Final, Literal
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import AuditLogError, visible
-from cloister.protocol.machine.storage import disk_refusal, sync, sync_folders
+from cloister.protocol.machine.storage import on_disk, sync, sync_folders
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class AuditLog:
         path = self._path
         if path is None or not facts:
             return
-        try:
+        with on_disk(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -143,8 +143,6 @@ class AuditLog:
                 sync(file.fileno())
             if last is None:
                 sync_folders(path.parent, path.parent)
-        except OSError as error:
-            raise disk_refusal(path, error) from error
 
 
 NO_AUDIT_LOG: Final = AuditLog(None)

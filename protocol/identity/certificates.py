@@ -9,6 +9,7 @@ self-signed certificate, which its invitations bring (`invitation.py`). Keys are
 from __future__ import annotations
 
 import datetime
+import inspect
 import ipaddress
 import warnings
 from collections.abc import Sequence
@@ -242,18 +243,5 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def _usage(**allowed: bool) -> x509.KeyUsage:
-    none = dict.fromkeys(
-        (
-            "digital_signature",
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "key_cert_sign",
-            "crl_sign",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
+    none = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False)
     return x509.KeyUsage(**{**none, **allowed})

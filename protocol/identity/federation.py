@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, RosterError
@@ -32,7 +32,7 @@ from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.roster import NAME, Roster
+from cloister.protocol.identity.roster import NAME, Roster, check_distinct
 from cloister.protocol.plan.threshold import LARGEST
 
 _FEDERATION = "cloister-federation-1"
@@ -296,9 +296,13 @@ class Federation:
         read_certificate(self.authority, "authority")
         if not 1 <= len(self.sites) <= LARGEST:
             raise RosterError("sites", len(self.sites), expected=f"1 to {LARGEST}")
-        _check_distinct("name", [(site.name.casefold(), site.name) for site in self.sites])
-        _check_distinct("identity key", [(site.key, site.name) for site in self.sites])
-        _check_distinct("SuperNode key", [(site.supernode, site.name) for site in self.sites])
+        check_distinct(
+            "sites", "site for each name", [(site.name.casefold(), site.name) for site in self.sites]
+        )
+        check_distinct("sites", "site for each identity key", [(site.key, site.name) for site in self.sites])
+        check_distinct(
+            "sites", "site for each SuperNode key", [(site.supernode, site.name) for site in self.sites]
+        )
         revoked = set(self.revoked)
         if tuple(sorted(revoked)) != self.revoked:
             raise RosterError("revoked", expected="each key once, sorted")
@@ -324,23 +328,9 @@ class Federation:
             raise RosterError("site", name, expected=f"one of {', '.join(self._by_name)}")
         return site
 
-    def _next(
-        self,
-        *,
-        sites: tuple[Request, ...] | None = None,
-        revoked: tuple[bytes, ...] | None = None,
-        superlink: str | None = None,
-        exchange: str | None = None,
-    ) -> Federation:
-        return replace(
-            self,
-            version=self.version + 1,
-            previous=self.fingerprint,
-            sites=self.sites if sites is None else sites,
-            revoked=self.revoked if revoked is None else revoked,
-            superlink=superlink or self.superlink,
-            exchange=exchange or self.exchange,
-        ).verified()
+    def _next(self, **changed: Any) -> Federation:
+        following = replace(self, version=self.version + 1, previous=self.fingerprint, **changed)
+        return following.verified()
 
     def _check_follows(self, installed: Federation) -> None:
         have = f"{installed.name}, version {installed.version}"
@@ -351,22 +341,15 @@ class Federation:
                 expected=f"{installed.name}, which is installed here",
                 fix="a site of two federations has two folders, each with keys of its own",
             )
-        if self.version <= installed.version:
-            raise RosterError(
-                "version",
-                self.version,
-                expected=f"{installed.version + 1}: {have} is installed, and this file is older"
-                if self.version < installed.version
-                else f"{installed.version + 1}: this is another version {self.version} than the installed one",
-                fix="ask the coordinator for the newest file, and why there is another one",
-            )
-        if self.version > installed.version + 1:
-            raise RosterError(
-                "version",
-                self.version,
-                expected=f"{installed.version + 1}: {have} is installed",
-                fix=f"install the file of version {installed.version + 1} first",
-            )
+        following = installed.version + 1
+        if self.version != following:
+            why = f"{have} is installed" + (", and this file is older" if self.version < following else "")
+            fix = "ask the coordinator for the newest file, and why there is another one"
+            if self.version == installed.version:
+                why = f"this is another version {self.version} than the installed one"
+            elif self.version > following:
+                fix = f"install the file of version {following} first"
+            raise RosterError("version", self.version, expected=f"{following}: {why}", fix=fix)
         if self.previous != installed.fingerprint:
             raise RosterError(
                 "previous",
@@ -378,10 +361,3 @@ class Federation:
 
 def _sorted(requests: Iterable[Request]) -> tuple[Request, ...]:
     return tuple(sorted(requests, key=lambda request: request.name))
-
-
-def _check_distinct(what: str, values: list[tuple[str | bytes, str]]) -> None:
-    counts = Counter(value for value, _ in values)
-    names = [name for value, name in values if counts[value] > 1]
-    if names:
-        raise RosterError("sites", ", ".join(names), expected=f"one site for each {what}: it is taken")

@@ -16,10 +16,10 @@ import os
 import re
 import shlex
 import stat
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -32,9 +32,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import MemberError, RosterError, StorageError
+from cloister.protocol.errors import MemberError, RosterError
 from cloister.protocol.identity.document import from_base64, to_base64
-from cloister.protocol.machine.storage import write_new
+from cloister.protocol.machine.storage import write_bytes, write_new
+from cloister.protocol.plan.settings import Section, Settings
 from cloister.protocol.plan.threshold import LARGEST
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -204,6 +205,23 @@ def _check_order(public: bytes) -> None:
     )
 
 
+def check_distinct(field: str, what: str, values: list[tuple[str | bytes, str]]) -> None:
+    """Refuse a value that several have.
+
+    Args:
+        field: What the error is about.
+        what: What may be there once, such as `card for each name`.
+        values: The values, each with the name of who has it.
+
+    Raises:
+        RosterError: one is there twice; it names all who have it.
+    """
+    counts = collections.Counter(value for value, _ in values)
+    names = [name for value, name in values if counts[value] > 1]
+    if names:
+        raise RosterError(field, ", ".join(names), expected=f"one {what}: it is taken")
+
+
 @dataclass(frozen=True)
 class Roster:
     """The cards of a federation, sorted by name. `Roster.of` and `Roster.from_toml` create and check it."""
@@ -222,14 +240,8 @@ class Roster:
             raise RosterError("roster", expected="at least one card")
         for card in sorted_cards:
             card.verify()
-        for what, values in (
-            ("name", [card.name for card in sorted_cards]),
-            ("key", [card.public for card in sorted_cards]),
-        ):
-            for value, count in collections.Counter(values).items():
-                if count > 1:
-                    owners = [card.name for card in sorted_cards if value in (card.name, card.public)]
-                    raise RosterError("roster", ", ".join(owners), expected=f"one card for each {what}")
+        check_distinct("roster", "card for each name", [(card.name, card.name) for card in sorted_cards])
+        check_distinct("roster", "card for each key", [(card.public, card.name) for card in sorted_cards])
         return cls(sorted_cards)
 
     @functools.cached_property
@@ -291,36 +303,31 @@ class Roster:
         Raises:
             RosterError: the text is not a roster, a card does not verify, or the hash is of other cards.
         """
-        try:
-            tree = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise RosterError("roster", origin, expected=f"valid TOML ({error})") from error
-        sites = tree.get("site")
-        if (
-            set(tree) != {"format", "hash", "site"}
-            or tree["format"] != _ROSTER
-            or not isinstance(sites, list)
-        ):
+        file = _FILE.from_json(_FILE.to_json(text, origin=origin), origin=origin)
+        roster = cls.of(
+            Card(site.name, from_base64(site.key, origin), from_base64(site.signature, origin))
+            for site in file.site
+        )
+        if file.hash != roster.hash.hex():
             raise RosterError(
-                "roster", origin, expected=f"format = {_ROSTER}, a hash and one [[site]] for each card"
-            )
-        cards = []
-        for site in sites:
-            fields = {"name", "key", "signature"}
-            if (
-                not isinstance(site, dict)
-                or set(site) != fields
-                or not all(isinstance(v, str) for v in site.values())
-            ):
-                raise RosterError("roster", origin, expected="a name, a key and a signature in each [[site]]")
-            key, signature = from_base64(site["key"], origin), from_base64(site["signature"], origin)
-            cards.append(Card(site["name"], key, signature))
-        roster = cls.of(cards)
-        if tree["hash"] != roster.hash.hex():
-            raise RosterError(
-                "roster hash", tree["hash"], expected=f"{roster.hash.hex()}, the hash of its cards"
+                "roster hash", file.hash, expected=f"{roster.hash.hex()}, the hash of its cards"
             )
         return roster
+
+
+class _Site(Section):
+    name: str
+    key: str
+    signature: str
+
+
+class _File(Section):
+    format: Literal["cloister-roster-1"]
+    hash: str
+    site: tuple[_Site, ...]
+
+
+_FILE = Settings(_File, "roster", RosterError)
 
 
 def save_roster(roster: Roster, path: Path) -> None:
@@ -329,15 +336,7 @@ def save_roster(roster: Roster, path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    beside = path.with_name(path.name + ".new")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(roster.to_toml())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError("roster", str(path), expected=f"a file that can be written ({error})") from error
+    write_bytes(path, roster.to_toml().encode())
 
 
 def load_roster(path: Path) -> Roster:
@@ -346,11 +345,7 @@ def load_roster(path: Path) -> Roster:
     Raises:
         RosterError: the file is missing or is not a valid roster.
     """
-    try:
-        text = _read(path, "roster").decode()
-    except UnicodeDecodeError:
-        raise RosterError("roster", str(path), expected="text in UTF-8") from None
-    return Roster.from_toml(text, str(path))
+    return Roster.from_toml(_FILE.read(path), str(path))
 
 
 def _read(path: Path, what: str) -> bytes:

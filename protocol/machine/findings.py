@@ -59,11 +59,6 @@ def examine(hops: Iterable[Hop]) -> Iterator[Finding]:
         yield finding
 
 
-def longest_s(hops: Iterable[Hop]) -> float:
-    """Seconds that a check of hops waits at most for others."""
-    return sum(hop.limit_s for hop in hops)
-
-
 def _looked(hop: Hop) -> Finding:
     try:
         found = hop.look()

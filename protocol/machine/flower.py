@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Self
 
 import httpx
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
@@ -23,6 +22,7 @@ from flwr.supercore.interceptors import (
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from cloister.protocol.errors import EngineError, one_line
+from cloister.protocol.machine.closing import Closing
 
 INVITE, INVITATION, REASON = "invite", "invitation", "reason"
 """The message by which a coordinator invites a site to the exchange, what is in it, and what is in the answer: why the
@@ -53,7 +53,7 @@ def use_proxy(environment: MutableMapping[str, str] = os.environ) -> None:
     environment["no_proxy"] = environment["NO_PROXY"] = direct
 
 
-class Tasks:
+class Tasks(Closing):
     """The tasks of a SuperLink or SuperNode; a context manager.
 
     Args:
@@ -68,12 +68,6 @@ class Tasks:
         self._client = self._connect(
             SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_TAKE)
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connections."""

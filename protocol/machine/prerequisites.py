@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import shutil
 import ssl
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from cloister.protocol.errors import MachineError
+from cloister.protocol.errors import CloisterError, MachineError
 
 ENOUGH = 10**9
 """Bytes that have to be free where no plan says what a run needs."""
@@ -59,6 +60,23 @@ def check_releases() -> str:
     found = ", ".join(f"{name} {release}" for name, release in releases().items())
     libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
     return f"{found}, {libc}, {ssl.OPENSSL_VERSION}"
+
+
+def check_extra(package: str, extra: str, kind: type[CloisterError], *about: object) -> None:
+    """Check that a package of an extra is installed.
+
+    Args:
+        package: Its name, as it is imported.
+        extra: The extra of `cloister` that has it.
+        kind: The class of the error.
+        about: What needs it: the error's field, and its value if it has one.
+
+    Raises:
+        CloisterError: of class `kind`: it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        expected = f"the package {package}, which is not installed"
+        raise kind(*map(str, about), expected=expected, fix=f"pip install 'cloister[{extra}]'")
 
 
 def check_space(folder: Path, needed: int, why: str) -> str:

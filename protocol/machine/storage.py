@@ -72,7 +72,7 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
     temporary = _beside(path, "tmp")
-    with _refusals_of_the_disk(path):
+    with on_disk(path):
         try:
             _make(path.parent, durable=durable)
             write(temporary)
@@ -106,7 +106,7 @@ def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
         StorageError: the disk is full or refuses the write.
     """
     temporary = _beside(path, "tmp")
-    with _refusals_of_the_disk(path):
+    with on_disk(path):
         _make(path.parent, durable=durable, mode=0o700)
         if not path.exists():
             try:
@@ -155,7 +155,7 @@ def write_folder(path: Path, fill: Callable[[Path], object], *, durable: bool = 
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
     temporary, aside = _beside(path, "tmp"), _beside(path, "old")
-    with _refusals_of_the_disk(path):
+    with on_disk(path):
         try:
             _make(path.parent, durable=durable)
             temporary.mkdir()
@@ -188,7 +188,7 @@ def sync_folders(folder: Path, top: Path) -> None:
     Raises:
         StorageError: the disk refuses.
     """
-    with _refusals_of_the_disk(folder):
+    with on_disk(folder):
         for one in (folder, *folder.parents):
             _sync(one)
             if one == top:
@@ -205,10 +205,8 @@ def lock(path: Path, expected: str) -> IO[bytes]:
     Raises:
         StorageError: another process has it locked, or the disk refuses.
     """
-    try:
+    with on_disk(path):
         file = path.open("wb")
-    except OSError as error:
-        raise disk_refusal(path, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -231,7 +229,12 @@ def disk_refusal(path: Path, error: Exception) -> StorageError:
 
 
 @contextlib.contextmanager
-def _refusals_of_the_disk(path: Path) -> Iterator[None]:
+def on_disk(path: Path) -> Iterator[None]:
+    """Raise `disk_refusal` in place of what the disk refuses.
+
+    Raises:
+        StorageError: a call of the system failed.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's error

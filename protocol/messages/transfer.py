@@ -14,8 +14,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from blake3 import blake3
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import TransferError
-from cloister.protocol.machine.storage import disk_refusal
+from cloister.protocol.machine.storage import on_disk
 from cloister.protocol.messages.exchange_pb2 import Part
 from cloister.protocol.messages.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
@@ -190,11 +189,9 @@ class Arrivals:
         check_vectors([*others, (name, size)], self._most)
         if not size:
             raise TransferError("size of a vector", size, expected="1 byte or more")
-        try:
+        with on_disk(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_room(name, size)
-        except OSError as error:
-            raise disk_refusal(self._folder, error) from error
         arrival = self._known[name] = Arrival(self._folder / name.hex(), name, size)
         return arrival
 
@@ -264,7 +261,7 @@ class Arrival:
         Raises:
             StorageError: the disk refuses.
         """
-        with self._lock, _disk(self._path):
+        with self._lock, on_disk(self._path):
             self._turn += 1
             if self._held is None:
                 self._held = self._found()
@@ -277,7 +274,7 @@ class Arrival:
             TransferError: another stream has the turn, or these are not the next `CHUNK` bytes or the last ones.
             StorageError: the disk refuses; the bytes before stay.
         """
-        with self._lock, _disk(self._path):
+        with self._lock, on_disk(self._path):
             held = self._held_by(turn)
             file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -307,7 +304,7 @@ class Arrival:
         Raises:
             TransferError: another stream has the turn, or the hash is another: then the file is empty again.
         """
-        with self._lock, _disk(self._path):
+        with self._lock, on_disk(self._path):
             held = self._held_by(turn)
             if self.whole:
                 return
@@ -323,7 +320,7 @@ class Arrival:
 
     def map(self) -> memoryview:
         """The bytes of a whole vector, mapped from its file."""
-        with _disk(self._path):
+        with on_disk(self._path):
             return np.memmap(self._path, np.uint8, "r").data
 
     def _held_by(self, turn: int) -> int:
@@ -349,11 +346,3 @@ class Arrival:
             self._part.unlink()
             return 0
         return held
-
-
-@contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise disk_refusal(path, error) from error

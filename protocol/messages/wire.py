@@ -18,7 +18,7 @@ import struct
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -245,7 +245,8 @@ def _read_as(hint: Any, where: str) -> Read:
         return functools.partial(_read_vector, limit.dtypes, where)
     choices = _choices(inner)
     if choices is not None:
-        return _read_choice(choices, where, optional=len(choices) < len(typing.get_args(inner)))
+        readers = {kind.__name__: _reader(kind, where) for kind in choices}
+        return functools.partial(_read_choice, readers, where, len(choices) < len(typing.get_args(inner)))
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
         return functools.partial(_read_literal, arguments, where)
@@ -254,61 +255,49 @@ def _read_as(hint: Any, where: str) -> Read:
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             assert limit is not None, f"{where} has no limit in its type"
-            return _read_list(_read_as(arguments[0], where), limit, where)
-        return _read_tuple([_read_as(item, where) for item in arguments], where)
+            return functools.partial(_read_list, _read_as(arguments[0], where), limit, where)
+        return functools.partial(_read_tuple, [_read_as(item, where) for item in arguments], where)
     if inner is int:
         return functools.partial(_read_int, where)
     assert inner in (str, bytes), f"{where} has a type that no message may have"
     assert limit is not None, f"{where} has no limit in its type"
-    return _read_text(inner, limit, where)
+    return functools.partial(_read_text, inner, limit, where)
 
 
-def _read_text(kind: type[str] | type[bytes], limit: Limit, where: str) -> Read:
-    most, least = limit
-
-    def read(value: Any, _frames: Iterator[memoryview]) -> Any:
-        if type(value) is not kind:
-            raise EncodingError(where, value, expected=kind.__name__)
-        if not least <= len(value) <= most:
-            raise _outside(value, limit, where)
-        return value
-
-    return read
+def _read_text(
+    kind: type[str] | type[bytes], limit: Limit, where: str, value: Any, _frames: Iterator[memoryview]
+) -> Any:
+    if type(value) is not kind:
+        raise EncodingError(where, value, expected=kind.__name__)
+    if not limit.least <= len(value) <= limit.most:
+        raise _outside(value, limit, where)
+    return value
 
 
-def _read_list(item: Read, limit: Limit, where: str) -> Read:
-    def read(value: Any, frames: Iterator[memoryview]) -> Any:
-        if type(value) is not tuple:
-            raise EncodingError(where, value, expected="a list")
-        if not limit.least <= len(value) <= limit.most:
-            raise _outside(value, limit, where)
-        return tuple([item(each, frames) for each in value])
-
-    return read
+def _read_list(item: Read, limit: Limit, where: str, value: Any, frames: Iterator[memoryview]) -> Any:
+    if type(value) is not tuple:
+        raise EncodingError(where, value, expected="a list")
+    if not limit.least <= len(value) <= limit.most:
+        raise _outside(value, limit, where)
+    return tuple([item(each, frames) for each in value])
 
 
-def _read_tuple(items: Sequence[Read], where: str) -> Read:
-    def read(value: Any, frames: Iterator[memoryview]) -> Any:
-        if type(value) is not tuple:
-            raise EncodingError(where, value, expected="a list")
-        if len(value) != len(items):
-            raise EncodingError(where, f"{len(value)} items", expected=f"{len(items)}")
-        return tuple([item(each, frames) for item, each in zip(items, value, strict=True)])
-
-    return read
+def _read_tuple(items: Sequence[Read], where: str, value: Any, frames: Iterator[memoryview]) -> Any:
+    if type(value) is not tuple:
+        raise EncodingError(where, value, expected="a list")
+    if len(value) != len(items):
+        raise EncodingError(where, f"{len(value)} items", expected=f"{len(items)}")
+    return tuple([item(each, frames) for item, each in zip(items, value, strict=True)])
 
 
-def _read_choice(kinds: tuple[Any, ...], where: str, *, optional: bool) -> Read:
-    readers = {kind.__name__: _reader(kind, where) for kind in kinds}
-
-    def read(value: Any, frames: Iterator[memoryview]) -> Any:
-        if optional and value == ():
-            return None
-        if type(value) is tuple and value and type(value[0]) is str and value[0] in readers:
-            return readers[value[0]](value, frames)
-        raise EncodingError(where, value, expected=" or ".join(readers))
-
-    return read
+def _read_choice(
+    readers: Mapping[str, Read], where: str, optional: bool, value: Any, frames: Iterator[memoryview]
+) -> Any:
+    if optional and value == ():
+        return None
+    if type(value) is tuple and value and type(value[0]) is str and value[0] in readers:
+        return readers[value[0]](value, frames)
+    raise EncodingError(where, value, expected=" or ".join(readers))
 
 
 def _read_literal(allowed: tuple[str, ...], where: str, value: Any, _frames: Iterator[memoryview]) -> Any:

@@ -42,14 +42,14 @@ _LIMITS = {
 }
 
 
-def to_toml(plan: Plan, *, comments: bool) -> str:
-    """A plan as TOML, which `soundness.parse` reads back to an equal plan.
+def to_toml(settings: BaseModel, *, comments: bool) -> str:
+    """A plan, or other settings, as TOML, from which equal ones are read back.
 
     Args:
-        plan: The plan.
+        settings: The plan.
         comments: Write the meaning of each field before it, and fields without a value as comments.
     """
-    return "\n".join(_section(plan, (), "", comments)).strip() + "\n"
+    return "\n".join(_section(settings, (), "", comments)).strip() + "\n"
 
 
 def to_page() -> str:

@@ -9,7 +9,13 @@ from datetime import UTC, datetime
 from cryptography import x509
 
 from cloister.protocol.errors import CertificateError
-from cloister.protocol.identity.certificates import certificate_to_pem, key_to_pem, new_key, self_signed
+from cloister.protocol.identity.certificates import (
+    certificate_to_pem,
+    key_to_pem,
+    names_of,
+    new_key,
+    self_signed,
+)
 from cloister.protocol.identity.invitation import fingerprint_of
 
 
@@ -35,14 +41,9 @@ class Certificate:
             CertificateError: it has none.
         """
         try:
-            found = x509.load_pem_x509_certificate(self.pem).extensions
-            names = found.get_extension_for_class(x509.SubjectAlternativeName).value
-        except (ValueError, x509.ExtensionNotFound):
-            names = x509.SubjectAlternativeName([])
-        for name in names:
-            if isinstance(name, x509.DNSName | x509.IPAddress):
-                return str(name.value)
-        raise CertificateError("certificate", expected="a subject alternative name, DNS or IP")
+            return names_of(x509.load_pem_x509_certificate(self.pem))[0]
+        except (ValueError, IndexError, x509.ExtensionNotFound):
+            raise CertificateError("certificate", expected="a subject alternative name, DNS or IP") from None
 
 
 def new_certificate(names: Sequence[str], *, days: int = 825, now: datetime | None = None) -> Certificate:

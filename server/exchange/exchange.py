@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -62,20 +62,8 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.identity.invitation import NONCE, Invitation, Tokens, verify_proof
 from cloister.protocol.identity.roster import Card, check_name
-from cloister.protocol.messages.exchange_pb2 import (
-    Alive,
-    Challenge,
-    FromSite,
-    Held,
-    Letter,
-    Over,
-    Part,
-    Taken,
-    ToSite,
-    Vector,
-    Wanted,
-    Welcome,
-)
+from cloister.protocol.machine.closing import Closing
+from cloister.protocol.messages import exchange_pb2 as pb
 from cloister.protocol.messages.messages import Failed, Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
@@ -211,7 +199,7 @@ class _Session:
 
     def tell(self, **said: Message) -> None:
         """Queue a message; a site that does not read loses its session."""
-        self.send(ToSite(**said).SerializeToString())
+        self.send(pb.ToSite(**said).SerializeToString())
 
     def send(self, message: bytes) -> None:
         try:
@@ -309,7 +297,7 @@ class _Sites:
         return site
 
 
-class ExchangeChannel:
+class ExchangeChannel(Closing):
     """The exchange of a run, as a `Channel`; use it as a context manager. Its nodes are sites that have been connected.
 
     Args:
@@ -364,12 +352,6 @@ class ExchangeChannel:
             raise
         self.address = advertised or f"{bind.rpartition(':')[0]}:{port}"
         """HOST:PORT at which sites reach it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self, *, over: bool = False) -> None:
         """Disconnect all sites and end all threads; idempotent.
@@ -544,7 +526,7 @@ class ExchangeChannel:
             self._withdraw({site.node: pending})
             site.taken = _folder(site, pending)
             if site.session is not None:
-                site.session.tell(taken=Taken(id=pending.id))
+                site.session.tell(taken=pb.Taken(id=pending.id))
 
     def _withdraw(self, requests: Mapping[int, _Pending]) -> None:
         for pending in requests.values():
@@ -558,7 +540,7 @@ class ExchangeChannel:
                 site.pending.answered = True
                 site.pending.answers.put((site.node, Failure(f"node {site.node}", "the exchange is closed")))
             if over and site.session is not None:
-                site.session.tell(over=Over())
+                site.session.tell(over=pb.Over())
 
     # In the thread of the event loop: the service.
 
@@ -654,7 +636,7 @@ class ExchangeChannel:
         self._sessions[session.key] = site, session
         self._tokens.expire(site.token, 0.0)
         token = site.token = self._tokens.issue(float("inf"))
-        session.tell(welcome=Welcome(key=session.key, token=token))
+        session.tell(welcome=pb.Welcome(key=session.key, token=token))
         if site.pending is not None and not site.pending.answered:
             session.send(site.pending.letter)
         _log.info("%s is connected as node %d", site.name, site.node, extra={"site": site.name})
@@ -681,7 +663,7 @@ class ExchangeChannel:
 
     async def _greet(self, task: asyncio.Task[Any], context: Context) -> _Site:
         """Steps 1 to 3: the site that has proved who it is."""
-        hello = _parsed(FromSite, await context.read())
+        hello = _parsed(pb.FromSite, await context.read())
         if hello.WhichOneof("said") != "hello":
             raise ExchangeError("first message", hello.WhichOneof("said") or "", expected="hello")
         if hello.hello.version != VERSION:
@@ -695,8 +677,8 @@ class ExchangeChannel:
         self._tokens.spend(token)
         del self._greeting[task]  # tokens are bounded: no newer session ends this one
         nonce = os.urandom(NONCE)
-        await context.write(ToSite(challenge=Challenge(nonce=nonce)).SerializeToString())
-        said = _parsed(FromSite, await context.read())
+        await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonce)).SerializeToString())
+        said = _parsed(pb.FromSite, await context.read())
         if said.WhichOneof("said") != "proof":
             raise ExchangeError("second message", said.WhichOneof("said") or "", expected="proof")
         name, public = said.proof.name, said.proof.key
@@ -719,10 +701,10 @@ class ExchangeChannel:
             if data is grpc.aio.EOF:
                 return
             site.rate.take()
-            said = _parsed(FromSite, data)
+            said = _parsed(pb.FromSite, data)
             match said.WhichOneof("said"):
                 case "alive":
-                    session.tell(alive=Alive())
+                    session.tell(alive=pb.Alive())
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
@@ -734,10 +716,10 @@ class ExchangeChannel:
             async with asyncio.timeout(STALL_S):
                 await context.write(message)
 
-    def _replied(self, site: _Site, session: _Session, letter: Letter) -> None:
+    def _replied(self, site: _Site, session: _Session, letter: pb.Letter) -> None:
         pending = site.pending
         if pending is None or pending.id != letter.id:
-            session.tell(taken=Taken(id=letter.id[:32], unasked=True))
+            session.tell(taken=pb.Taken(id=letter.id[:32], unasked=True))
             return
         if pending.answered:
             return
@@ -781,7 +763,7 @@ class ExchangeChannel:
             first = await _received(context)
             if first is None:
                 return
-            start = _parsed(Part, first)
+            start = _parsed(pb.Part, first)
             vector = start.vector
             if site.pending is not pending or start.request != pending.id:  # of a reply to an earlier one
                 raise TransferError("vector", expected="a request that waits for its reply")
@@ -792,7 +774,7 @@ class ExchangeChannel:
                     shutil.rmtree(folder, ignore_errors=True)
             turn, held = await self._disk(arrival.take)
             told = held
-            await _write(context, Held(size=held, whole=arrival.whole))
+            await _write(context, pb.Held(size=held, whole=arrival.whole))
             parts: list[memoryview] = []  # not written yet
             writing: asyncio.Future[int] | None = None
             while held < arrival.size:
@@ -812,16 +794,16 @@ class ExchangeChannel:
                     writing, parts = self._disk(partial(arrival.add, turn, parts)), []
                 if held - told >= _TOLD and held < arrival.size:
                     told = held
-                    await _write(context, Held(size=held))
+                    await _write(context, pb.Held(size=held))
             if writing is not None:
                 await writing
             await self._disk(partial(arrival.finish, turn))
-            await _write(context, Held(size=held, whole=True))
+            await _write(context, pb.Held(size=held, whole=True))
 
     async def _download(self, _requests: Any, context: Context) -> None:
         async with self._transfer(context) as (site, pending):
             async with asyncio.timeout(HANDSHAKE_S):
-                wanted = _parsed(Wanted, await context.read())
+                wanted = _parsed(pb.Wanted, await context.read())
             vector = pending.offered.get(wanted.hash)
             if vector is None or not 0 <= wanted.offset <= vector.nbytes:
                 raise TransferError("vector", wanted.hash[:32].hex(), expected="one of the request")
@@ -867,13 +849,13 @@ def _folder(site: _Site, pending: _Pending) -> Path:
 
 def _pending(request: Request, answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]]) -> _Pending:
     parcel = Parcel.of(request)
-    letter = Letter(
+    letter = pb.Letter(
         id=parcel.id,
         frame=parcel.frame,
-        vectors=[Vector(hash=each.name, size=each.data.nbytes) for each in parcel.vectors],
+        vectors=[pb.Vector(hash=each.name, size=each.data.nbytes) for each in parcel.vectors],
     )
     offered = {each.name: each.data for each in parcel.vectors}
-    return _Pending(0, parcel.id, ToSite(request=letter).SerializeToString(), offered, answers)
+    return _Pending(0, parcel.id, pb.ToSite(request=letter).SerializeToString(), offered, answers)
 
 
 def _parsed(kind: type[M], data: Any) -> M:

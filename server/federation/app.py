@@ -31,6 +31,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from cloister.protocol.errors import EngineError, one_line
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.flower import INVITATION, INVITE, REASON, Tasks, heartbeat
 from cloister.protocol.messages.messages import Reply, Request
 from cloister.protocol.messages.refusal import printable
@@ -116,7 +117,7 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-class SuperLink:
+class SuperLink(Closing):
     """Flower's SuperLink on this machine, for the coordinator; a context manager.
 
     Args:
@@ -136,10 +137,8 @@ class SuperLink:
             interceptors=[RuntimeVersionHttpInterceptor(component_name="cloister")],
         )
 
-    def __enter__(self) -> SuperLink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the connections."""
         self._control.close()
         self._tasks.close()
 

@@ -8,7 +8,6 @@ other one has the secret. Requests are bytes of JSON: nothing is unpickled.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 import socket
@@ -23,8 +22,6 @@ from typing import Any
 
 from cloister.protocol.errors import CloisterError, EngineError
 from cloister.protocol.machine.storage import write_bytes
-
-_log = logging.getLogger(__name__)
 
 Answer = Iterator[Mapping[str, Any]]
 _FILE = "control.json"

@@ -15,7 +15,6 @@ A run that stopped with a reason, or on demand, waits until it is submitted agai
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -33,7 +32,7 @@ from cloister.protocol.identity.address import LOOPBACK, everywhere, free_port
 from cloister.protocol.machine.child import Child, append_to, spawn
 from cloister.protocol.machine.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.machine.fork_server import ending
-from cloister.protocol.machine.storage import disk_refusal, lock, write_bytes
+from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 from cloister.server.exchange.exchange import ENVIRONMENT
 from cloister.server.federation.app import SuperLink
 from cloister.server.federation.control import Answer, Control
@@ -43,8 +42,6 @@ from cloister.server.federation.registry import Registry
 from cloister.server.record.events import from_json
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.progress import Event, RoundDone
-
-_log = logging.getLogger(__name__)
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 
@@ -346,7 +343,7 @@ class Coordinator:
                 with suppress(EngineError):
                     event = from_json(line)
                     rounds += isinstance(event, RoundDone)
-                    self._keep(event, line, events)
+                    self._keep(event, line, events, files.events)
             status = process.wait()
             assert process.stdin is not None, "it is a pipe"
             process.stdin.close()
@@ -355,15 +352,13 @@ class Coordinator:
                 self._run.process = None
         return rounds, status
 
-    def _keep(self, event: Event, line: bytes, file: IO[bytes]) -> None:
+    def _keep(self, event: Event, line: bytes, file: IO[bytes], path: Path) -> None:
         """Keep an event in the run's folder, and tell those who follow."""
         fields = json.loads(line)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        try:
+        with on_disk(path):
             file.write(json.dumps({"at": at} | fields).encode() + b"\n")
             file.flush()
-        except OSError as error:
-            raise disk_refusal(Path(file.name), error) from error
         self._metrics.take(event)
         with self._changed:
             self._run.last[type(event).__name__] = fields

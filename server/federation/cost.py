@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -141,12 +141,7 @@ def _unit_costs(plan: Plan, found: Parameters) -> tuple[float, float, float]:
     """Seconds for one element under one mask, one key agreement, one sharing of a secret."""
 
     def fastest(act: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            started = time.perf_counter()
-            act()
-            times.append(time.perf_counter() - started)
-        return min(times)
+        return min(timeit.repeat(act, number=1, repeat=3))
 
     sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
     seeds = [bytes([number]) * masks.SEED for number in range(2)]

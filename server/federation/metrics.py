@@ -21,16 +21,7 @@ from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import EngineError, RosterError
 from cloister.protocol.identity.address import host_of
-from cloister.server.record.progress import (
-    AttemptFailed,
-    Connected,
-    Evaluated,
-    Event,
-    Moved,
-    RoundAbandoned,
-    RoundDone,
-    Started,
-)
+from cloister.server.record import progress
 
 
 class Metrics(Collector):
@@ -47,8 +38,8 @@ class Metrics(Collector):
             self._run = run
             self._running = True
             self._rounds = self._of = self._attempts_failed = 0
-            self._connected = Connected((), {})
-            self._moved = Moved({}, {})
+            self._connected = progress.Connected((), {})
+            self._moved = progress.Moved({}, {})
             self._seconds: Counter[str] = Counter()
             self._figures: dict[str, float] = {}
             self._epsilon: float | None = None
@@ -59,25 +50,25 @@ class Metrics(Collector):
         with self._lock:
             self._running = False
 
-    def take(self, event: Event) -> None:
+    def take(self, event: progress.Event) -> None:
         """Take the next event of the run."""
         with self._lock:
             match event:
-                case Started(plan, done=done):
+                case progress.Started(plan, done=done):
                     self._rounds, self._of = done, plan.run.rounds
                     self._budget = plan.privacy.target_epsilon or plan.privacy.budget
-                case AttemptFailed():
+                case progress.AttemptFailed():
                     self._attempts_failed += 1
-                case Connected():
+                case progress.Connected():
                     self._connected = event
-                case Moved():
+                case progress.Moved():
                     self._moved = event
-                case RoundDone() | RoundAbandoned():
+                case progress.RoundDone() | progress.RoundAbandoned():
                     self._rounds, self._epsilon = event.round, event.epsilon
                     self._seconds.update(event.phase_seconds)
-                    if isinstance(event, RoundDone):
+                    if isinstance(event, progress.RoundDone):
                         self._add(event.figures)
-                case Evaluated():
+                case progress.Evaluated():
                     self._add(event.figures)
 
     def _add(self, figures: Mapping[str, Any]) -> None:

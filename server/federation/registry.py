@@ -45,7 +45,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import NAME, check_private
 from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
-from cloister.protocol.plan.settings import InWords, Section, Settings
+from cloister.protocol.plan.settings import InWords, Section
 
 _VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
 
@@ -73,11 +73,6 @@ class Terms(Section):
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
     """Days for which the SuperLink's certificate is valid; `cloister coordinator renew` makes it again."""
 
-    @staticmethod
-    def settings() -> Settings[Terms]:
-        """Reads terms from JSON."""
-        return Settings(Terms, "federation", RosterError)
-
 
 class Renewal(Section):
     """What the coordinator decides when it makes the SuperLink's certificate again, or moves a server."""
@@ -90,11 +85,6 @@ class Renewal(Section):
     """Names besides the host of the address; None: those of the present certificate."""
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
     """Days for which the certificate is valid."""
-
-    @staticmethod
-    def settings() -> Settings[Renewal]:
-        """Reads a renewal from JSON."""
-        return Settings(Renewal, "renewal", RosterError)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ repeated: its model may have been read here, and a second one could have other s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,8 @@ class Checkpoints:
         path = self.path(round_number)
         if not path.exists():
             return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                named = file.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
+        with _opened(path) as file:
+            named = file.metadata() or {}
         facts: dict[str, Any] | None = json.loads(named["facts"]) if "facts" in named else None
         return facts
 
@@ -126,30 +124,29 @@ class Checkpoints:
             RunFolderError: the checkpoint is missing, damaged, or of another model.
         """
         path = self.path(round_number)
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
-        except (OSError, SafetensorError) as error:
-            raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error
+        with _opened(path) as file:
+            facts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+
+        def part(prefix: str) -> dict[str, torch.Tensor]:
+            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
         if facts.get("layout") != self._layout.digest():
             raise RunFolderError(str(path), expected="a checkpoint of the model that the plan names")
-        model = {
-            name.removeprefix(_MODEL): t.numpy() for name, t in tensors.items() if name.startswith(_MODEL)
-        }
-        weights = self._layout.join(model)
+        weights = self._layout.join({name: t.numpy() for name, t in part(_MODEL).items()})
         if params_sha256(weights) != facts.get("params_sha256"):
             raise RunFolderError(
                 str(path), expected="weights that match the SHA-256 recorded with them", fix=_FIX
             )
-        state = {
-            name.removeprefix(_OPTIMIZER): t.clone()  # it is mapped from the file
-            for name, t in tensors.items()
-            if name.startswith(_OPTIMIZER)
-        }
-        features = {
-            name.removeprefix(_FEATURES): t.numpy()
-            for name, t in tensors.items()
-            if name.startswith(_FEATURES)
-        }
+        state = {name: t.clone() for name, t in part(_OPTIMIZER).items()}  # it is mapped from the file
+        features = {name: t.numpy() for name, t in part(_FEATURES).items()}
         return Checkpoint(round_number, weights, state, features)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error

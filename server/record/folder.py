@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
-from cloister.protocol.machine.storage import lock, write_bytes
+from cloister.protocol.machine.closing import Closing
+from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
 
@@ -151,7 +152,7 @@ class RunFiles:
         return rows
 
 
-class RunFolder(RunFiles):
+class RunFolder(RunFiles, Closing):
     """A run folder in which this process alone works until it closes the folder; a context manager.
 
     Build it with `create` or `reopen`.
@@ -192,12 +193,6 @@ class RunFolder(RunFiles):
         plan = read_plan(path)
         return cls(path, plan, locked(path, "run"))
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def discard(self) -> None:
         """Remove what a new run made, and the folder itself if the run made it.
 
@@ -229,15 +224,8 @@ class RunFolder(RunFiles):
         Raises:
             StorageError: the disk is full.
         """
-        try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dict(row)) + "\n")
-        except OSError as error:
-            raise StorageError(
-                str(self.metrics_file),
-                expected=f"a disk that accepts the write ({error.strerror})",
-                fix="free space, then resume",
-            ) from error
+        with on_disk(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
 
 
 def checkpoint_file(folder: Path, round_number: int) -> Path:

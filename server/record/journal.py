@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.protocol.errors import RunFolderError, StorageError
+from cloister.protocol.machine.closing import Closing
 
 DIVIDED = "divided"
 """Suffix of a purpose: the groups of a round in clear."""
@@ -67,7 +68,7 @@ class Entry:
     detail: dict[str, Any]
 
 
-class Journal:
+class Journal(Closing):
     """An open journal; use it as a context manager.
 
     The constructor and every method raise `RunFolderError` if the file is not a journal or is damaged.
@@ -89,10 +90,8 @@ class Journal:
                 " round INTEGER NOT NULL, attempt INTEGER NOT NULL, step TEXT NOT NULL, detail TEXT NOT NULL)"
             )
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the database."""
         self._db.close()
 
     def record(

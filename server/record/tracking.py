@@ -23,12 +23,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from cloister.protocol.errors import EngineError, StorageError
+from cloister.protocol.machine.prerequisites import check_extra
 from cloister.protocol.machine.storage import lock, write_bytes
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFiles, read_plan
@@ -37,7 +38,6 @@ from cloister.server.record.journal import FINISHED
 
 Kind = Literal["wandb", "mlflow"]
 
-_EXTRA = "pip install 'cloister[tracking]'"
 _MOST_PARAMETERS = 100
 """Parameters that MLflow's servers accept in one request."""
 _FINISH_S = 120
@@ -164,10 +164,9 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
 
     def opener(name: str, id: str, config: Mapping[str, str]) -> Tracker:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when it opens a run
-        try:
-            import wandb
-        except ImportError as error:
-            raise EngineError("--to", "wandb", expected="its package", fix=_EXTRA) from error
+        check_extra("wandb", "tracking", EngineError, "--to", "wandb")
+        import wandb
+
         # What it observes of the machine, the console and the repository is not the run's.
         settings = wandb.Settings(
             silent=True,
@@ -180,7 +179,7 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
             finish_timeout=_FINISH_S,
             finish_timeout_raises=True,
         )
-        try:
+        with _accepted("wandb", wandb.Error, fix="log in with `wandb login`, or use --offline"):
             run = wandb.init(
                 project=project,
                 name=name,
@@ -191,8 +190,6 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
                 config=dict(config),
                 settings=settings,
             )
-        except wandb.Error as error:
-            raise _refused("wandb", error, "log in with `wandb login`, or use --offline") from error
         return _Wandb(run, wandb.Error)
 
     return opener
@@ -212,10 +209,8 @@ class _Wandb:
         return False  # it waits in a queue
 
     def close(self, *, finished: bool) -> None:
-        try:
+        with _accepted("wandb", self._refusal, fix="run the command again, or use --offline"):
             self._run.finish(exit_code=0 if finished else 1)
-        except self._refusal as error:
-            raise _refused("wandb", error, "run the command again, or use --offline") from error
 
 
 def mlflow_run(experiment: str, address: str) -> Open:
@@ -231,16 +226,16 @@ def mlflow_run(experiment: str, address: str) -> Open:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when the package is imported
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Param
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise EngineError("--to", "mlflow", expected="its package", fix=_EXTRA) from error
+        check_extra("mlflow", "tracking", EngineError, "--to", "mlflow")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
         uri = address or os.environ.get("MLFLOW_TRACKING_URI", "")
         _check_address(uri)
         logging.getLogger("mlflow").setLevel(logging.ERROR)
-        try:
+        refusals = MlflowException, ModuleNotFoundError
+        with _accepted("mlflow", *refusals, fix="see whether the server answers", address=uri):
             client = MlflowClient(tracking_uri=uri)
             if not id:
                 found = client.get_experiment_by_name(experiment)
@@ -253,8 +248,6 @@ def mlflow_run(experiment: str, address: str) -> Open:
                 except MlflowException:
                     client.delete_run(id)  # the next call makes another
                     raise
-        except (MlflowException, ModuleNotFoundError) as error:
-            raise _refused("mlflow", error, "see whether the server answers", address=uri) from error
         return _Mlflow(client, id, MlflowException, uri)
 
     return opener
@@ -290,30 +283,30 @@ class _Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        try:
+        with self._accepted():
             self._client.log_batch(
                 self._id, [Metric(name, each, now, number) for name, each in figures.items()]
             )
-        except self._refusal as error:
-            raise self._error(error) from error
         return True
 
     def close(self, *, finished: bool) -> None:
-        try:
+        with self._accepted():
             if finished:
                 self._client.set_terminated(self._id, "FINISHED")
-        except self._refusal as error:
-            raise self._error(error) from error
 
-    def _error(self, error: Exception) -> EngineError:
+    def _accepted(self) -> AbstractContextManager[None]:
         fix = "run the command again: it continues after the last round that was sent"
-        return _refused("mlflow", error, fix, address=self._address)
+        return _accepted("mlflow", self._refusal, fix=fix, address=self._address)
 
 
-def _refused(kind: Kind, error: Exception, fix: str, *, address: str = "") -> EngineError:
-    """The error of a tracker in one line, without the user and the password of its address."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    user = urlsplit(address).netloc.rpartition("@")[0]
-    if user:
-        reason = reason.replace(f"{user}@", "")
-    return EngineError("--to", kind, expected=f"a tracker that accepts the run ({reason})", fix=fix)
+@contextmanager
+def _accepted(kind: Kind, *refusals: type[Exception], fix: str, address: str = "") -> Iterator[None]:
+    """Raise what a tracker refuses as an error in one line, without the user and the password of its address."""
+    try:
+        yield
+    except refusals as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        user = urlsplit(address).netloc.rpartition("@")[0]
+        reason = reason.replace(f"{user}@", "") if user else reason
+        expected = f"a tracker that accepts the run ({reason})"
+        raise EngineError("--to", kind, expected=expected, fix=fix) from error

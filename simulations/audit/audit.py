@@ -108,15 +108,7 @@ def audit(
             start = kept.load(0).weights
             records = RecordGame(plan, terms, model, base, start, site, own)
             found = records.audit(rounds, canaries, steps, confidence, coins, noises, progress)
-    shown = {
-        "row": asdict(found.row),
-        "claimed": found.claimed,
-        "what": found.what,
-        "delta": found.delta,
-        "at_half_noise": found.at_half_noise,
-        "checks": [asdict(check) for check in found.checks],
-    }
-    write_bytes(folder.audit, (json.dumps(shown, indent=1) + "\n").encode())
+    write_bytes(folder.audit, (json.dumps(asdict(found), indent=1) + "\n").encode())
     return found
 
 

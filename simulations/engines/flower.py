@@ -9,7 +9,6 @@ is faster.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import telemetry
 
 from cloister.protocol.errors import EngineError, one_line
+from cloister.protocol.machine.prerequisites import check_extra
 from cloister.simulations.engines.process import environment
 
 _REGISTRATION_S = 60
@@ -65,10 +65,7 @@ def run_on_flower(
         Exception: the exception that the `ServerApp` raised, the same object.
         KeyboardInterrupt: the process was interrupted; the `ServerApp` has stopped.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise EngineError(
-            "engine", "flower", expected="ray to be installed", fix="run: pip install 'cloister[ray]'"
-        )
+    check_extra("ray", "ray", EngineError, "engine", "flower")
     # Ray reads it when it is imported: a thread that outlives the connection must not start another Ray.
     with environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
         from cloister.simulations.engines.cluster import check_nodes, cluster, room

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from flwr.app import Context, Error, Message, RecordDict, UserConfigValue
 from flwr.clientapp import ClientApp
@@ -25,6 +24,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from cloister.protocol.errors import EngineError
+from cloister.protocol.machine.closing import Closing
 from cloister.simulations.engines.process import identify
 from cloister.simulations.engines.segments import PushSegments
 from cloister.simulations.engines.workers import Raised, State, Worker, WorkerPool
@@ -34,7 +34,7 @@ _COORDINATOR = 0  # node id of the coordinator; sites are 1 to n
 _REPLY_SECONDS = 5.0  # to receive the rest of a reply that has begun to arrive when the deadline passes
 
 
-class LocalGrid(Grid):
+class LocalGrid(Grid, Closing):
     """Runs a `ClientApp` for many sites in a few worker processes of this machine.
 
     Sites are the nodes 1 to n. Worker processes start at the first push and are replaced when they crash. A site runs
@@ -94,12 +94,6 @@ class LocalGrid(Grid):
         """By message id of the request, the replies that the caller has not taken yet."""
         self._ids = itertools.count(1)
         self._pushes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the worker processes, kill those that are busy, and drop unanswered messages; idempotent."""

@@ -198,10 +198,6 @@ class _Worker:
             return Message(reply, reply_to=message), context
 
 
-def _reduce_view(view: memoryview) -> tuple[type[memoryview], tuple[pickle.PickleBuffer]]:
-    return memoryview, (pickle.PickleBuffer(view),)
-
-
 # Ray pickles replies, and an Array's data may be a memoryview, which pickle rejects by default. Actors import this
 # module because they unpickle `_Worker`, so the reducer is registered at both ends.
-copyreg.pickle(memoryview, _reduce_view)
+copyreg.pickle(memoryview, lambda view: (memoryview, (pickle.PickleBuffer(view),)))

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from socket import socket
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from flwr.app import Array, ArrayRecord, Message
 
@@ -27,18 +27,6 @@ _SPARE_SEGMENTS = 2  # segments that a worker keeps for its next reply
 _LARGEST_LENT = (
     1 << 24
 )  # bytes; what reuse saves for a larger vector is small beside the time of its training
-
-
-class Segments(Protocol):
-    """Where a sender puts the vectors of the value that it sends."""
-
-    def segment(self, data: bytes | memoryview) -> Segment:
-        """The segment that holds a copy of `data`, at least until `sent`."""
-        ...
-
-    def sent(self) -> None:
-        """Note that the value was sent, or that sending it failed."""
-        ...
 
 
 class PushSegments:
@@ -114,6 +102,10 @@ class LentSegments:
                 self._free[inode] = self._lent.pop(inode)
         for inode in list(self._free)[:-_SPARE_SEGMENTS]:
             del self._free[inode]
+
+
+Segments: TypeAlias = PushSegments | LentSegments
+"""Where a sender puts the vectors of the value that it sends."""
 
 
 class Channel(shared.Channel):

@@ -8,7 +8,6 @@ a fingerprint, because the files pass no channel.
 from __future__ import annotations
 
 import datetime
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from pydantic import Field
 from cloister.clients.setup.enrolment import consider, install, make_request
 from cloister.protocol.errors import RosterError
 from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.roster import check_distinct
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.settings import Section, Settings
 from cloister.server.federation.registry import Name, Registry, Terms, check_empty
@@ -54,11 +54,8 @@ def provision(settings: Provision, out: Path, now: datetime.datetime) -> Federat
         StorageError: the disk refuses; nothing is left.
     """
     check_empty(out)
-    taken = [
-        name for name, count in Counter(site.name.casefold() for site in settings.site).items() if count > 1
-    ]
-    if taken:
-        raise RosterError("site.name", taken[0], expected="a name of its own for each site: it is taken")
+    names: list[tuple[str | bytes, str]] = [(site.name.casefold(), site.name) for site in settings.site]
+    check_distinct("site.name", "site for each name", names)
     made: list[Federation] = []
 
     def fill(folder: Path) -> None:  # the folder is synced as a whole

@@ -7,7 +7,6 @@ folder, the files and the processes that it would have on its own machine, and r
 from __future__ import annotations
 
 import datetime
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from cloister.server.federation.registry import Registry, Terms
 from cloister.server.record.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.record.progress import Observer, Preparing
 from cloister.simulations.engines import fork_server
-from cloister.simulations.federation import declare_rounding, hardware_of, lay_out_records
+from cloister.simulations.federation import lay_out_records, write_config
 from cloister.simulations.partition import site_name
 
 _START_S = 120.0
@@ -60,18 +59,7 @@ def _fill(plan: Plan, federation: Path, folder: Path) -> None:
     requests = []
     for index, name in enumerate(names):
         sites.site(name).chmod(0o700)
-        keys = {
-            "name": name,
-            "data": "data.jsonl",
-            "state": "state",
-            "identity": "identity.pem",
-            "supernode_key": "supernode.key",
-            "plan": plan.digest(),
-        }
-        toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-        toml += f"secure = {str(plan.aggregation.secure).lower()}\n"
-        sites.config(name).write_text(toml + hardware_of(plan, index), encoding="utf-8")
-        declare_rounding(plan, name, sites.state(name))
+        write_config(plan, sites, index, supernode_key="supernode.key")
         requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
     terms = Terms(
         name="rehearsal",

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cloister.privacy.ledger.ledger import Ledger, read_history
-from cloister.protocol.machine.storage import disk_refusal, write_folder
+from cloister.protocol.machine.storage import on_disk, write_folder
 from cloister.server.record.folder import RunFiles, stored_checkpoints
 from cloister.server.record.journal import MEASURED, Journal
 from cloister.server.sum.spending import OWNER
@@ -70,10 +70,8 @@ def set_date(path: Path, seconds: float | None = None) -> None:
     Raises:
         StorageError: the disk refuses it.
     """
-    try:
+    with on_disk(path):
         os.utime(path, None if seconds is None else (seconds, seconds), follow_symlinks=False)
-    except OSError as error:
-        raise disk_refusal(path, error) from error
 
 
 def _copy(trial: RunFiles, made: RunFiles, settings: Values) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cloister.protocol.errors import EngineError, StorageError, one_line
+from cloister.protocol.machine.prerequisites import check_extra
 from cloister.simulations.search.search import ParameterSection, Search, Value, Values
 
 if TYPE_CHECKING:
@@ -47,13 +48,11 @@ def stored(path: Path) -> Iterator[None]:
         StorageError: SQLite refuses the file: it is damaged, or the disk is full.
         EngineError: Optuna is not installed.
     """
-    try:
-        from optuna.exceptions import OptunaError
-        from sqlalchemy.exc import SQLAlchemyError
-    except ModuleNotFoundError as error:
-        raise EngineError(
-            "cloister tune", expected="optuna to be installed", fix="run: pip install 'cloister[tune]'"
-        ) from error
+    for package in ("optuna", "sqlalchemy"):
+        check_extra(package, "tune", EngineError, "cloister tune")
+    from optuna.exceptions import OptunaError
+    from sqlalchemy.exc import SQLAlchemyError
+
     try:
         yield
     except (SQLAlchemyError, OptunaError) as error:

@@ -29,6 +29,7 @@ from cloister.protocol.errors import (
     one_line,
 )
 from cloister.protocol.machine import fork_server
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.progress import Evaluated, Event
@@ -67,7 +68,7 @@ class Heard:
     """Why it failed; with `failed`."""
 
 
-class Processes:
+class Processes(Closing):
     """The processes of trials; a context manager that ends those that run.
 
     Args:
@@ -80,10 +81,8 @@ class Processes:
         self._log = log
         self._running: dict[int, tuple[BaseProcess, Connection]] = {}
 
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the trials that run."""
         for number in list(self._running):
             self._end(number, kill=True)
 
@@ -175,13 +174,9 @@ def _work(theirs: Connection, path: Path, plan_json: str, engine: Engine, log: P
         theirs.send(("done", 0, math.nan, ""))
     except _PrunedError:
         theirs.send(("pruned", 0, math.nan, ""))
-    except _ENDING as error:
-        theirs.send(error)
     except CloisterError as error:
-        if private and isinstance(error, _SITES):
-            theirs.send(error)
-            return
-        theirs.send(("failed", 0, math.nan, one_line(error)))
+        ends = isinstance(error, (*_ENDING, *_SITES) if private else _ENDING)
+        theirs.send(error if ends else ("failed", 0, math.nan, one_line(error)))
 
 
 def _simulate(theirs: Connection, path: Path, plan: Plan, engine: Engine) -> None:

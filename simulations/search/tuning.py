@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self
 
 from cloister.lm.model.model import load_model, save_pretrained
 from cloister.privacy.accounting.accountant import spent
@@ -39,6 +39,7 @@ from cloister.privacy.accounting.selection import quantile
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.protocol.errors import BudgetError, CloisterError, EngineError, PlanError, RunFolderError
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
@@ -87,7 +88,7 @@ class Found:
     """All trials; none under a privacy unit."""
 
 
-class SearchFolder:
+class SearchFolder(Closing):
     """The folder of a search, in which this process alone works until it closes it; a context manager."""
 
     def __init__(self, path: Path, plan: Plan, search: Search, lock: IO[bytes]) -> None:
@@ -138,10 +139,8 @@ class SearchFolder:
             ) from error
         return cls(path, plan, search, locked(path, "search"))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let other processes work on it."""
         self._lock.close()
 
     @property
@@ -219,6 +218,18 @@ def price(plan: Plan) -> Price:
     )
 
 
+def price_facts(plan: Plan) -> dict[str, Any]:
+    """The law of a search by the plan of its trials, and its price, for `--json`."""
+    cost, chosen = price(plan), plan.simulation.search
+    assert chosen is not None, "it is the plan of a trial"
+    return {
+        **chosen.model_dump(include={"law", "mean", "shape"}),
+        "epsilon": cost.epsilon,
+        "epsilon_of_one": cost.one,
+        "delta": cost.delta,
+    }
+
+
 def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
     """Run a search to its end, from the beginning or from where an earlier process stopped.
 
@@ -266,20 +277,7 @@ def _rank(trial: Trial) -> tuple[float, int]:
     return loss, trial.number
 
 
-class _Source(Protocol):
-    """Where trials come from, and what becomes of them."""
-
-    def next(self) -> tuple[int, Values] | None:
-        """The next trial to run; None if there is none now."""
-
-    def loss(self, number: int, round_number: int, loss: float) -> bool:
-        """Keep a trial's loss after a round; returns whether it goes on."""
-
-    def end(self, number: int, state: State, reason: str) -> None:
-        """Keep how a trial has ended."""
-
-
-def _run(folder: SearchFolder, engine: Engine, source: _Source, log: Path) -> None:
+def _run(folder: SearchFolder, engine: Engine, source: _Open | _Sealed, log: Path) -> None:
     """Run the trials of a source, at most `workers` at the same time."""
     coming = True
     with Processes(engine, log) as processes:
@@ -314,7 +312,7 @@ class _Open:
         self._left = study.unfinished()
 
     def next(self) -> tuple[int, Values] | None:
-        """One that a killed process had begun, or a new one whose plan is sound."""
+        """The next trial, begun by a killed process or new and with a sound plan; None: there is none."""
         while (trial := self._left.pop(0) if self._left else self._study.begin()) is not None:
             try:
                 searches.trial_plan(self._folder.plan, trial.values)
@@ -457,7 +455,6 @@ def _write_untrained(folder: SearchFolder) -> None:
 def to_json(folder: SearchFolder, found: Found) -> dict[str, Any]:
     """The result for a program."""
     best = found.best
-    chosen = folder.plan.simulation.search
     answer: dict[str, Any] = {
         "search": str(folder.path),
         "best": None if best is None else str(found.folder),
@@ -465,16 +462,8 @@ def to_json(folder: SearchFolder, found: Found) -> dict[str, Any]:
         "loss": None if best is None else best.loss,
         "settings": None if best is None else dict(best.values),
     }
-    if chosen is not None:
-        cost = price(folder.plan)
-        return answer | {
-            "law": chosen.law,
-            "mean": chosen.mean,
-            "shape": chosen.shape,
-            "epsilon": cost.epsilon,
-            "epsilon_of_one": cost.one,
-            "delta": cost.delta,
-        }
+    if folder.private:
+        return answer | price_facts(folder.plan)
     trials = [
         {
             "trial": trial.number,

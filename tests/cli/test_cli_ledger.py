@@ -19,6 +19,7 @@ from cloister.cli.verbs.ledger import rounded_up
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.ledger.ledger import Charge, Ledger
 from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, to_json
+from cloister.tests.parties.federation import verified
 
 STEPS = SampledGaussian(noise_multiplier=1.0, sampling_rate=0.01, steps=20)
 ROUND = Gaussian(noise_multiplier=4.0, count=1)
@@ -67,7 +68,7 @@ def alter(path: Path, statement: str) -> None:
 
 
 def test_verify_prints_entries_and_head(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
-    head = ledger.verify().head
+    head = verified(ledger).head
     for where in (ledger.path, ledger.path.parent):  # the file, or the run folder
         code, out, err = ran(capsys, "verify", str(where))
         assert (code, err) == (0, "")
@@ -79,7 +80,7 @@ def test_verify_prints_entries_and_head(ledger: Ledger, capsys: pytest.CaptureFi
 
 
 def test_verify_against_a_noted_head(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
-    early, head = ledger.entries()[1].hash.hex(), ledger.verify().head
+    early, head = ledger.entries()[1].hash.hex(), verified(ledger).head
     for noted in (early, head, head.upper()):
         assert ran(capsys, "verify", str(ledger.path), "--head", noted)[0] == 0
     alter(ledger.path, "DELETE FROM entries WHERE number = 5")
@@ -132,7 +133,7 @@ def test_show_composes_by_dataset_and_run(ledger: Ledger, capsys: pytest.Capture
     code, out, _ = ran(capsys, "show", str(ledger.path), "--json")
     assert code == 0
     found = json.loads(out)
-    assert (found["entries"], found["head"]) == (5, ledger.verify().head)
+    assert (found["entries"], found["head"]) == (5, verified(ledger).head)
     lab, ward = found["datasets"]
     assert (lab["dataset"], ward["dataset"]) == ("[lab]", "ward")
     assert lab["epsilon"] == spent([ROUND], 1e-5).epsilon
@@ -157,7 +158,7 @@ def test_show_prints_a_table(
     assert ["ward", "run-a", "1 to 3", "3", rounded_up(spent([STEPS] * 3, 1e-6).epsilon), "1e-06"] in rows
     assert ["ward", "all runs together", "", "4", total, "1e-06"] in rows
     assert any(row[0] == "[lab]" for row in rows)  # as it is, not as markup
-    assert ledger.verify().head in out
+    assert verified(ledger).head in out
     assert "Ledger of site-1" in out
 
 

@@ -30,7 +30,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import load_model
 from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.ledger.dataset import DatasetLedger
-from cloister.privacy.ledger.ledger import Entry, Ledger
+from cloister.privacy.ledger.ledger import Entry, Ledger, Verified, read_history
 from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.identity.roster import Roster, load_roster
 from cloister.protocol.messages.cohort import draw_of
@@ -419,3 +419,14 @@ class VectorSite:
 
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
         raise AssertionError("a site without a policy refuses nothing")
+
+
+def verified(ledger: Ledger, noted: str | None = None) -> Verified:
+    """A ledger as its file has it, verified."""
+    return read_history(ledger.path).of_owner(ledger.owner).verified(noted)
+
+
+def spent_on(ledger: Ledger, dataset: str, delta: float) -> float:
+    """What a dataset has spent by a ledger's own composition."""
+    events = read_history(ledger.path).of_owner(ledger.owner).events(dataset)
+    return ledger._compose(events, delta) if events else 0.0

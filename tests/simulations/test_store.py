@@ -15,7 +15,7 @@ import pytest
 from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import preparation_of
-from cloister.lm.text.data import Preparation, Prepared
+from cloister.lm.text.data import Preparation, Prepared, Store
 from cloister.lm.text.tokenizer import load_tokenizer
 from cloister.privacy.accounting.claims import not_covered
 from cloister.protocol.errors import DataError
@@ -36,11 +36,11 @@ PLANS: dict[str, list[str]] = {
 }
 
 
-def made(federation: Federation) -> store.Store:
+def made(federation: Federation) -> Store:
     names, folder = federation.names, federation.sites_folder
     paths = [folder / name / "data.jsonl" for name in names]
     store.make(folder / "sequences", federation.plan, load_tokenizer(federation.plan.model), paths)
-    return store.Store(folder / "sequences")
+    return Store(folder / "sequences")
 
 
 def arrays(prepared: Prepared) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_a_store_that_is_damaged_is_one_line(tmp_path: Path, harm: Callable[[Pat
     made(federation)
     harm(federation.sites_folder / "sequences" / "index.json")
     with pytest.raises(DataError, match="remove the folder, and the next start makes it again"):
-        store.Store(federation.sites_folder / "sequences")
+        Store(federation.sites_folder / "sequences")
 
 
 # What may be lost in a power cut.

@@ -71,6 +71,7 @@ from cloister.tests.parties.federation import (
     SKELLAM,
     Federation,
     changed,
+    spent_on,
     tiny,
     whole,
     write_records,
@@ -246,7 +247,7 @@ def test_a_site_that_lost_its_update_is_charged_again_for_new_noise(
     terms = terms_of(federation.plan, federation.model.size)
     assert terms is not None
     ledger = Ledger(Path(site.config.ledger), site.name, composed)
-    assert ledger.spent(site.config.dataset, 1e-3) == pytest.approx(terms.epsilon(2))
+    assert spent_on(ledger, site.config.dataset, 1e-3) == pytest.approx(terms.epsilon(2))
     if settings is not CENTRAL:  # where the noise is not the site's
         assert np.count_nonzero(first != second) > first.size / 2
 

@@ -23,7 +23,7 @@ from cloister.cli.main import main
 from cloister.lm.model.model import load_model, load_saved
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.evaluate import compare, subset
-from cloister.lm.text.data import NOT_LEARNED, load_prepared, prepare, save_prepared
+from cloister.lm.text.data import NOT_LEARNED, load_prepared, prepare, write_prepared
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, PlanError
@@ -340,7 +340,8 @@ def test_prompts_that_do_not_fit_with_each_choice_are_not_compared() -> None:
 
 def test_a_subset_has_whole_prompts(tmp_path: Path) -> None:
     made = prepare(questions(12), byte_tokenizer(), plan_of().data, seed=0, evaluated=True)
-    save_prepared(tmp_path / "kept", made)
+    (tmp_path / "kept").mkdir()
+    write_prepared(tmp_path / "kept", [made])
     kept = load_prepared(tmp_path / "kept").asked
     assert kept is not None
     assert made.asked is not None

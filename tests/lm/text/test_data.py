@@ -28,8 +28,8 @@ from cloister.lm.text.data import (
     check_usable,
     load_prepared,
     prepare,
-    save_prepared,
     unit_rule,
+    write_prepared,
 )
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import END, byte_tokenizer
@@ -664,7 +664,8 @@ def same_rows(first: Prepared, second: Prepared) -> bool:
 def test_saved_sequences_are_mapped(held_out: float, packing: bool, tmp_path: Path) -> None:
     rows = [{"text": "abc" * index} for index in range(9)]
     prepared = prepare(rows, BYTES, DataSection(held_out=held_out, packing=packing), seed=0)
-    save_prepared(tmp_path / "x", prepared)
+    (tmp_path / "x").mkdir()
+    write_prepared(tmp_path / "x", [prepared])
     again = load_prepared(tmp_path / "x")
     assert same(prepared, again)
     assert isinstance(again.train.tokens, np.memmap)
@@ -677,7 +678,8 @@ def test_saved_units_are_mapped(held_out: float, rule: UnitRule, tmp_path: Path)
     rows = [{"text": "abc" * index, "who": index // 2} for index in range(9)]
     data = DataSection(held_out=held_out, sequence_length=8)
     prepared = prepare(rows, BYTES, data, seed=0, units=rule)
-    save_prepared(tmp_path / "x", prepared)
+    (tmp_path / "x").mkdir()
+    write_prepared(tmp_path / "x", [prepared])
     again = load_prepared(tmp_path / "x")
     assert same(prepared, again)
     assert again.train.starts is not None
@@ -705,8 +707,9 @@ def test_they_are_made_once(tmp_path: Path, some: Prepared) -> None:
 
 
 def test_damage_is_named(tmp_path: Path, some: Prepared) -> None:
-    save_prepared(tmp_path / "x", some)
-    file = tmp_path / "x" / "train-labels.npy"
+    (tmp_path / "x").mkdir()
+    write_prepared(tmp_path / "x", [some])
+    file = tmp_path / "x" / "labels.bin"
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(DataError, match=r"^prepared data is .*remove the folder"):
         load_prepared(tmp_path / "x")

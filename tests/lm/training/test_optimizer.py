@@ -12,7 +12,7 @@ import torch
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.model.weights import Whole
+from cloister.lm.model.weights import Weights
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry, Moments
 from cloister.lm.training.muon import Muon, iterations_in
@@ -285,7 +285,7 @@ def test_private_steps_are_muons_too(settings: tuple[str, ...], matrix: str) -> 
 def test_a_kept_state_continues_as_if_there_were_no_rounds(kind: str, scheme: str, tmp_path: Path) -> None:
     plan = plan_of(f"local.optimizer={kind}", "local.weight_decay=0.1", f"model.adapter.scheme={scheme}")
     whole, cut = load_model(plan), load_model(plan)
-    moments = Moments(Carry(tmp_path, tmp_path), cut.layout, Whole(cut), cut.layout)
+    moments = Moments(Carry(tmp_path, tmp_path), cut.layout, Weights(cut), cut.layout)
     optimizers = {id(model): optimizer_of(plan, model) for model in (whole, cut)}
     for step in range(4):
         if step == 2:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel, load_model
-from cloister.lm.model.weights import Whole
+from cloister.lm.model.weights import Weights
 from cloister.lm.parallel import shards
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.parallel.shards import Shards
@@ -175,7 +175,7 @@ def held(ranks: DeviceMesh | None, *, job: Job) -> Held:
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for parameter in model.module.parameters()
     ]
-    weights = Whole(model) if ranks is None else Shards(model, ranks)
+    weights = Weights(model) if ranks is None else Shards(model, ranks)
     return Held(
         sum(each.numel() for each in local),
         [name for name, _ in model.module.named_parameters()],
@@ -189,7 +189,7 @@ def score(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
     """The sums of an evaluation of the job's global model, the last batch of which has fewer rows; and which of three
     choices it gives to five prompts."""
     model = model_of(ranks, job)
-    weights = Whole(model) if ranks is None else Shards(model, ranks)
+    weights = Weights(model) if ranks is None else Shards(model, ranks)
     weights.place(start_of(job))
     found = evaluate(model.module, packed(7) if job.packed else some(7), 4, CPU, weights=weights)
     asked = replace(some(15), answers=np.arange(5, dtype=np.int32) % 3)

@@ -38,6 +38,7 @@ from cloister.privacy.ledger.ledger import (
     read_history,
 )
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError
+from cloister.tests.parties.federation import spent_on, verified
 
 DELTA = 1e-5
 
@@ -93,15 +94,19 @@ def test_a_charge_is_an_entry_with_owner_number_time_and_link(ledger: Ledger, pa
     )
     assert (second.number, second.hash) == (2, link(first.hash, 2, 1_000_001.25, "site-1", charge(2)))
     assert ledger.entries() == (first, second) == Ledger(path, "site-1", added).entries()
-    assert ledger.verify() == Verified(2, second.hash.hex())
+    assert verified(ledger) == Verified(2, second.hash.hex())
 
 
 def test_spending_is_composed_by_dataset_over_all_runs(ledger: Ledger) -> None:
     ledger.charge(charge(1, 0.5), None)
     ledger.charge(charge(2, 0.25, id="b", run="run-b"), None)
     ledger.charge(charge(3, 8.0, id="c", dataset="lab"), None)
-    assert ledger.datasets() == ("lab", "ward")
-    assert (ledger.spent("ward", DELTA), ledger.spent("lab", DELTA), ledger.spent("new", DELTA)) == (
+    assert read_history(ledger.path).datasets() == ("lab", "ward")
+    assert (
+        spent_on(ledger, "ward", DELTA),
+        spent_on(ledger, "lab", DELTA),
+        spent_on(ledger, "new", DELTA),
+    ) == (
         0.75,
         8,
         0,
@@ -119,7 +124,7 @@ def test_the_delta_that_is_composed_at_is_the_budget_s_or_the_one_asked_for(path
     ledger = Ledger(path, "site-1", compose)
     ledger.charge(charge(1, delta=1e-6), Budget(1.0, 1e-7))
     ledger.charge(charge(2, delta=1e-6), None)
-    ledger.spent("ward", 1e-4)
+    spent_on(ledger, "ward", 1e-4)
     assert deltas == [1e-7, 1e-6, 1e-4]
 
 
@@ -327,10 +332,10 @@ def test_a_cut_tail_and_a_chain_made_anew_show_only_against_a_noted_head(
 
 
 def test_an_empty_ledger_has_the_first_head(ledger: Ledger) -> None:
-    empty = ledger.verify()
+    empty = verified(ledger)
     assert empty == Verified(0, "0" * 64)
     ledger.charge(charge(), None)
-    assert ledger.verify(empty.head).entries == 1
+    assert verified(ledger, empty.head).entries == 1
 
 
 # Hands on the file
@@ -387,10 +392,9 @@ def test_an_altered_column_is_named_by_its_entry(
     with pytest.raises(LedgerError, match=r"entry 2\b"):
         read_history(path)
     for act in (
-        ledger.verify,
-        ledger.datasets,
+        lambda: verified(ledger),
         ledger.entries,
-        lambda: ledger.spent("ward", DELTA),
+        lambda: spent_on(ledger, "ward", DELTA),
         lambda: ledger.charge(charge(4), None),
     ):
         with pytest.raises(LedgerError, match=r"entry 2\b"):
@@ -403,7 +407,7 @@ def test_text_that_is_no_text_is_refused_in_one_line(ledger: Ledger, path: Path)
         unguarded(db)
         db.execute("UPDATE entries SET what = CAST(x'ff' AS TEXT)")
     with pytest.raises(LedgerError, match="UTF-8"):
-        ledger.verify()
+        verified(ledger)
 
 
 REST = "dataset, run, round, attempt, what, event, delta, hash FROM entries"
@@ -432,7 +436,7 @@ def test_entries_are_only_added(ledger: Ledger, path: Path, statement: str) -> N
         db.execute(statement)
         assert db.execute("SELECT * FROM entries").fetchall() != before
     with pytest.raises(LedgerError):
-        ledger.verify()
+        verified(ledger)
 
 
 def test_guards_that_are_gone_are_noticed(ledger: Ledger, path: Path) -> None:
@@ -459,7 +463,11 @@ def test_a_damaged_file_is_refused(ledger: Ledger, path: Path, damage: str) -> N
                 damage
             ]
         )
-    for act in (ledger.verify, lambda: ledger.charge(charge(99), None), lambda: read_history(path)):
+    for act in (
+        lambda: verified(ledger),
+        lambda: ledger.charge(charge(99), None),
+        lambda: read_history(path),
+    ):
         with pytest.raises(LedgerError):
             act()
     with pytest.raises(LedgerError):
@@ -493,7 +501,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(ledger: Ledger, path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ledger.entries() == before
     ledger.charge(long, None)
-    assert ledger.verify().entries == 2
+    assert verified(ledger).entries == 2
 
 
 def test_a_file_that_may_not_be_written_is_refused() -> None:
@@ -529,9 +537,9 @@ def test_waiting_for_other_processes_ends(path: Path) -> None:
         with pytest.raises(StorageError, match=r"free within 0\.01 s"):
             ledger.charge(charge(), None)
         db.execute("COMMIT")
-    assert ledger.verify().entries == 0
+    assert verified(ledger).entries == 0
     ledger.charge(charge(), None)
-    assert ledger.verify().entries == 1
+    assert verified(ledger).entries == 1
 
 
 def test_nothing_stays_open_between_calls(ledger: Ledger, path: Path) -> None:
@@ -547,7 +555,7 @@ def test_nothing_stays_open_between_calls(ledger: Ledger, path: Path) -> None:
     ledger.charge(charge(), None)
     with contextlib.suppress(BudgetError):
         ledger.charge(charge(2), Budget(0.0, DELTA))
-    ledger.verify()
+    verified(ledger)
     assert held() == []
     with raw(path) as db:
         db.execute("BEGIN IMMEDIATE")
@@ -617,8 +625,8 @@ def test_eight_processes_never_exceed_one_budget(path: Path) -> None:
     printed = [each.communicate(timeout=60)[0] for each in crowd]
     assert [each.returncode for each in crowd] == [0] * 8
     ledger = Ledger(path, "site-1", added)
-    assert "".join(printed).count("charged") == 40 == ledger.spent("ward", DELTA)
-    assert ledger.verify().entries == 40
+    assert "".join(printed).count("charged") == 40 == spent_on(ledger, "ward", DELTA)
+    assert verified(ledger).entries == 40
 
 
 def at_once(acts: Sequence[Callable[[], object]]) -> list[object]:
@@ -659,7 +667,7 @@ def test_looking_first_and_charging_later_would_exceed_it(path: Path) -> None:
 
     def overspent(ledger: Ledger) -> bool:
         at_once([functools.partial(ledger.charge, charge(n), budget) for n in (1, 2)])
-        return ledger.spent("ward", DELTA) > budget.epsilon
+        return spent_on(ledger, "ward", DELTA) > budget.epsilon
 
     assert not overspent(Ledger(path, "site-1", added))
     assert overspent(LooksFirst(path.with_name("double.sqlite"), "site-1", added))
@@ -767,7 +775,7 @@ def test_a_release_has_its_charge_whenever_the_process_is_killed(tmp_path: Path,
         again = charge(number, id=str(number))
         assert ledger.charge(again, None).number == number
     assert known == {str(number) for number in range(1, count + 1)}
-    assert ledger.verify().entries == 3
+    assert verified(ledger).entries == 3
 
 
 def test_a_process_killed_while_it_commits_leaves_a_whole_ledger(tmp_path: Path) -> None:

@@ -164,10 +164,10 @@ def test_a_changed_roster_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RosterError):
         rosters.load_roster(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(RosterError, match="UTF-8"):
+    with pytest.raises(RosterError, match="utf-8"):
         rosters.load_roster(tmp_path / "binary")
     with pytest.raises(StorageError):
-        rosters.save_roster(other, tmp_path / "none" / "roster.toml")
+        rosters.save_roster(other, tmp_path / "binary" / "roster.toml")
 
 
 def test_an_identity_is_kept_once_and_for_its_owner(tmp_path: Path) -> None:

@@ -602,7 +602,7 @@ def test_a_site_checks_its_data_before_a_run(
     assert main(call) == 0
     assert os.umask(before) == 0o022, "the files of other commands are as before"
     made = list((tmp_path / "state").rglob("*"))
-    assert any(path.suffix == ".npy" for path in made)
+    assert any(path.suffix == ".bin" for path in made)
     closed = [tmp_path / "state", *made]
     assert not [path for path in closed if path.stat().st_mode & 0o077], "records, which others cannot read"
     assert capsys.readouterr().out.strip() == marked + line

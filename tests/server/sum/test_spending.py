@@ -19,7 +19,7 @@ from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
 from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import Terms, terms_of
-from cloister.privacy.ledger.ledger import Entry, Ledger
+from cloister.privacy.ledger.ledger import Entry, Ledger, read_history
 from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import StorageError
 from cloister.protocol.messages.cohort import draw_of
@@ -46,6 +46,7 @@ from cloister.tests.parties.federation import (
     SKELLAM,
     Federation,
     changed,
+    spent_on,
     tiny,
     write_records,
 )
@@ -221,8 +222,8 @@ def test_epsilon_is_the_accountants_of_the_rounds_that_were_done(begin: Begin, s
     # The ledger of each site gives the same.
     for index, name in enumerate(NAMES):
         own = Ledger(Path(case.federation.site(index).config.ledger), name, composed)
-        (dataset,) = own.datasets()
-        assert own.spent(dataset, 1e-3) == pytest.approx(case.terms.epsilon(3))
+        (dataset,) = read_history(own.path).datasets()
+        assert spent_on(own, dataset, 1e-3) == pytest.approx(case.terms.epsilon(3))
 
 
 def test_a_site_is_charged_for_the_rounds_that_drew_it(begin: Begin) -> None:
