@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _facts(plan: Plan, found: Verdict, report: RunReport, figures: Outcome) -> dict[str, object]:
     """What the model may claim, and how good it is, as JSON."""
+    from cloister.lm.tasks.figures import FIGURES
+
     confusion = figures.confusion
     return {
         "guarantee": found.holds,
@@ -96,8 +98,7 @@ def _facts(plan: Plan, found: Verdict, report: RunReport, figures: Outcome) -> d
         "epsilon": report.epsilon if found.holds else None,
         "delta": report.delta if found.holds else None,
         "final_loss": figures.final_loss,
-        "bits_per_byte": figures.figures.get("bits_per_byte"),
-        "accuracy": figures.figures.get("accuracy"),
+        **figures.values(FIGURES),
         "classification": None if confusion is None else confusion.to_json(plan.data.outcomes),
         "params_sha256": figures.params_sha256,
     }
