@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.threshold import Parameters
+from cloister.server.round.optimizer import moments
 
 _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
 _SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
-_OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,10 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     if plan.cohort.mode == "async":  # the sum is in float64
         updates = plan.quorum()
         asynchronous = _DOUBLE + plan.cohort.sites * _FLOAT
-    vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
+    vectors = 1 + moments(plan.server) + bool(plan.public.source)  # with the weights
     groups = plan.aggregation.groups
     if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
         vectors += groups
-    vectors += bool(plan.public.source)
     return Cost(
         parameters=parameters,
         trained_parameters=trained,
@@ -139,12 +138,7 @@ def _unit_costs(plan: Plan, found: Parameters) -> tuple[float, float, float]:
     """Seconds for one element under one mask, one key agreement, one sharing of a secret."""
 
     def fastest(act: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            started = time.perf_counter()
-            act()
-            times.append(time.perf_counter() - started)
-        return min(times)
+        return min(timeit.repeat(act, number=1, repeat=3))
 
     sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
     seeds = [bytes([number]) * masks.SEED for number in range(2)]
