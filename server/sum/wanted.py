@@ -56,11 +56,8 @@ class Total:
         return len(self.names)
 
     def summed(self, wanted: Wanted) -> Summed:
-        """It, as features see it; the mean is not copied."""
-        counters = self.opened.counters
-        return Summed(
-            wanted.round, wanted.group, self.names, self.opened.mean, counters, self.told, self.noted
-        )
+        """It, as features see it."""
+        return Summed(wanted.round, wanted.group, self.names, self.opened.counters, self.told, self.noted)
 
 
 @dataclass(frozen=True)
